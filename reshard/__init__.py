@@ -1,0 +1,53 @@
+"""Cut and join sharded checkpoints of M devices anew for N devices, from the files alone.
+
+>>> import reshard
+>>> strategy = reshard.Strategy.of({"w": reshard.Layout.of([2, 4], [1, -1])})
+>>> strategy.grid("w", (8, 6)).ranks
+((0, 1, 2, 3), (4, 5, 6, 7))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# At once, though it is lazy to the rest: a later import of the module `reshard.plan` would hide the function.
+from reshard.plan import Plan, plan
+
+__version__ = "0.1.0"
+
+# The homes of the other names, imported on first use so that `import reshard` stays under 0.1 s.
+_HOMES = {
+    "Block": "block",
+    "Checkpoint": "checkpoint",
+    "Layout": "layout",
+    "ReshardError": "errors",
+    "Strategy": "strategy",
+    "merge_strategies": "strategy_file",
+    "open": "source",
+    "read_strategy": "strategy_file",
+    "write_strategy": "strategy_file",
+}
+
+__all__ = ["Plan", "plan", *_HOMES]  # noqa: PLE0604 -- the names above, which are strings
+
+if TYPE_CHECKING:
+    from reshard.block import Block
+    from reshard.checkpoint import Checkpoint
+    from reshard.errors import ReshardError
+    from reshard.layout import Layout
+    from reshard.source import open  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.strategy import Strategy
+    from reshard.strategy_file import merge_strategies, read_strategy, write_strategy
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,185 @@
+"""Checkpoints: which tensors exist, which blocks of them there are, and where the bytes of each lie.
+
+A `Checkpoint` holds no tensor data. A set of rank directories becomes one through a strategy (`reshard.open`); a
+format that describes itself lists its blocks and needs none. Everything after it (plans, arrays, verification) sees
+only blocks and byte ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reshard.block import Block, Shape
+    from reshard.dtypes import DType
+    from reshard.strategy import Strategy
+
+Runs = tuple[tuple[int, int], ...]
+"""Byte ranges of a file that hold one block in row-major order: (offset, number of bytes), one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor is: its name, the kind of its elements and its whole shape."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor's part in one file, as the file's header describes it.
+
+    Attributes:
+        dtype: kind of the elements.
+        shape: of the part that this file holds.
+        runs: where its bytes lie in the file.
+        text: the value of a `str` entry, which is small and read with the header; else None.
+    """
+
+    dtype: DType
+    shape: Shape
+    runs: Runs
+    text: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the part in bytes."""
+        return sum(nbytes for _, nbytes in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class FileIndex:
+    """What a checkpoint file holds, from its header alone.
+
+    Attributes:
+        format: the name of the file's format.
+        entries: each tensor's part, in the file's order.
+        metadata: the file's own key-value notes, without what the format itself writes there.
+        crc: the CRC-32 that the file carries, unchecked; None if it has none.
+        deduplicated: the file says that replicas are stored once in its set (`remove_redundancy`).
+        unreadable: entries that cannot be converted, with the reason.
+    """
+
+    format: str
+    entries: Mapping[str, Entry]
+    metadata: tuple[tuple[str, str], ...] = ()
+    crc: int | None = None
+    deduplicated: bool = False
+    unreadable: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One checkpoint file: its path, its size and time when it was indexed, and what it holds."""
+
+    path: str
+    nbytes: int
+    mtime_ns: int
+    index: FileIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One block of a tensor and the files that hold it: replicas of one another.
+
+    Attributes:
+        block: what part of the tensor.
+        holders: numbers of the files in `Checkpoint.files` that hold it, the one to read first.
+    """
+
+    block: Block
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        spec: name, dtype and whole shape.
+        shards: distinct blocks that together cover the tensor, in row-major order.
+        listed: the strategy names it. A tensor that it does not name is whole in every file that has it.
+        varies: its copies differ from rank to rank, as far as was looked (tensors that no strategy names only).
+        text: the value of a `str` entry; else None.
+    """
+
+    spec: TensorSpec
+    shards: tuple[Shard, ...]
+    listed: bool = True
+    varies: bool = False
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint(Mapping[str, Any]):
+    """A set of checkpoint files seen as whole tensors; a mapping of names to lazy dask arrays.
+
+    Attributes:
+        root: the directory or file that was opened.
+        tensors: the tensors, in the order of the files.
+        files: the files, in rank order.
+        ranks: the rank of each file, in the same order.
+        strategy: the strategy that said which rank holds which block; None for a source of whole tensors.
+        notices: what was noticed when it was opened and is no error.
+        unreadable: names in the files that cannot be converted, with the reason.
+    """
+
+    root: str
+    tensors: Mapping[str, Tensor]
+    files: tuple[SourceFile, ...]
+    ranks: tuple[int, ...]
+    strategy: Strategy | None = None
+    notices: tuple[str, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def format(self) -> str | None:
+        """The format of the files; None where they are of several."""
+        formats = {file.index.format for file in self.files}
+        return formats.pop() if len(formats) == 1 else None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all whole tensors, replicas counted once, in bytes."""
+        return sum(tensor.spec.nbytes for tensor in self.tensors.values())
+
+    def entry(self, holder: int, name: str) -> Entry:
+        """Return a tensor's part in a file, by the file's number."""
+        return self.files[holder].index.entries[name]
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 -- a dask array; dask is imported where it is used
+        """Return a tensor as a lazy dask array, one chunk a source shard."""
+        from reshard.arrays import tensor_array  # upward: a convenience, see DESIGN section 6
+
+        if name not in self.tensors:
+            raise KeyError(name)
+        return tensor_array(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __repr__(self) -> str:
+        count = len(self.tensors)
+        return (
+            f"<Checkpoint {self.root}: {count} tensor{'s' * (count != 1)}, "
+            f"{self.nbytes} bytes in {len(self.files)} file{'s' * (len(self.files) != 1)}>"
+        )
+

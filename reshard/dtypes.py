@@ -1,0 +1,116 @@
+"""The one table of dtypes: their names in every format, their width, and the integers that carry their bits.
+
+Between a source file and a target file a tensor is bits: unsigned integers of the dtype's width, because numpy,
+dask and zarr all mishandle bfloat16 or float8 somewhere. Only at the edge, where a user sees an array, does
+`DType.numpy` give the real dtype.
+
+Sources: MindSpore 2.10 `train/serialization.py` (`tensor_to_ms_type`), safetensors 0.8 `Dtype`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from reshard.errors import ReshardError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One kind of element.
+
+    Attributes:
+        name: the numpy or ml_dtypes name, which is also the name used in messages.
+        itemsize: bytes an element.
+        safetensors: name in a safetensors header; None if that format has no such kind.
+        mindspore: `tensor_type` in a `.ckpt` file; None if MindSpore has no such kind.
+    """
+
+    name: str
+    itemsize: int
+    safetensors: str | None
+    mindspore: str | None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def numpy(self) -> np.dtype[np.generic]:
+        """Return the real numpy dtype, from ml_dtypes where numpy has none.
+
+        `int4` is MindSpore's, one byte an element, and comes as int8 so that all eight bits survive.
+
+        >>> BFLOAT16.numpy().name, BFLOAT16.numpy().itemsize
+        ('bfloat16', 2)
+        """
+        import ml_dtypes
+        import numpy as np
+
+        if self is INT4:
+            return np.dtype(np.int8)
+        if self is STR:
+            return np.dtype("<U1")
+        scalar = getattr(ml_dtypes, self.name, None)
+        return np.dtype(self.name if scalar is None else scalar)
+
+    def carrier(self) -> np.dtype[np.unsignedinteger]:  # type: ignore[type-arg]
+        """Return the unsigned integer dtype that carries this dtype's bits.
+
+        >>> str(BFLOAT16.carrier())
+        'uint16'
+        """
+        import numpy as np
+
+        return np.dtype(f"uint{8 * self.itemsize}")
+
+
+# In safetensors' own order, in which its library sorts tensors (last first).
+_TABLE = (
+    DType("str", 4, None, "str"),
+    DType("bool", 1, "BOOL", "Bool"),
+    DType("uint8", 1, "U8", "UInt8"),
+    DType("int4", 1, "I8", "Int4"),
+    DType("int8", 1, "I8", "Int8"),
+    DType("float8_e5m2", 1, "F8_E5M2", None),
+    DType("float8_e4m3fn", 1, "F8_E4M3", None),
+    DType("float8_e8m0fnu", 1, "F8_E8M0", None),
+    DType("float8_e4m3fnuz", 1, "F8_E4M3FNUZ", None),
+    DType("float8_e5m2fnuz", 1, "F8_E5M2FNUZ", None),
+    DType("int16", 2, "I16", "Int16"),
+    DType("uint16", 2, "U16", "UInt16"),
+    DType("float16", 2, "F16", "Float16"),
+    DType("bfloat16", 2, "BF16", "BFloat16"),
+    DType("int32", 4, "I32", "Int32"),
+    DType("uint32", 4, "U32", "UInt32"),
+    DType("float32", 4, "F32", "Float32"),
+    DType("complex64", 8, "C64", None),
+    DType("float64", 8, "F64", "Float64"),
+    DType("int64", 8, "I64", "Int64"),
+    DType("uint64", 8, "U64", "UInt64"),
+)
+
+BY_NAME = {dtype.name: dtype for dtype in _TABLE}
+BY_MINDSPORE = {dtype.mindspore: dtype for dtype in _TABLE if dtype.mindspore}
+# A safetensors file says I8 for int4 too; its `__metadata__` tells which (see formats/safetensors).
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
+SAFETENSORS_ORDER = {dtype: place for place, dtype in enumerate(_TABLE)}
+
+BFLOAT16 = BY_NAME["bfloat16"]
+INT4 = BY_NAME["int4"]
+INT8 = BY_NAME["int8"]
+STR = BY_NAME["str"]
+
+
+def by_name(name: str, error: type[ReshardError]) -> DType:
+    """Return the dtype of that name, or raise `error` naming the known ones.
+
+    >>> from reshard.errors import UsageError
+    >>> by_name("bfloat16", UsageError).itemsize
+    2
+    """
+    try:
+        return BY_NAME[name]
+    except KeyError:
+        raise error(f"unknown dtype {name!r}; known are {', '.join(BY_NAME)}") from None

@@ -1,0 +1,108 @@
+"""What goes wrong, and the exit code each kind of it has at the command line.
+
+Every error is one clear sentence: what, where, what was expected and found, what to do next. Where a file
+has several faults, all of them are told at once, each with its place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_SHOWN_FAULTS = 20
+
+
+class ReshardError(Exception):
+    """Something failed; the base of every error that `reshard` raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(ReshardError, ValueError):
+    """The call itself is wrong: options that contradict each other, a value outside its range."""
+
+    exit_code = 2
+
+
+class VerifyError(ReshardError):
+    """Two checkpoints that should hold the same values do not."""
+
+    exit_code = 3
+
+
+class SourceError(ReshardError, ValueError):
+    """A source checkpoint is incomplete or corrupt."""
+
+    exit_code = 4
+
+
+class LayoutError(SourceError):
+    """A layout cannot be applied to a tensor: sizes do not divide, axes are out of range."""
+
+
+class StrategyError(SourceError):
+    """A strategy file cannot be read, contradicts itself or does not fit the checkpoint."""
+
+
+class BudgetError(ReshardError):
+    """Memory or disk space does not suffice."""
+
+    exit_code = 5
+
+
+class TargetError(ReshardError):
+    """A target file exists already, is one of the sources, or a source changed under the run."""
+
+    exit_code = 6
+
+
+class Faults:
+    """Collects the faults of one subject, to raise them all at once.
+
+    >>> faults = Faults("strategy.ckpt")
+    >>> faults.add("$.w.dev_matrix", "is empty; expected at least one axis")
+    >>> faults.add("$.b.tensor_map[0]", "is 3; expected -1 to 1")
+    >>> faults.raise_if_any(StrategyError)
+    Traceback (most recent call last):
+    ...
+    reshard.errors.StrategyError: strategy.ckpt has 2 faults:
+      $.w.dev_matrix: is empty; expected at least one axis
+      $.b.tensor_map[0]: is 3; expected -1 to 1
+    """
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.found: list[tuple[str, str]] = []
+
+    def add(self, where: str, what: str) -> None:
+        """Remember one fault: `where` in the subject, and `what` is wrong there."""
+        self.found.append((where, what))
+
+    def raise_if_any(self, kind: type[ReshardError], *, advice: str = "") -> None:
+        """Raise `kind` with every fault, one a line, and `advice` as the last; return if there are none."""
+        if self.found:
+            self._raise(kind, advice)
+
+    def _raise(self, kind: type[ReshardError], advice: str) -> NoReturn:
+        tail = f"\n{advice}" if advice else ""
+        if len(self.found) == 1:
+            where, what = self.found[0]
+            raise kind(f"{self.subject}: {where}: {what}{tail}")
+        lines = [f"  {where}: {what}" for where, what in self.found[:_SHOWN_FAULTS]]
+        if len(self.found) > _SHOWN_FAULTS:
+            lines.append(f"  and {len(self.found) - _SHOWN_FAULTS} more")
+        raise kind(f"{self.subject} has {len(self.found)} faults:\n" + "\n".join(lines) + tail)
+
+
+def names(items: Iterable[object], *, most: int = 5) -> str:
+    """List some items for a message, the first few of many.
+
+    >>> names(["a", "b"]), names(range(9), most=3)
+    ('a, b', '0, 1, 2 and 6 more')
+    """
+    listed: Sequence[str] = [str(item) for item in items]
+    if len(listed) <= most:
+        return ", ".join(listed)
+    return ", ".join(listed[:most]) + f" and {len(listed) - most} more"

@@ -1,0 +1,185 @@
+"""safetensors files: an 8-byte length, a JSON header, the contents of the tensors.
+
+Written as the safetensors library writes them: tensors sorted by dtype (its own order, which is by descending width)
+and then by name, so that all stay aligned; the header padded with spaces to a multiple of 8 bytes.
+
+Sources: the safetensors format description and library 0.8; MindSpore 2.10 `train/serialization.py` for what it keeps
+in `__metadata__`: `format`, `crc_num`, `remove_redundancy`, and `Int4` under the name of an int4 tensor, which the
+header calls I8. `str` entries, which this format cannot hold, are kept there under `reshard.str` as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from reshard.block import shape_text
+from reshard.checkpoint import Entry, FileIndex
+from reshard.dtypes import BY_SAFETENSORS, INT4, SAFETENSORS_ORDER, STR
+from reshard.errors import Faults, SourceError, UsageError
+from reshard.formats import FileLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.checkpoint import Runs
+    from reshard.formats import Content, RangeReader
+
+NAME = "safetensors"
+EXTENSION = ".safetensors"
+
+TEXTS = "reshard.str"
+"""The metadata key under which `str` entries are kept."""
+
+_LONGEST_HEADER = 100_000_000  # the library's own limit
+_OWN_KEYS = {"crc_num", "remove_redundancy", TEXTS}
+
+
+def recognizes(start: bytes, size: int) -> bool:
+    """Tell a safetensors file: a plausible header length, then a brace."""
+    return size >= 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= max(size, _LONGEST_HEADER)
+
+
+def index(reader: RangeReader) -> FileIndex:
+    """Return what a safetensors file holds.
+
+    Raises:
+        SourceError: the header is not JSON, or does not describe the rest of the file exactly, without gap or overlap.
+    """
+    length = int.from_bytes(reader.read(0, 8), "little")
+    if length > min(_LONGEST_HEADER, reader.size - 8):
+        raise SourceError(
+            f"{reader.path}: its header is said to be {length} bytes long; the file has {reader.size} "
+            f"(and headers may have {_LONGEST_HEADER}); it is cut short or corrupt"
+        )
+    try:
+        header = json.loads(reader.read(8, length))
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{reader.path}: its header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise SourceError(f"{reader.path}: its header is a JSON {type(header).__name__}; expected an object")
+    metadata = _metadata(header.pop("__metadata__", {}), reader.path)
+    faults = Faults(reader.path)
+    entries = _entries(header, metadata, 8 + length, reader.size, faults)
+    faults.raise_if_any(SourceError)
+    for name, text in _texts(metadata, reader.path).items():
+        if name in entries:
+            raise SourceError(f"{reader.path}: {name!r} is both a tensor and a text entry of its __metadata__")
+        entries[name] = Entry(STR, (0,), (), text)
+    crc = metadata.get("crc_num", "")
+    return FileIndex(
+        NAME,
+        entries,
+        tuple((key, value) for key, value in metadata.items() if key not in _OWN_KEYS and key not in header),
+        crc=int(crc) if re.fullmatch("[0-9]{1,10}", crc) else None,
+        deduplicated=metadata.get("remove_redundancy") == "True",
+    )
+
+
+def _metadata(given: object, path: str) -> dict[str, str]:
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        raise SourceError(f"{path}: its __metadata__ is not an object of strings")
+    return given
+
+
+def _entries(
+    header: dict[str, Any], metadata: Mapping[str, str], data_start: int, size: int, faults: Faults
+) -> dict[str, Entry]:
+    found: list[tuple[int, int, str, Entry]] = []
+    for name, item in header.items():
+        if not name.isascii() and name.encode(errors="replace").decode() != name:
+            faults.add(f"tensor {name!a}", "has half of a surrogate pair in its name, which is not UTF-8")
+        match item:
+            case {"dtype": str(kind), "shape": [*shape], "data_offsets": [begin, end]} if all(
+                type(number) is int and number >= 0 for number in (*shape, begin, end)
+            ):
+                dtype = BY_SAFETENSORS.get(kind)
+            case _:
+                faults.add(f"tensor {name!r}", "has no sound dtype, shape and data_offsets in the header")
+                continue
+        if dtype is None:
+            faults.add(f"tensor {name!r}", f"has dtype {kind!r}; known are {', '.join(BY_SAFETENSORS)}")
+            continue
+        if metadata.get(name) == INT4.mindspore:
+            dtype = INT4
+        if end - begin != prod(shape) * dtype.itemsize:
+            faults.add(
+                f"tensor {name!r}",
+                f"occupies {end - begin} bytes; {dtype} {shape_text(shape)} has {prod(shape) * dtype.itemsize}",
+            )
+            continue
+        found.append((begin, end, name, Entry(dtype, tuple(shape), ((data_start + begin, end - begin),))))
+    if faults.found:
+        return {}
+    place = 0
+    for begin, end, name, _ in sorted(found, key=itemgetter(0, 1)):
+        if begin != place:
+            faults.add(
+                f"tensor {name!r}",
+                f"begins at byte {begin} of the data; expected {place} ({'a gap' if begin > place else 'an overlap'}; "
+                "a name listed twice leaves one too)",
+            )
+            break
+        place = end
+    else:
+        if data_start + place != size:
+            faults.add("end", f"the file has {size} bytes; its header describes {data_start + place}")
+    return {name: entry for _, _, name, entry in found}
+
+
+def _texts(metadata: Mapping[str, str], path: str) -> dict[str, str]:
+    try:
+        texts = json.loads(metadata.get(TEXTS, "{}"))
+    except (ValueError, RecursionError):
+        texts = None
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise SourceError(f"{path}: its __metadata__[{TEXTS!r}] is not a JSON object of strings")
+    return texts
+
+
+def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLayout:
+    """Return where the contents of a safetensors file go, and its header.
+
+    Args:
+        contents: the tensors, in any order.
+        metadata: what `__metadata__` shall hold beside what this module adds.
+
+    Raises:
+        UsageError: a dtype that the format does not have.
+    """
+    notes = dict(metadata)
+    texts = {content.name: content.text for content in contents if content.text is not None}
+    if texts:
+        notes[TEXTS] = json.dumps(texts, ensure_ascii=False)
+    tensors = [content for content in contents if content.text is None]
+    for content in tensors:
+        if content.dtype is INT4:
+            notes[content.name] = "Int4"
+        if content.dtype.safetensors is None:
+            raise UsageError(f"tensor {content.name!r}: safetensors has no dtype {content.dtype}")
+    tensors.sort(key=lambda content: (-_order(content), content.name))
+    header: dict[str, Any] = {"__metadata__": notes} if notes else {}
+    spans: dict[str, tuple[int, int]] = {}
+    place = 0
+    for content in tensors:
+        nbytes = prod(content.shape) * content.dtype.itemsize
+        header[content.name] = {
+            "dtype": content.dtype.safetensors,
+            "shape": list(content.shape),
+            "data_offsets": [place, place + nbytes],
+        }
+        spans[content.name] = (place, nbytes)
+        place += nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    places: dict[str, Runs] = {name: ((start + begin, nbytes),) for name, (begin, nbytes) in spans.items()}
+    return FileLayout(start + place, ((0, len(text).to_bytes(8, "little") + text),), places)
+
+
+def _order(content: Content) -> int:
+    # int4 is I8 to the library.
+    return SAFETENSORS_ORDER[BY_SAFETENSORS[content.dtype.safetensors]] if content.dtype.safetensors else 0

@@ -1,0 +1,131 @@
+"""The one dask graph of a plan: make the target files, move the bytes, give the files their names.
+
+Tasks are few and fat, carry no arrays and return receipts. The plan itself is one node, which a cluster sends to each
+worker once. Independent tasks run in reverse key order, so keys are numbered downwards for sequential reading.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dask.base import DaskMethodsMixin, tokenize
+from dask.task_spec import DataNode, List, Task, TaskRef
+from dask.threaded import get as threaded_get
+
+from reshard.move import move_pieces
+from reshard.store import local_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reshard.plan import Plan
+
+FILES_A_TASK = 32
+"""How many target files a task makes or finishes."""
+
+
+class Receipt(NamedTuple):
+    """What a task did.
+
+    Attributes:
+        task: `create`, `move` or `commit`, with its number.
+        read, written: bytes of contents.
+        seconds: how long it took.
+    """
+
+    task: str
+    read: int
+    written: int
+    seconds: float
+
+
+def create_files(plan: Plan, files: range, directory: str) -> Receipt:
+    """Make unfinished target files with the space for them, and write all that is not contents."""
+    began = time.perf_counter()
+    store = local_store()
+    for number in files:
+        file = plan.files[number]
+        path = f"{directory}/{file.path}"
+        store.create(path, file.layout.size)
+        for offset, content in file.layout.literals:
+            store.write_at(path, offset, memoryview(content))
+    return Receipt(f"create {files.start}", 0, 0, time.perf_counter() - began)
+
+
+def move_task(plan: Plan, number: int, directory: str, _made: object) -> Receipt:
+    """Move the pieces of one task."""
+    began = time.perf_counter()
+    moved = move_pieces(plan, plan.tasks[number], directory, local_store())
+    return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began)
+
+
+def commit_files(plan: Plan, files: range, directory: str, sync: bool, _moved: object) -> Receipt:  # noqa: FBT001 -- a task's arguments are positional
+    """Give finished target files their names."""
+    began = time.perf_counter()
+    for number in files:
+        local_store().commit(f"{directory}/{plan.files[number].path}", sync=sync)
+    return Receipt(f"commit {files.start}", 0, 0, time.perf_counter() - began)
+
+
+def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
+    """Join receipts; what depends on all of some tasks depends on this."""
+    return [receipt for some in receipts for receipt in some]
+
+
+class Graph(DaskMethodsMixin):
+    """The graph of a plan and a target directory, as a dask collection: `dask.compute` of it runs the conversion.
+
+    `Plan.run` does more: it refuses to overwrite, cleans up after a failure and tells progress.
+    """
+
+    def __init__(self, plan: Plan, directory: str, *, fsync: bool = True) -> None:
+        self.plan = plan
+        self.directory = directory
+        self.fsync = fsync
+        self._name = "reshard-" + tokenize(
+            directory, fsync, plan.source.root, plan.format, plan.ranks, plan.stats.bytes_read, plan.stats.bytes_written
+        )
+        self.key = f"{self._name}-done"
+
+    def __dask_graph__(self) -> dict[str, Any]:
+        """Return the tasks by key."""
+        name, plan, directory = self._name, self.plan, self.directory
+        batches = [range(i, min(i + FILES_A_TASK, len(plan.files))) for i in range(0, len(plan.files), FILES_A_TASK)]
+        whole = TaskRef(f"{name}-plan")
+        graph: dict[str, Any] = {whole.key: DataNode(whole.key, plan)}
+
+        def add(kind: str, function: Callable[..., Receipt], arguments: Sequence[tuple[Any, ...]]) -> TaskRef:
+            keys = [f"{name}-{kind}-{len(arguments) - i:06d}" for i in range(len(arguments))]
+            for key, some in zip(keys, arguments, strict=True):
+                graph[key] = Task(key, function, whole, *some)
+            every = f"{name}-{kind}"
+            graph[every] = Task(every, collect, List(*map(TaskRef, keys)))
+            return TaskRef(every)
+
+        made = add("create", create_files, [(files, directory) for files in batches])
+        moved = add("move", move_task, [(number, directory, made) for number in range(len(plan.tasks))])
+        named = add("commit", commit_files, [(files, directory, self.fsync, moved) for files in batches])
+        graph[self.key] = Task(self.key, collect, made, moved, named)
+        return graph
+
+    def __dask_keys__(self) -> list[str]:
+        """Return the key of all receipts."""
+        return [self.key]
+
+    def __dask_tokenize__(self) -> str:
+        """Return what identifies the collection."""
+        return self._name
+
+    def __dask_postcompute__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        """Return how the computed keys become the result: the receipts."""
+        return _first, ()
+
+    __dask_scheduler__ = staticmethod(threaded_get)
+
+    def __repr__(self) -> str:
+        return f"<Graph: {len(self.plan.tasks)} tasks to write {len(self.plan.files)} files below {self.directory}>"
+
+
+def _first(results: Sequence[Any]) -> Any:  # noqa: ANN401 -- whatever was computed
+    return results[0]

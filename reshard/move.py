@@ -1,0 +1,164 @@
+"""Moving one piece of a plan: read, gather, write. The hot loop and nothing else.
+
+For each band every source block's part is read once into a buffer of this thread, columns are copied where they have
+to be, and every target block's part is written once for each of its replicas. `preadv`, `pwrite` and numpy's copies
+release the interpreter's lock, so threads run side by side.
+"""
+
+from __future__ import annotations
+
+import threading
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from reshard.plan import BAND_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.bands import Columns, Segment
+    from reshard.checkpoint import Runs
+    from reshard.plan import Piece, Plan
+    from reshard.store import Store
+
+
+class Moved(NamedTuple):
+    """How many bytes of contents a task read and wrote."""
+
+    read: int = 0
+    written: int = 0
+
+
+class _Buffers(threading.local):
+    """Two buffers a thread, kept from band to band: memory touched for the first time costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._held = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+
+    def get(self, which: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        if len(self._held[which]) < nbytes:
+            self._held[which] = np.empty(max(nbytes, BAND_BYTES), np.uint8)
+        return self._held[which][:nbytes]
+
+
+_buffers = _Buffers()
+
+
+def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Store) -> Moved:
+    """Move some rows of some tensors from the source files into the unfinished target files.
+
+    Args:
+        plan: what goes where.
+        pieces: the rows.
+        directory: where the target files are.
+        store: reads and writes ranges of bytes.
+
+    Returns:
+        the bytes of contents read and written.
+
+    Raises:
+        SourceError: a source file ends early or cannot be read.
+        TargetError, BudgetError: a target file cannot be written.
+    """
+    read = written = 0
+    for piece in pieces:
+        mover = _Mover(plan, piece.move, directory, store)
+        for segment in mover.move.recipe.segments(mover.move.axis, piece.start, piece.stop):
+            mover.segment(segment)
+        read += mover.read
+        written += mover.written
+    return Moved(read, written)
+
+
+class _Mover:
+    """Moves the segments of one tensor."""
+
+    def __init__(self, plan: Plan, number: int, directory: str, store: Store) -> None:
+        self.move = move = plan.moves[number]
+        self.store = store
+        self.carrier = move.dtype.carrier()
+        self.sources = [
+            (plan.source.files[holder].path, plan.source.entry(holder, move.source_name).runs) for holder in move.holders
+        ]
+        self.targets = [
+            [(f"{directory}/{plan.files[n].path}", plan.files[n].layout.places[move.name]) for n in numbers]
+            for numbers in move.targets
+        ]
+        self.read = self.written = 0
+
+    def segment(self, segment: Segment) -> None:
+        """Move a run of rows with equal columns, a band at a time."""
+        itemsize = self.move.dtype.itemsize
+        columns = segment.columns
+        source_rows = [prod(shape) * itemsize for shape in columns.source_shapes]
+        target_rows = [prod(shape) * itemsize for shape in columns.target_shapes]
+        most_rows = max(1, BAND_BYTES // sum(source_rows))
+        for start in range(segment.start, segment.stop, most_rows):
+            rows = min(most_rows, segment.stop - start)
+            done = start - segment.start
+            views = self._gathered(segment, source_rows, rows, done)
+            for place, target in enumerate(columns.targets):
+                content = self._content(columns, place, views, rows)
+                begin = segment.target_offsets[place] * itemsize + done * target_rows[place]
+                for path, runs in self.targets[target]:
+                    self._write(path, runs, begin, content)
+
+    def _gathered(self, segment: Segment, source_rows: Sequence[int], rows: int, done: int) -> list[memoryview]:
+        """Read the rows of every source block into one buffer; return each block's part of it."""
+        sizes = [rows * row for row in source_rows]
+        buffer = memoryview(_buffers.get(0, sum(sizes)))
+        views = []
+        place = 0
+        for source, offset, row, size in zip(
+            segment.columns.sources, segment.source_offsets, source_rows, sizes, strict=True
+        ):
+            view = buffer[place : place + size]
+            path, runs = self.sources[source]
+            self._read(path, runs, offset * self.move.dtype.itemsize + done * row, view)
+            views.append(view)
+            place += size
+        return views
+
+    def _content(self, columns: Columns, place: int, views: Sequence[memoryview], rows: int) -> memoryview:
+        """Return the rows of one target block: a source block's as they are, or columns put together."""
+        parts = columns.parts[place]
+        if not parts[0].taken and len(parts) == 1:
+            return views[parts[0].read]
+        shape = (rows, *columns.target_shapes[place])
+        buffer = _buffers.get(1, prod(shape) * self.move.dtype.itemsize)
+        gathered = buffer.view(self.carrier).reshape(shape)
+        for part in parts:
+            given = np.frombuffer(views[part.read], self.carrier).reshape(rows, *columns.source_shapes[part.read])
+            np.copyto(gathered[:, *part.put], given[:, *part.taken])
+        return memoryview(buffer)
+
+    def _read(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
+        """Fill a buffer with the contents of a file from `begin`, which may lie in several runs."""
+        self.read += len(view)
+        for offset, start, stop in _pieces(runs, begin, len(view)):
+            self.store.read_into(path, offset, view[start:stop])
+
+    def _write(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
+        self.written += len(view)
+        for offset, start, stop in _pieces(runs, begin, len(view)):
+            self.store.write_at(path, offset, view[start:stop])
+
+
+def _pieces(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
+    """Return where a range of contents lies in a file: offset there, and start and stop in the range.
+
+    >>> _pieces(((100, 10), (200, 10)), 8, 4)
+    [(108, 0, 2), (200, 2, 4)]
+    """
+    if len(runs) == 1:
+        return [(runs[0][0] + begin, 0, nbytes)]
+    found = []
+    position = 0
+    for offset, length in runs:
+        start, stop = max(begin, position), min(begin + nbytes, position + length)
+        if start < stop:
+            found.append((offset + start - position, start - begin, stop - begin))
+        position += length
+    return found

@@ -1,0 +1,202 @@
+"""Running a plan: on this machine's threads, or on a dask cluster.
+
+A run either finishes, or leaves no target file with a final name behind that was not there before.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ReshardError, TargetError, UsageError, names
+from reshard.graph import Graph, Receipt
+from reshard.store import local_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reshard.plan import Plan
+
+MOST_THREADS = 4
+"""Threads by default, if there are as many processors: more than this wait for the same disk and memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: bytes of contents written, of how many, since how many seconds."""
+
+    written: int
+    total: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run did.
+
+    Attributes:
+        directory: where the target files are.
+        files: their paths below it.
+        bytes_read: bytes of contents read.
+        bytes_written: bytes of contents written, replicas included.
+        seconds: the whole run, from its first check to the last file's name.
+        receipts: what each task did.
+    """
+
+    directory: str
+    files: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    receipts: tuple[Receipt, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"<Report: {len(self.files)} files in {self.directory}, {self.bytes_read} bytes read, "
+            f"{self.bytes_written} written, {self.seconds:.2f} s>"
+        )
+
+
+def run(
+    plan: Plan,
+    directory: str | os.PathLike[str],
+    *,
+    client: Any = None,  # noqa: ANN401 -- distributed is an extra
+    scheduler: str | None = None,
+    threads: int | None = None,
+    fsync: bool = True,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Write the target files of a plan.
+
+    The bytes are the same whatever the scheduler and the number of threads.
+
+    Args:
+        plan: what goes where.
+        directory: where the target files go; it is made if it is not there.
+        client: a `distributed.Client`; its workers must reach the source and the target by the same paths.
+        scheduler: `threads` (default) or `synchronous`, where no client is given.
+        threads: how many; by default one for each available processor, at most 4.
+        fsync: have every file on the disk before it gets its name.
+        overwrite: replace target files that exist; without it they are refused.
+        progress: called after each task.
+
+    Raises:
+        TargetError: a target file exists, or is one of the sources.
+        BudgetError: the disk is full.
+        SourceError: a source file changed or cannot be read.
+    """
+    began = time.perf_counter()
+    root = os.path.realpath(directory)
+    _check_targets(plan, root, overwrite=overwrite)
+    threads = threads or min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    if threads < 1:
+        raise UsageError(f"{threads} threads are asked for; expected at least 1")
+    graph = Graph(plan, root, fsync=fsync)
+    told = _Told(_contents_written(plan), progress, began)
+    try:
+        if client is not None:
+            receipts = _on_cluster(graph, client, told)
+        elif scheduler == "synchronous":
+            receipts = _here(graph, 0, told)
+        elif scheduler in {None, "threads"}:
+            receipts = _here(graph, threads, told)
+        else:
+            raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
+    except BaseException:
+        for file in plan.files:
+            local_store().discard(f"{root}/{file.path}")
+        raise
+    finally:
+        local_store().close()
+    return Report(
+        root,
+        tuple(file.path for file in plan.files),
+        sum(receipt.read for receipt in receipts),
+        sum(receipt.written for receipt in receipts),
+        time.perf_counter() - began,
+        tuple(receipts),
+    )
+
+
+def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
+    sources = {os.path.realpath(file.path) for file in plan.source.files}
+    existing = []
+    for file in plan.files:
+        path = f"{root}/{file.path}"
+        resolved = os.path.realpath(path)
+        if resolved in sources:
+            raise TargetError(f"{path}: is one of the source files; choose another target directory or --prefix")
+        if os.path.commonpath([root, resolved]) != root:
+            raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
+        if os.path.lexists(path):
+            existing.append(file.path)
+    if existing and not overwrite:
+        raise TargetError(
+            f"{root}: has {names(existing, most=3)} already; choose another target directory, or replace "
+            f"{'it' if len(existing) == 1 else 'them'} with --overwrite"
+        )
+
+
+def _contents_written(plan: Plan) -> int:
+    return sum(length for file in plan.files for runs in file.layout.places.values() for _, length in runs)
+
+
+class _Told:
+    """Adds up receipts as they come, and tells the caller."""
+
+    def __init__(self, total: int, progress: Callable[[Progress], None] | None, began: float) -> None:
+        self.total, self.progress, self.began = total, progress, began
+        self.written = 0
+
+    def add(self, receipt: object) -> None:
+        if self.progress is not None and isinstance(receipt, Receipt):
+            self.written += receipt.written
+            self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))
+
+
+def _here(graph: Graph, threads: int, told: _Told) -> list[Receipt]:
+    """Run on this machine. After a failure no task runs any more when this returns."""
+    from dask.callbacks import Callback
+    from dask.local import get_sync
+    from dask.threaded import get as get_threaded
+
+    def posttask(_key: str, result: object, _dsk: object, _state: object, _worker: object) -> None:
+        told.add(result)
+
+    tasks = graph.__dask_graph__()
+    found: list[Receipt]
+    with Callback(posttask=posttask):
+        if not threads:
+            (found,) = get_sync(tasks, [graph.key])
+            return found
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+        try:
+            (found,) = get_threaded(tasks, [graph.key], pool=pool, num_workers=threads)
+        finally:
+            # dask raises while other tasks still write: wait for them before anybody touches the files.
+            pool.shutdown(wait=True, cancel_futures=True)
+    return found
+
+
+def _on_cluster(graph: Graph, client: Any, told: _Told) -> list[Receipt]:  # noqa: ANN401 -- as in `run`
+    from distributed import as_completed
+
+    tasks = graph.__dask_graph__()
+    keys = [key for key in tasks if key != f"{graph.key.removesuffix('-done')}-plan"]
+    futures = client.get(tasks, keys, sync=False)
+    by_key = dict(zip(keys, futures, strict=True))
+    try:
+        for _, result in as_completed(futures, with_results=True):
+            told.add(result)
+        found: list[Receipt] = by_key[graph.key].result()
+    except BaseException as error:
+        client.cancel(futures)
+        if isinstance(error, (ReshardError, KeyboardInterrupt)) or not isinstance(error, Exception):
+            raise
+        raise ReshardError(f"the cluster failed: {error}") from error
+    return found

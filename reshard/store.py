@@ -1,0 +1,243 @@
+"""Where bytes are: reading and writing ranges of files, with a bounded number of them open.
+
+A store is asked by path, not by handle, so that a plan of thousands of files runs under `ulimit -n 256`: the files
+used last stay open, the others are closed and opened again when needed.
+
+Files are never mapped: page faults are slow, count as resident memory, and stall or kill the process on network
+file systems.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from collections import OrderedDict
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
+
+from reshard.errors import BudgetError, SourceError, TargetError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PARTIAL = ".partial"
+"""What the name of an unfinished target file ends with."""
+
+_SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
+_MOST_HANDLES = 1024
+
+
+class Store(Protocol):
+    """Ranges of bytes by path. Offsets and sizes are in bytes."""
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file; raise `SourceError` where the file ends before it is full."""
+
+    def create(self, path: str, size: int) -> None:
+        """Make an unfinished file of this size, with the space for it taken; `BudgetError` where there is none."""
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write a whole buffer into an unfinished file."""
+
+    def commit(self, path: str, *, sync: bool) -> None:
+        """Give an unfinished file its final name."""
+
+    def discard(self, path: str) -> None:
+        """Remove an unfinished file, if it is there."""
+
+
+class LocalStore:
+    """The files of this machine. Safe to use from several threads."""
+
+    def __init__(self, most_open: int | None = None) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit == resource.RLIM_INFINITY:
+            limit = _MOST_HANDLES + _SPARE_HANDLES
+        self._most_open = most_open or max(8, min(limit - _SPARE_HANDLES, _MOST_HANDLES))
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[tuple[str, int], _Handle] = OrderedDict()
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes; whoever asks it sees the file that has this name now."""
+        self._forget(path)  # a held handle may be of a file that was replaced since
+        with self._opened(path, os.O_RDONLY) as fd:
+            return os.fstat(fd).st_size
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file.
+
+        Raises:
+            SourceError: the file ends before the buffer is full, or cannot be read.
+        """
+        with self._opened(path, os.O_RDONLY) as fd:
+            done = 0
+            while done < len(buffer):
+                try:
+                    count = os.preadv(fd, [buffer[done:]], offset + done)
+                except OSError as error:
+                    raise SourceError(f"{path}: cannot be read at byte {offset + done}: {error.strerror}") from error
+                if not count:
+                    raise SourceError(
+                        f"{path}: ends at byte {offset + done}; {len(buffer) - done} more bytes were expected "
+                        "(cut short, or changed since it was opened)"
+                    )
+                done += count
+
+    def create(self, path: str, size: int) -> None:
+        """Make the unfinished file beside `path`, with its space taken.
+
+        Raises:
+            BudgetError: the disk has no room; nothing is left behind.
+        """
+        partial = path + PARTIAL
+        self._forget(partial)  # a held handle may be of a file that was removed since
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise TargetError(f"{partial}: cannot be made: {error.strerror}") from error
+        try:
+            if size:
+                _allocate(fd, size)
+        except OSError as error:
+            os.unlink(partial)
+            raise _write_error(partial, error, size) from error
+        finally:
+            os.close(fd)
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write a whole buffer into the unfinished file beside `path`."""
+        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+            done = 0
+            while done < len(buffer):
+                try:
+                    done += os.pwrite(fd, buffer[done:], offset + done)
+                except OSError as error:
+                    raise _write_error(path + PARTIAL, error, len(buffer)) from error
+
+    def commit(self, path: str, *, sync: bool) -> None:
+        """Give the unfinished file beside `path` its final name, after its bytes are on the disk if `sync`."""
+        partial = path + PARTIAL
+        if sync:
+            with self._opened(partial, os.O_RDWR) as fd:
+                try:
+                    os.fsync(fd)
+                except OSError as error:
+                    raise _write_error(partial, error, 0) from error
+        self._forget(partial)
+        self._forget(path)
+        try:
+            os.replace(partial, path)
+            if sync:
+                directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(directory)
+                finally:
+                    os.close(directory)
+        except OSError as error:
+            raise TargetError(f"{partial}: cannot be given its final name: {error.strerror}") from error
+
+    def discard(self, path: str) -> None:
+        """Remove the unfinished file beside `path`, if it is there."""
+        self._forget(path + PARTIAL)
+        with suppress(FileNotFoundError):
+            os.unlink(path + PARTIAL)
+
+    def close(self) -> None:
+        """Close every file that nobody uses."""
+        with self._lock:
+            for key, handle in list(self._handles.items()):
+                if not handle.users:
+                    os.close(self._handles.pop(key).fd)
+
+    @contextmanager
+    def _opened(self, path: str, flags: int) -> Iterator[int]:
+        key = (path, flags)
+        with self._lock:
+            handle = self._handles.get(key)
+            if handle is None:
+                self._make_room()
+                handle = self._handles[key] = _Handle(_open(path, flags))
+            else:
+                self._handles.move_to_end(key)
+            handle.users += 1
+        try:
+            yield handle.fd
+        finally:
+            with self._lock:
+                handle.users -= 1
+                if handle.forgotten and not handle.users:
+                    os.close(handle.fd)
+
+    def _make_room(self) -> None:
+        excess = len(self._handles) - self._most_open + 1
+        if excess <= 0:
+            return
+        for key in [key for key, handle in self._handles.items() if not handle.users][:excess]:
+            os.close(self._handles.pop(key).fd)
+
+    def _forget(self, path: str) -> None:
+        """Close a file, or have its last user close it."""
+        with self._lock:
+            for flags in (os.O_RDONLY, os.O_RDWR):
+                handle = self._handles.pop((path, flags), None)
+                if handle is not None:
+                    handle.forgotten = True
+                    if not handle.users:
+                        os.close(handle.fd)
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[()]]:
+        """Travel to another process as a fresh store: handles do not."""
+        return LocalStore, ()
+
+
+class _Handle:
+    __slots__ = ("fd", "forgotten", "users")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.users = 0
+        self.forgotten = False
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        kind = SourceError if flags == os.O_RDONLY else TargetError
+        raise kind(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Take the space for a file, which is as fast as `ftruncate` and finds a full disk before the first byte."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        # File systems without it (some network ones) answer so; the size is then set without the space.
+        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}:
+            raise
+        os.ftruncate(fd, size)
+
+
+def _write_error(path: str, error: OSError, nbytes: int) -> BudgetError | TargetError:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        return BudgetError(f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target")
+    return TargetError(f"{path}: cannot be written: {error.strerror}")
+
+
+_local: LocalStore | None = None
+_local_lock = threading.Lock()
+
+
+def local_store() -> LocalStore:
+    """Return this process's store of local files."""
+    global _local  # noqa: PLW0603 -- one a process, so that the number of open files is bounded
+    with _local_lock:
+        if _local is None:
+            _local = LocalStore()
+        return _local
