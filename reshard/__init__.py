@@ -29,7 +29,19 @@ _HOMES = {
     "write_strategy": "strategy_file",
 }
 
-__all__ = ["Plan", "plan", *_HOMES]  # noqa: PLE0604 -- the names above, which are strings
+__all__ = [
+    "Block",
+    "Checkpoint",
+    "Layout",
+    "Plan",
+    "ReshardError",
+    "Strategy",
+    "merge_strategies",
+    "open",
+    "plan",
+    "read_strategy",
+    "write_strategy",
+]
 
 if TYPE_CHECKING:
     from reshard.block import Block

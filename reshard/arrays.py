@@ -16,6 +16,7 @@ from functools import wraps
 from inspect import signature
 from itertools import pairwise
 from math import prod
+from numbers import Integral
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -42,20 +43,15 @@ _GAP = 64 << 10
 _SCRATCH = 8 << 20
 """The most bytes read at once where not all of them are wanted."""
 
-_EXTENSION_DTYPES = tuple(
-    np.dtype(kind)
-    for kind in vars(ml_dtypes).values()
-    if isinstance(kind, type) and issubclass(kind, np.generic)
-)
+_KINDS = [kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) and issubclass(kind, np.generic)]
+_EXTENSION_DTYPES = [np.dtype(kind) for kind in _KINDS]
 
 for _dtype in _EXTENSION_DTYPES:
     # dask tells dtypes apart by `dtype.str`, which is '<V1' for nearly all of these: casts to two of them
     # would share one name, and with it one result.
     normalize_token.register(type(_dtype), lambda dtype: ("ml_dtypes", dtype.name))
 
-LOW_PRECISION = frozenset(
-    {np.dtype(np.float16), *(dtype for dtype in _EXTENSION_DTYPES if "float" in dtype.name)}
-)
+LOW_PRECISION = {np.dtype(np.float16), *(dtype for dtype in _EXTENSION_DTYPES if "float" in dtype.name)}
 """The float dtypes too narrow to be summed in: each is a subset of float32."""
 
 
@@ -90,7 +86,6 @@ def tensor_array(checkpoint: Checkpoint, name: str) -> da.Array:
             chunks=_chunks(spec.shape, tensor.shards),
             name=f"{name}-{token}",
             asarray=False,
-            fancy=False,  # lists and masks are applied to what was read
             meta=np.empty((0,) * len(spec.shape), spec.dtype.numpy()),
         )
     )
@@ -132,14 +127,9 @@ class RankArrays(Mapping[str, da.Array]):
 
 def _chunks(shape: Shape, shards: Sequence[Shard]) -> tuple[tuple[int, ...], ...]:
     """Return the chunk sizes along each dimension: every edge of a shard is an edge of chunks."""
+    blocks = [shard.block for shard in shards]
     edges = (
-        sorted(
-            {
-                0,
-                extent,
-                *(edge for shard in shards for edge in (shard.block.start[dim], shard.block.stop[dim])),
-            }
-        )
+        sorted({0, extent, *(block.start[dim] for block in blocks), *(block.stop[dim] for block in blocks)})
         for dim, extent in enumerate(shape)
     )
     return tuple(tuple(b - a for a, b in pairwise(of_dim)) or (0,) for of_dim in edges)
@@ -169,20 +159,25 @@ class _Piece:
     def read_items(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> None:
         """Fill `out` with the block's items at these indices along each dimension, none of them empty."""
         dims = len(items)
+        # In bytes: from one item to the next; from the first to the end of the last; how many are wanted.
         pitch = [out.itemsize * prod(self.block.shape[dim + 1 :]) * items[dim].step for dim in range(dims)]
-        span = [out.itemsize] * (
-            dims + 1
-        )  # bytes from the first item to the end of the last, from a dimension on
+        span = [out.itemsize] * (dims + 1)
         for dim in reversed(range(dims)):
             span[dim] = (len(items[dim]) - 1) * pitch[dim] + span[dim + 1]
+        wanted = [out.itemsize * prod(out.shape[dim:]) for dim in range(dims + 1)]
         depth = dims  # the dimensions before it are jumped through, those from it on read through
-        while depth and (len(items[depth - 1]) == 1 or pitch[depth - 1] - span[depth] <= _GAP):
-            depth -= 1
+        while depth:
+            dim = depth - 1
+            gap = pitch[dim] - span[depth] if len(items[dim]) > 1 else 0
+            in_place = span[dim] == wanted[dim] and out.flags.c_contiguous
+            if gap > _GAP or (pitch[dim] > _SCRATCH and not in_place):
+                break
+            depth = dim
         first = sum(each.start * pitch[dim] // each.step for dim, each in enumerate(items))
         for outer in np.ndindex(out.shape[:depth]):
             begin = first + sum(index * pitch[dim] for dim, index in enumerate(outer))
             target = out[(*outer, ...)]
-            if target.nbytes == span[depth] and target.flags.c_contiguous:
+            if span[depth] == wanted[depth] and target.flags.c_contiguous:
                 self.read(begin, target.reshape(-1).view(np.uint8).data)
                 continue
             rows = max(1, _SCRATCH // pitch[depth])
@@ -195,7 +190,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in files, indexed by integers, slices and an ellipsis as numpy is: what dask slices."""
+    """A tensor in files, indexed as numpy is (without new axes): what dask slices."""
 
     name: str
     kind: DType
@@ -204,9 +199,7 @@ class _Stored:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return BY_NAME[
-            self.kind.name
-        ].numpy()  # from the table: `numpy` tells kinds by identity, lost in a pickle
+        return BY_NAME[self.kind.name].numpy()  # it tells kinds by identity, which a pickle loses
 
     @property
     def ndim(self) -> int:
@@ -216,7 +209,13 @@ class _Stored:
         given = list(index) if isinstance(index, tuple) else [index]
         place = given.index(...) if ... in given else len(given)
         given[place : place + 1] = [slice(None)] * (self.ndim - len(given) + (... in given))
-        asked = [range(extent)[_slice(item)] for extent, item in zip(self.shape, given, strict=True)]
+        if not all(isinstance(item, slice | Integral) for item in given):
+            # Lists, which dask pushes down too: read by the slices, then take from what was read. `fancy=False`
+            # would keep them out, but dask (2026.8) then pushes down nothing at all.
+            slices = tuple(item if isinstance(item, slice) else slice(None) for item in given)
+            others: tuple[Any, ...] = tuple(slice(None) if isinstance(item, slice) else item for item in given)
+            return np.asarray(self[slices][others])
+        asked = [_picked(extent, item) for extent, item in zip(self.shape, given, strict=True)]
         found = self._read([each if each.step > 0 else each[::-1] for each in asked])
         flips = tuple(slice(None, None, 1 if each.step > 0 else -1) for each in asked)
         scalars: tuple[Any, ...] = tuple(slice(None) if isinstance(item, slice) else 0 for item in given)
@@ -248,12 +247,10 @@ class _Stored:
         return out.view(self.dtype)
 
 
-def _slice(item: Any) -> slice:
-    """Return an integer as the slice that holds only it.
-
-    Negative integers never come: dask counts from the start before it asks.
-    """
-    return item if isinstance(item, slice) else slice(item, item + 1)
+def _picked(extent: int, item: Any) -> range:
+    """Return the indices that an integer or a slice picks from a dimension."""
+    found = range(extent)[item]
+    return found if isinstance(found, range) else range(found, found + 1)
 
 
 def _position(items: range, edge: int) -> int:
@@ -294,6 +291,9 @@ class TensorArray(da.Array):  # type: ignore[misc]  # dask is untyped to mypy
     accumulate in from `x.dtype` alone and then speak only to the chunks, so that no array can step in;
     `da.concatenate` and its like return plain dask arrays, which `guard` turns into this class. Write
     `x.mean()`, `np.mean(x)` or `da.mean(x.astype("float32"))`.
+
+    On a cluster of several processes cast float8_e5m2 before it travels: ml_dtypes describes it as `<f1`, which
+    distributed cannot read back (ml_dtypes issues 148 and 216). float16, bfloat16 and float8_e4m3fn travel well.
 
     >>> ones = guard(da.ones(1_000_000, dtype="float16", chunks=250_000))
     >>> float(ones.mean()), float(np.sum(ones[::2])), (ones - ones).std().dtype.name

@@ -15,6 +15,7 @@ Everything here is integers. A model of ten thousand tensors has a few dozen dis
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -193,7 +194,7 @@ def _sweep(
             ends.setdefault(min(block.stop[axis], last), []).append((is_target, number))
     edges = sorted({first, last, *begins, *ends})
     met: tuple[set[int], set[int]] = (set(), set())
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         for is_target, number in ends.get(a, ()):
             met[is_target].discard(number)
         for is_target, number in begins.get(a, ()):
@@ -206,7 +207,11 @@ def _columns(recipe: Recipe, axis: int, sources: tuple[int, ...], targets: tuple
     given = [_inner(recipe.sources[number], axis) for number in sources]
     wanted = [(number, _inner(recipe.targets[number], axis)) for number in targets]
     found = [
-        (number, target, [(i, common) for i, source in enumerate(given) if (common := source & target) is not None])
+        (
+            number,
+            target,
+            [(i, common) for i, source in enumerate(given) if (common := source & target) is not None],
+        )
         for number, target in wanted
     ]
     found = [item for item in found if item[1].size]
@@ -214,7 +219,9 @@ def _columns(recipe: Recipe, axis: int, sources: tuple[int, ...], targets: tuple
     place = {i: read for read, i in enumerate(used)}
     parts = tuple(
         tuple(
-            Part(place[i], (), ()) if given[i] == target else Part(place[i], common.within(given[i]), common.within(target))
+            Part(place[i], (), ())
+            if given[i] == target
+            else Part(place[i], common.within(given[i]), common.within(target))
             for i, common in pieces
         )
         for _, target, pieces in found
@@ -251,4 +258,3 @@ def _unravel(position: int, shape: Shape) -> Shape:
         position, index = divmod(position, extent)
         indices.append(index)
     return tuple(reversed(indices))
-

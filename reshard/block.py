@@ -49,9 +49,7 @@ class Block:
 
     def within(self, outer: Block) -> tuple[slice, ...]:
         """Return the slices that take this block out of an array that holds `outer`."""
-        return tuple(
-            slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True)
-        )
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
 
     def __str__(self) -> str:
         """Write the block as numpy would slice it.

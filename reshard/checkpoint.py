@@ -159,7 +159,7 @@ class Checkpoint(Mapping[str, Any]):
         """Return a tensor's part in a file, by the file's number."""
         return self.files[holder].index.entries[name]
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 -- a dask array; dask is imported where it is used
+    def __getitem__(self, name: str) -> Any:
         """Return a tensor as a lazy dask array, one chunk a source shard."""
         from reshard.arrays import tensor_array  # upward: a convenience, see DESIGN section 6
 
@@ -182,4 +182,3 @@ class Checkpoint(Mapping[str, Any]):
             f"<Checkpoint {self.root}: {count} tensor{'s' * (count != 1)}, "
             f"{self.nbytes} bytes in {len(self.files)} file{'s' * (len(self.files) != 1)}>"
         )
-

@@ -37,6 +37,10 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """Travel by name: there is one object of each kind in a process."""
+        return _interned, (self.name,)
+
     def numpy(self) -> np.dtype[np.generic]:
         """Return the real numpy dtype, from ml_dtypes where numpy has none.
 
@@ -55,7 +59,7 @@ class DType:
         scalar = getattr(ml_dtypes, self.name, None)
         return np.dtype(self.name if scalar is None else scalar)
 
-    def carrier(self) -> np.dtype[np.unsignedinteger]:  # type: ignore[type-arg]
+    def carrier(self) -> np.dtype[np.unsignedinteger]:
         """Return the unsigned integer dtype that carries this dtype's bits.
 
         >>> str(BFLOAT16.carrier())
@@ -101,6 +105,10 @@ BFLOAT16 = BY_NAME["bfloat16"]
 INT4 = BY_NAME["int4"]
 INT8 = BY_NAME["int8"]
 STR = BY_NAME["str"]
+
+
+def _interned(name: str) -> DType:
+    return BY_NAME[name]
 
 
 def by_name(name: str, error: type[ReshardError]) -> DType:

@@ -60,7 +60,7 @@ def move_task(plan: Plan, number: int, directory: str, _made: object) -> Receipt
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began)
 
 
-def commit_files(plan: Plan, files: range, directory: str, sync: bool, _moved: object) -> Receipt:  # noqa: FBT001 -- a task's arguments are positional
+def commit_files(plan: Plan, files: range, directory: str, sync: bool, _moved: object) -> Receipt:
     """Give finished target files their names."""
     began = time.perf_counter()
     for number in files:
@@ -73,7 +73,7 @@ def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
     return [receipt for some in receipts for receipt in some]
 
 
-class Graph(DaskMethodsMixin):
+class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     """The graph of a plan and a target directory, as a dask collection: `dask.compute` of it runs the conversion.
 
     `Plan.run` does more: it refuses to overwrite, cleans up after a failure and tells progress.
@@ -83,8 +83,14 @@ class Graph(DaskMethodsMixin):
         self.plan = plan
         self.directory = directory
         self.fsync = fsync
-        self._name = "reshard-" + tokenize(
-            directory, fsync, plan.source.root, plan.format, plan.ranks, plan.stats.bytes_read, plan.stats.bytes_written
+        self._name: str = "reshard-" + tokenize(
+            directory,
+            fsync,
+            plan.source.root,
+            plan.format,
+            plan.ranks,
+            plan.stats.bytes_read,
+            plan.stats.bytes_written,
         )
         self.key = f"{self._name}-done"
 
@@ -121,11 +127,12 @@ class Graph(DaskMethodsMixin):
         """Return how the computed keys become the result: the receipts."""
         return _first, ()
 
+    __dask_optimize__ = None  # the tasks are what they should be
     __dask_scheduler__ = staticmethod(threaded_get)
 
     def __repr__(self) -> str:
         return f"<Graph: {len(self.plan.tasks)} tasks to write {len(self.plan.files)} files below {self.directory}>"
 
 
-def _first(results: Sequence[Any]) -> Any:  # noqa: ANN401 -- whatever was computed
+def _first(results: Sequence[Any]) -> Any:
     return results[0]

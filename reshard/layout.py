@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations, product
-from math import prod
+from math import comb, prod
 from typing import TYPE_CHECKING
 
 from reshard.block import Block, Shape, shape_text
@@ -33,6 +33,9 @@ Axes = tuple[int, ...]
 
 MOST_DEVICES = 1 << 20
 """The largest device matrix taken for real; a file that says more is corrupt."""
+
+
+_MOST_FOLDINGS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +359,8 @@ def _factors(layout: Layout, dim: int) -> str:
     """Tell how many pieces a dimension is cut into, and by what."""
     pieces = layout.splits[dim]
     if dim == 0 and layout.optimizer_shards > 1:
-        return f"{pieces} ({pieces // layout.optimizer_shards} by the tensor map, {layout.optimizer_shards} by the optimizer)"
+        by_optimizer = layout.optimizer_shards
+        return f"{pieces} ({pieces // by_optimizer} by the tensor map, {by_optimizer} by the optimizer)"
     return f"{pieces}"
 
 
@@ -385,8 +389,12 @@ def foldings(layout: Layout, shape: Shape, ndim: int) -> list[tuple[Layout, Shap
         and layout.tensor_map[dim + 1]
         and layout.axis_extent(layout.tensor_map[dim][0]) == shape[dim]
     ]
+    if len(shape) < ndim:
+        return []
+    if comb(len(binds_right), len(shape) - ndim) > _MOST_FOLDINGS:
+        raise LayoutError(f"an expanded layout of {len(shape)} dimensions can be folded in too many ways")
     found = []
-    for chosen in combinations(binds_right, len(shape) - ndim) if len(shape) >= ndim else ():
+    for chosen in combinations(binds_right, len(shape) - ndim):
         axes: list[Axes] = []
         sizes: list[int] = []
         open_group = False

@@ -80,7 +80,8 @@ class _Mover:
         self.store = store
         self.carrier = move.dtype.carrier()
         self.sources = [
-            (plan.source.files[holder].path, plan.source.entry(holder, move.source_name).runs) for holder in move.holders
+            (plan.source.files[holder].path, plan.source.entry(holder, move.source_name).runs)
+            for holder in move.holders
         ]
         self.targets = [
             [(f"{directory}/{plan.files[n].path}", plan.files[n].layout.places[move.name]) for n in numbers]
@@ -108,7 +109,7 @@ class _Mover:
     def _gathered(self, segment: Segment, source_rows: Sequence[int], rows: int, done: int) -> list[memoryview]:
         """Read the rows of every source block into one buffer; return each block's part of it."""
         sizes = [rows * row for row in source_rows]
-        buffer = memoryview(_buffers.get(0, sum(sizes)))
+        buffer = _buffers.get(0, sum(sizes)).data
         views = []
         place = 0
         for source, offset, row, size in zip(
@@ -132,7 +133,7 @@ class _Mover:
         for part in parts:
             given = np.frombuffer(views[part.read], self.carrier).reshape(rows, *columns.source_shapes[part.read])
             np.copyto(gathered[:, *part.put], given[:, *part.taken])
-        return memoryview(buffer)
+        return buffer.data
 
     def _read(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
         """Fill a buffer with the contents of a file from `begin`, which may lie in several runs."""

@@ -8,16 +8,15 @@ layouts of target files with equal contents.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.bands import Recipe
 from reshard.block import Block
 from reshard.checkpoint import Checkpoint, Shard, Tensor
-from reshard.dtypes import DType
-from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.errors import Faults, LayoutError, UsageError, names
 from reshard.formats import Content, FileLayout, Format, by_name
+from reshard.selection import Selection, select
 
 if TYPE_CHECKING:
     import os
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from reshard.arrays import RankArrays
     from reshard.block import Shape
+    from reshard.dtypes import DType
     from reshard.graph import Graph
     from reshard.layout import Grid
     from reshard.run import Report
@@ -154,7 +154,10 @@ class Plan:
         """Return what a target rank will hold: for each target name, the source name and the block."""
         numbers = {number for number, file in enumerate(self.files) if file.rank == rank}
         return {
-            move.name: (move.source_name, block if self.source.tensors[move.source_name].spec.shape else Block((), ()))
+            move.name: (
+                move.source_name,
+                block if self.source.tensors[move.source_name].spec.shape else Block((), ()),
+            )
             for move in self.moves
             for block, files in zip(move.recipe.targets, move.targets, strict=True)
             if not numbers.isdisjoint(files)
@@ -178,7 +181,7 @@ class Plan:
 
         return Graph(self, str(directory), fsync=fsync)
 
-    def run(self, directory: str | os.PathLike[str], **options: Any) -> Report:  # noqa: ANN401 -- see run.run
+    def run(self, directory: str | os.PathLike[str], **options: Any) -> Report:
         """Write the target files below a directory; see `reshard.run.run` for the options."""
         from reshard.run import run  # upward, as above
 
@@ -218,30 +221,26 @@ def plan(
         LayoutError: a target layout does not fit a tensor's shape.
         UsageError: unknown format, rank or an unsound prefix.
     """
-    return _Planner(source, target, _format_of(source, format), prefix, ranks, tuple(drop), tuple(allow_missing)).plan()
+    selection = select(source, target, drop=tuple(drop), allow_missing=tuple(allow_missing))
+    return _Planner(
+        source,
+        target,
+        selection,
+        by_name(format or source.format or "safetensors"),
+        prefix,
+        _wanted_ranks(target, ranks),
+    ).plan()
 
 
-def is_optimizer_state(name: str, known: Iterable[str]) -> bool:
-    """Tell an optimizer state by its name: it ends with a dot and another tensor's name; `accu_grads.*` are, too.
-
-    >>> is_optimizer_state("adam_m.layers.0.w", {"layers.0.w"}), is_optimizer_state("layers.0.w", {"layers.0.w"})
-    (True, False)
-    """
-    if name.startswith("accu_grads."):
-        return True
-    known = known if isinstance(known, (set, frozenset, dict)) else set(known)
-    dot = name.find(".")
-    while dot >= 0:
-        if name[dot + 1 :] in known:
-            return True
-        dot = name.find(".", dot + 1)
-    return False
-
-
-def _format_of(source: Checkpoint, name: str | None) -> Format:
-    if name is None:
-        name = source.format or "safetensors"
-    return by_name(name)
+def _wanted_ranks(target: Strategy | None, ranks: Iterable[int] | None) -> tuple[int, ...]:
+    every = target.ranks if target else range(1)
+    wanted = tuple(every if ranks is None else sorted(set(ranks)))
+    outside = [rank for rank in wanted if rank not in every]
+    if outside or not wanted:
+        raise UsageError(
+            f"rank {names(outside) or 'none'} is asked for; the target has ranks {every.start} to {every.stop - 1}"
+        )
+    return wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,12 +254,21 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Way:
-    """What moves between equal grids have in common, with what it costs in elements."""
+    """What moves between equal grids have in common.
+
+    Attributes:
+        recipe: see `Move`.
+        holders: see `Move`.
+        wanted: the target blocks and their files.
+        written: elements to be written, replicas included.
+        shapes: the distinct shapes of target blocks, with all files that get a block of that shape.
+    """
 
     recipe: Recipe
     holders: tuple[int, ...]
     wanted: _Wanted
     written: int
+    shapes: tuple[tuple[Shape, tuple[int, ...]], ...]
 
 
 class _Planner:
@@ -274,23 +282,15 @@ class _Planner:
         self,
         source: Checkpoint,
         target: Strategy | None,
+        selection: Selection,
         format: Format,  # noqa: A002 -- as in `plan`
         prefix: str,
-        ranks: Iterable[int] | None,
-        drop: tuple[str, ...],
-        allow_missing: tuple[str, ...],
+        ranks: tuple[int, ...],
     ) -> None:
         if not prefix.isprintable() or "/" in prefix:
             raise UsageError(f"prefix {prefix!r} is no beginning of a file name; expected one such as 'checkpoint_'")
-        self.source, self.target, self.format, self.prefix = source, target, format, prefix
-        every = target.ranks if target else range(1)
-        self.ranks = tuple(every if ranks is None else sorted(set(ranks)))
-        outside = [rank for rank in self.ranks if rank not in every]
-        if outside or not self.ranks:
-            raise UsageError(
-                f"rank {names(outside) or 'none'} is asked for; the target has ranks {every.start} to {every.stop - 1}"
-            )
-        self.drop, self.allow_missing = drop, allow_missing
+        self.source, self.target, self.selection = source, target, selection
+        self.format, self.prefix, self.ranks = format, prefix, ranks
         self.numbers = {rank: number for number, rank in enumerate(self.ranks)}
         self.everywhere = tuple(self.numbers.values())
         self._wanted_whole: dict[Shape, _Wanted] = {}
@@ -299,92 +299,59 @@ class _Planner:
 
     def plan(self) -> Plan:
         """Make the plan."""
-        dropped, missing = self._dropped_and_missing()
-        gone = set(dropped)
-        order = [self.source.tensors[name] for name in self._order() if name not in gone]
+        order = [self.source.tensors[name] for name in self.selection.kept]
         texts = [tensor for tensor in order if tensor.text is not None]
-        varying = [t for t in order if t.text is None and t.varies and not self._is_named(t.spec.name)]
+        varying = [t for t in order if t.text is None and t.varies and not self._names(t)]
         set_aside = {tensor.spec.name for tensor in (*texts, *varying)}
-        ways = [way for t in order if t.spec.name not in set_aside and (way := self._move(t)) is not None]
+        faults = Faults("target strategy")
+        ways: list[tuple[Move, _Way]] = []
+        for tensor in order:
+            if tensor.spec.name not in set_aside:
+                try:
+                    ways += self._move(tensor)
+                except LayoutError as error:
+                    faults.add(*str(error).split(": ", 1))
+        faults.raise_if_any(LayoutError)
         if varying:
             same_everywhere = [move for move, _ in ways]
             for tensor in varying:
                 ways += self._copies(tensor, same_everywhere)
         moves = tuple(move for move, _ in ways)
-        files = self._files(moves, texts)
+        files = self._files(ways, texts)
         tasks = _shared_out(ways)
         stats = self._stats(files, ways, len(tasks))
         return Plan(
-            self.source, files, moves, tasks, stats, self.format.NAME, self.ranks, dropped, missing, self.source.notices
+            self.source,
+            files,
+            moves,
+            tasks,
+            stats,
+            self.format.NAME,
+            self.ranks,
+            self.selection.dropped,
+            self.selection.missing,
+            self.source.notices,
         )
 
-    # --- which tensors ---
+    def _names(self, tensor: Tensor) -> bool:
+        """Tell whether the target strategy names a tensor."""
+        return self.target is not None and tensor.spec.name in self.target.tensors
 
-    def _is_named(self, name: str) -> bool:
-        return self.target is not None and name in self.target.tensors
-
-    def _order(self) -> list[str]:
-        """Return the tensors in the order of the messages that MindSpore writes: it takes the needed source ranks
-        downwards, and puts those without a layout last."""
-        found: dict[str, None] = {}
-        seen: set[int] = set()
-        for file in reversed(self.source.files):
-            if id(file.index) not in seen:
-                seen.add(id(file.index))
-                found.update(dict.fromkeys(file.index.entries))
-        inside = [name for name in found if name in self.source.tensors]
-        laid_out = [name for name in inside if self.source.tensors[name].listed or self._is_named(name)]
-        return [*laid_out, *(name for name in inside if name not in set(laid_out))]
-
-    def _dropped_and_missing(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Apply the table of DESIGN section 4.
-
-        Raises:
-            SourceError: a weight would be dropped or is missing, and no pattern covers it.
-        """
-        strategy = self.source.strategy
-        wanted = self.target.tensors if self.target else {}
-        known = {**self.source.tensors, **(strategy.tensors if strategy else {}), **wanted}
-        faults = Faults(self.source.root)
-        dropped = []
-        for name, tensor in self.source.tensors.items():
-            if self.target is not None and tensor.listed and name not in wanted:
-                dropped.append(name)
-                if not is_optimizer_state(name, known) and not _matches(name, self.drop):
-                    faults.add(f"tensor {name!r}", f"is not in the target strategy; to leave it out give --drop '{name}'")
-        for name, reason in self.source.unreadable.items():
-            dropped.append(name)
-            if not _matches(name, self.drop):
-                faults.add(f"tensor {name!r}", f"{reason}; to leave it out give --drop '{name}'")
-        partial = strategy is not None and strategy.stages.start > 0
-        missing = [] if partial else [name for name in wanted if name not in self.source.tensors]
-        for name in missing:
-            if not is_optimizer_state(name, known) and not _matches(name, self.allow_missing):
-                faults.add(
-                    f"tensor {name!r}",
-                    "is in the target strategy and not in the source; to go on without it give "
-                    f"--allow-missing '{name}'",
-                )
-        faults.raise_if_any(SourceError)
-        return tuple(dropped), tuple(missing)
-
-    # --- where each goes ---
-
-    def _move(self, tensor: Tensor) -> tuple[Move, _Way] | None:
-        """Plan one tensor; None where no wanted rank gets any of it."""
+    def _move(self, tensor: Tensor) -> list[tuple[Move, _Way]]:
+        """Plan one tensor; nothing where no wanted rank gets any of it."""
         wanted = self._wanted_of(tensor)
         if not wanted.blocks:
-            return None
+            return []
         key = (tensor.spec.shape, id(tensor.shards), id(wanted))
         way = self._ways.get(key)
         if way is None:
             way = self._ways[key] = _way(tensor.spec.shape, tensor.shards, wanted)
-        return _moved(tensor, way), way
+        return [(_moved(tensor, way), way)]
 
     def _wanted_of(self, tensor: Tensor) -> _Wanted:
         """Return the blocks that the wanted ranks get, with their files."""
         shape = tensor.spec.shape
-        if self.target is None or not self._is_named(tensor.spec.name):
+        if self.target is None or not self._names(tensor):
             if shape not in self._wanted_whole:
                 self._wanted_whole[shape] = _Wanted((Block.whole(shape),), (self.everywhere,))
             return self._wanted_whole[shape]
@@ -440,20 +407,13 @@ class _Planner:
                     found.setdefault(file, set()).update(ranks)
         return found
 
-    def _files(self, moves: Sequence[Move], texts: Sequence[Tensor]) -> tuple[TargetFile, ...]:
+    def _files(self, moves: Sequence[tuple[Move, _Way]], texts: Sequence[Tensor]) -> tuple[TargetFile, ...]:
         """Lay out every target file; ranks with equal contents share one layout."""
         contents: list[list[Content]] = [[] for _ in self.ranks]
-        shared: dict[tuple[str, Block | None], Content] = {}
-        for move in moves:
-            shape = self.source.tensors[move.source_name].spec.shape
-            by_shape: dict[tuple[int, ...], Content] = {}
-            for block, files in zip(move.recipe.targets, move.targets, strict=True):
-                extent = block.shape if shape else ()
-                content = by_shape.get(extent)
-                if content is None:
-                    content = by_shape[extent] = shared.setdefault(
-                        (move.name, Block.whole(extent)), Content(move.name, move.dtype, extent)
-                    )
+        shared: dict[tuple[str, Shape], Content] = {}
+        for move, way in moves:
+            for shape, files in way.shapes:
+                content = shared.setdefault((move.name, shape), Content(move.name, move.dtype, shape))
                 for number in files:
                     contents[number].append(content)
         for tensor in texts:
@@ -506,8 +466,18 @@ class _Planner:
 
 def _way(shape: Shape, shards: Sequence[Shard], wanted: _Wanted) -> _Way:
     recipe = Recipe.of(shape, [shard.block for shard in shards], wanted.blocks)
-    written = sum(block.size * len(files) for block, files in zip(recipe.targets, wanted.files, strict=True))
-    return _Way(recipe, tuple(shard.holders[0] for shard in shards), wanted, written)
+    written = 0
+    shapes: dict[Shape, list[int]] = {}
+    for block, files in zip(wanted.blocks, wanted.files, strict=True):
+        written += block.size * len(files)
+        shapes.setdefault(block.shape, []).extend(files)
+    return _Way(
+        recipe,
+        tuple(shard.holders[0] for shard in shards),
+        wanted,
+        written,
+        tuple((extent, tuple(files)) for extent, files in shapes.items()),
+    )
 
 
 def _moved(tensor: Tensor, way: _Way) -> Move:
@@ -537,7 +507,3 @@ def _shared_out(moves: Sequence[tuple[Move, _Way]]) -> tuple[tuple[Piece, ...], 
     if task:
         tasks.append(tuple(task))
     return tuple(tasks)
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,6 +1,7 @@
 """Running a plan: on this machine's threads, or on a dask cluster.
 
-A run either finishes, or leaves no target file with a final name behind that was not there before.
+A target file gets its final name only when every file of the run is complete; a run that fails removes what it
+began.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def run(
     plan: Plan,
     directory: str | os.PathLike[str],
     *,
-    client: Any = None,  # noqa: ANN401 -- distributed is an extra
+    client: Any = None,
     scheduler: str | None = None,
     threads: int | None = None,
     fsync: bool = True,
@@ -93,20 +94,19 @@ def run(
     began = time.perf_counter()
     root = os.path.realpath(directory)
     _check_targets(plan, root, overwrite=overwrite)
-    threads = threads or min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    if threads is None:
+        threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
     if threads < 1:
         raise UsageError(f"{threads} threads are asked for; expected at least 1")
+    if scheduler not in {None, "threads", "synchronous"}:
+        raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
     graph = Graph(plan, root, fsync=fsync)
     told = _Told(_contents_written(plan), progress, began)
     try:
         if client is not None:
             receipts = _on_cluster(graph, client, told)
-        elif scheduler == "synchronous":
-            receipts = _here(graph, 0, told)
-        elif scheduler in {None, "threads"}:
-            receipts = _here(graph, threads, told)
         else:
-            raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
+            receipts = _here(graph, 0 if scheduler == "synchronous" else threads, told)
     except BaseException:
         for file in plan.files:
             local_store().discard(f"{root}/{file.path}")
@@ -183,7 +183,7 @@ def _here(graph: Graph, threads: int, told: _Told) -> list[Receipt]:
     return found
 
 
-def _on_cluster(graph: Graph, client: Any, told: _Told) -> list[Receipt]:  # noqa: ANN401 -- as in `run`
+def _on_cluster(graph: Graph, client: Any, told: _Told) -> list[Receipt]:
     from distributed import as_completed
 
     tasks = graph.__dask_graph__()

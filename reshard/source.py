@@ -1,4 +1,4 @@
-"""Opening a source: find the files, choose the step, read the headers, join them with a strategy.
+"""Opening a source: read the headers of its files and join them with a strategy.
 
 `open` reads headers only. Of the contents it reads no more than a few small pieces, to find out what headers cannot
 tell: tensors that are split though no strategy lists them, and listed ones that every rank holds whole. Either would
@@ -7,7 +7,7 @@ make a wrong whole-model file, which is the worst that this tool could write.
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from reshard.checkpoint import Checkpoint, Entry, FileIndex, Shard, SourceFile, 
 from reshard.errors import Faults, LayoutError, SourceError, StrategyError, names
 from reshard.formats import index_file
 from reshard.layout import Layout
+from reshard.rank_files import RANK_PATTERN, rank_files
 from reshard.store import local_store
 from reshard.strategy import Strategy
 from reshard.strategy_file import read_strategy
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.layout import Grid
-
-RANK_PATTERN = "rank_{rank}/*"
-"""Where the files of a rank are, below the directory that is opened."""
-
-_EXTENSIONS = {".ckpt", ".safetensors"}
-_STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
-_PART = re.compile(r"_part\d+$")
 
 _SMALL = 64 * 1024  # tensors up to this size are compared whole when a checkpoint is opened
 _SAMPLE = 4096  # of larger ones, this much at the beginning, in the middle and at the end
@@ -63,9 +57,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         StrategyError: the strategy cannot be read.
     """
     root = Path(path)
-    notices: list[str] = []
-    chosen = _choose(root, rank_pattern, suffix, notices)
-    files, ranks = _indexed(chosen)
+    files, ranks, notices = read_headers(root, rank_pattern=rank_pattern, suffix=suffix)
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
     strategy, ruled = _with_rules(strategy, layouts or {}, files, ranks)
@@ -75,106 +67,17 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     return Checkpoint(str(root), tensors, files, ranks, strategy, tuple(notices), join.unreadable)
 
 
-# --- files ------------------------------------------------------------------------------------------------------
+def read_headers(
+    path: str | os.PathLike[str], *, rank_pattern: str = RANK_PATTERN, suffix: str | None = None
+) -> tuple[tuple[SourceFile, ...], tuple[int, ...], list[str]]:
+    """Return the files of a checkpoint, the rank of each, and what was noticed; no strategy is needed for that.
 
-
-def _choose(root: Path, rank_pattern: str, suffix: str | None, notices: list[str]) -> dict[int, list[Path]]:
-    """Return the files to read for each rank: one checkpoint, of the newest step that every rank has."""
-    if root.is_file():
-        return {0: [root]}
-    if not root.is_dir():
-        raise SourceError(f"{root}: is neither a file nor a directory; expected a directory of rank directories")
-    found = _rank_files(root, rank_pattern)
-    if not found:
-        raise SourceError(
-            f"{root}: has no checkpoint at {rank_pattern!r}; expected rank_0/*.ckpt, rank_0/*.safetensors and so on "
-            "(give --rank-pattern for other names)"
-        )
-    if suffix is not None:
-        found = {
-            rank: [p for p in paths if p.name.endswith(suffix) or _PART.sub("", p.stem).endswith(suffix)]
-            for rank, paths in found.items()
-        }
-        without = [rank for rank, paths in found.items() if not paths]
-        if without:
-            raise SourceError(f"{root}: no file of rank {names(without)} ends with {suffix!r}; give another --suffix")
-    return _same_checkpoint(root, found, notices)
-
-
-def _rank_files(root: Path, rank_pattern: str) -> dict[int, list[Path]]:
-    if "{rank}" not in rank_pattern:
-        raise SourceError(f"rank pattern {rank_pattern!r} has no {{rank}}; expected one such as 'node{{rank}}/*.ckpt'")
-    any_extension = bool(Path(rank_pattern).suffix)
-    regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>\d+)", 1).replace(r"\*", "[^/]*")
-    matches = re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
-    found: dict[int, list[Path]] = {}
-    spelled: dict[int, str] = {}
-    for path in sorted(root.glob(rank_pattern.replace("{rank}", "[0-9]*"))):
-        match = matches.fullmatch(path.relative_to(root).as_posix())
-        if not match or not path.is_file() or not _is_checkpoint_name(path, any_extension=any_extension):
-            continue
-        rank = int(match["rank"])
-        if spelled.setdefault(rank, match["rank"]) != match["rank"]:
-            raise SourceError(f"{root}: rank {rank} is there twice, as {spelled[rank]!r} and {match['rank']!r}")
-        found.setdefault(rank, []).append(path)
-    return dict(sorted(found.items()))
-
-
-def _is_checkpoint_name(path: Path, *, any_extension: bool) -> bool:
-    if path.suffix in {".tmp", ".meta", ".partial"} or "_breakpoint" in path.stem or path.name == "meta.json":
-        return False
-    return not path.name.startswith(".") and (any_extension or path.suffix in _EXTENSIONS)
-
-
-_Family = tuple[str, tuple[int, int] | None, str]  # the name common to all ranks, epoch and step, extension
-
-
-def _same_checkpoint(root: Path, found: dict[int, list[Path]], notices: list[str]) -> dict[int, list[Path]]:
-    """Of the files of every rank, take those of one checkpoint that every rank has, and of those the newest."""
-    families: dict[_Family, dict[int, list[Path]]] = {}
-    for rank, paths in found.items():
-        for path in paths:
-            for family in _families(path, rank):
-                families.setdefault(family, {}).setdefault(rank, []).append(path)
-    complete = [family for family, members in families.items() if len(members) == len(found)]
-    # One set of files may go by several names (`x_1` of rank 1 is also `x_{rank}`).
-    by_files: dict[tuple[Path, ...], set[_Family]] = {}
-    for family in complete:
-        files = tuple(path for rank in found for path in families[family][rank])
-        by_files.setdefault(files, set()).add(family)
-    if not by_files:
-        shown = [f"rank {rank}: {names([p.name for p in paths], most=3)}" for rank, paths in found.items()]
-        raise SourceError(
-            f"{root}: the ranks have no checkpoint in common ({names(shown, most=4)}); "
-            "choose the files with --suffix"
-        )
-    shared_names = set.intersection(*({(name, ext) for name, _, ext in known} for known in by_files.values()))
-    steps = {next(iter(known))[1]: files for files, known in by_files.items()}
-    if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):
-        listed = sorted({path.name for files in by_files for path in files})
-        raise SourceError(
-            f"{root}: the ranks have several checkpoints ({names(listed)}); expected one; choose with --suffix"
-        )
-    newest = max(steps, key=lambda step: step or (0, 0))
-    later = {step for _, step, _ in families if step and newest and step > newest}
-    if later and newest:
-        notices.append(
-            f"step {max(later)[0]}_{max(later)[1]} is not in every rank; {newest[0]}_{newest[1]} is the newest that is"
-        )
-    family = next(iter(by_files[steps[newest]]))
-    return families[family]
-
-
-def _families(path: Path, rank: int) -> set[_Family]:
-    """Return the names under which a file may be the same checkpoint as files of other ranks."""
-    stem = _PART.sub("", path.stem)
-    match = _STEP.match(stem)
-    name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (stem, None)
-    own_number = re.compile(rf"(?<!\d){rank}(?!\d)")
-    variants = {name, own_number.sub("{rank}", name)}
-    for found in own_number.finditer(name):
-        variants.add(f"{name[: found.start()]}{{rank}}{name[found.end() :]}")
-    return {(variant, step, path.suffix) for variant in variants}
+    Raises:
+        SourceError: no files, no step that every rank has, a file that is not sound.
+    """
+    notices: list[str] = []
+    files, ranks = _indexed(rank_files(Path(path), rank_pattern, suffix, notices))
+    return files, ranks, notices
 
 
 def _indexed(chosen: Mapping[int, Sequence[Path]]) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
@@ -191,7 +94,7 @@ def _indexed(chosen: Mapping[int, Sequence[Path]]) -> tuple[tuple[SourceFile, ..
                 index = alike[alike.index(index)]
             except ValueError:
                 alike.append(index)
-            files.append(SourceFile(str(path), status.st_size, status.st_mtime_ns, index))
+            files.append(SourceFile(str(path.absolute()), status.st_size, status.st_mtime_ns, index))
             ranks.append(rank)
     return tuple(files), tuple(ranks)
 
@@ -219,6 +122,15 @@ def _with_rules(
 # --- joining files and strategy ---------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _KnownGrid:
+    """What tensors of one grid have in common: each rank's block, and the shards for each set of holders."""
+
+    grid: Grid
+    blocks: dict[int, Block]
+    shards: dict[tuple[int, ...], tuple[Shard, ...] | None]
+
+
 class _Join:
     """Works out which blocks there are and who holds them, collecting faults and notices on the way."""
 
@@ -235,8 +147,7 @@ class _Join:
         self.root = root
         self.unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
         self._lost: list[tuple[int, str]] = []  # a rank without a file, and a tensor that needs it
-        self._shards: dict[tuple[Grid, tuple[int, ...]], tuple[Shard, ...] | None] = {}
-        self._blocks: dict[Grid, dict[int, Block]] = {}
+        self._known: dict[int, _KnownGrid] = {}  # by identity: to hash a large grid for every tensor is slow
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the files, checked against the strategy.
@@ -253,7 +164,10 @@ class _Join:
                 found[name] = tensor
         for rank in sorted({rank for rank, _ in self._lost}):
             needing = [name for lost, name in self._lost if lost == rank]
-            self.faults.add(f"rank {rank}", f"has no file; it is needed for {len(needing)} tensors ({names(needing, most=3)})")
+            self.faults.add(
+                f"rank {rank}",
+                f"has no file; it is needed for {len(needing)} tensors ({names(needing, most=3)})",
+            )
         self.faults.raise_if_any(SourceError)
         return found
 
@@ -294,12 +208,18 @@ class _Join:
             if in_stage:
                 tensor = self._in_stage(name, stage, in_stage)
                 if tensor is not None:
-                    del self.faults.found[faults:], self._lost[lost:]  # this stage has what an earlier one lacked
+                    del (
+                        self.faults.found[faults:],
+                        self._lost[lost:],
+                    )  # this stage has what an earlier one lacked
                     return tensor
         if len(self.faults.found) == faults and len(self._lost) == lost:
             where = sorted({self.ranks[number] for number in holders})
             stages = names(self.strategy.stages_of(name))
-            self.faults.add(f"tensor {name!r}", f"is in rank {names(where)}; the strategy has it in stage {stages}, other ranks")
+            self.faults.add(
+                f"tensor {name!r}",
+                f"is in rank {names(where)}; the strategy has it in stage {stages}, other ranks",
+            )
         return None
 
     def _in_stage(self, name: str, stage: int, holders: tuple[int, ...]) -> Tensor | None:
@@ -322,7 +242,7 @@ class _Join:
         return Tensor(TensorSpec(name, first.dtype, shape), shards)
 
     def _check_stated_shape(self, name: str, stage: int, shape: Shape) -> None:
-        """A JSON strategy says the shape; whole tensors under a layout that splits them show there."""
+        """Compare with the shape that a JSON strategy gives; whole tensors under a splitting layout show there."""
         assert self.strategy is not None  # noqa: S101 -- as above
         placed = next(p for p in self.strategy.tensors[name] if p.stage == stage)
         if placed.shape is not None and len(placed.shape) == len(shape) and placed.shape != shape:
@@ -333,26 +253,28 @@ class _Join:
             )
 
     def _check_entries(self, name: str, first: Entry, grid: Grid, holders: Iterable[int]) -> None:
-        blocks = self._blocks.get(grid)
-        if blocks is None:
-            blocks = self._blocks[grid] = grid.by_rank()
+        blocks = self._known_grid(grid).blocks
         for number in holders:
             entry = self.files[number].index.entries[name]
             block = blocks[self.ranks[number]]
             if entry is first and block.shape == first.shape:
                 continue
             if entry.dtype is not first.dtype:
-                self.faults.add(self.files[number].path, f"tensor {name!r} is {entry.dtype}; other ranks have {first.dtype}")
+                self.faults.add(
+                    self.files[number].path,
+                    f"tensor {name!r} is {entry.dtype}; other ranks have {first.dtype}",
+                )
             elif entry.shape != block.shape:
                 self.faults.add(
                     self.files[number].path,
-                    f"tensor {name!r} has shape {shape_text(entry.shape)}; the strategy and the other ranks say {shape_text(block.shape)}",
+                    f"tensor {name!r} has shape {shape_text(entry.shape)}; the strategy and the other ranks say "
+                    f"{shape_text(block.shape)}",
                 )
 
     def _shards_of(self, name: str, grid: Grid, holders: tuple[int, ...]) -> tuple[Shard, ...] | None:
         """Return who holds each block, or None where nobody holds one."""
-        key = (grid, holders)
-        if key not in self._shards:
+        shards_of = self._known_grid(grid).shards
+        if holders not in shards_of:
             by_rank: dict[int, list[int]] = {}
             for number in holders:
                 by_rank.setdefault(self.ranks[number], []).append(number)
@@ -360,11 +282,17 @@ class _Join:
                 Shard(block, tuple(number for rank in ranks for number in by_rank.get(rank, ())))
                 for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
             ]
-            self._shards[key] = tuple(shards) if all(shard.holders for shard in shards) else None
-        found = self._shards[key]
+            shards_of[holders] = tuple(shards) if all(shard.holders for shard in shards) else None
+        found = shards_of[holders]
         if found is None:
             self._tell_lost(name, grid, holders)
         return found
+
+    def _known_grid(self, grid: Grid) -> _KnownGrid:
+        known = self._known.get(id(grid))
+        if known is None:
+            known = self._known[id(grid)] = _KnownGrid(grid, grid.by_rank(), {})
+        return known
 
     def _tell_lost(self, name: str, grid: Grid, holders: Iterable[int]) -> None:
         present = {self.ranks[number] for number in holders}
@@ -385,13 +313,20 @@ class _Join:
                 self.faults.add(
                     f"tensor {name!r}",
                     f"is {entry.dtype} {shape_text(entry.shape)} in rank {self.ranks[number]} and {first.dtype} "
-                    f"{shape_text(first.shape)} in rank {self.ranks[holders[0]]}, and no strategy lists it; {_UNLISTED.format(name=name)}",
+                    f"{shape_text(first.shape)} in rank {self.ranks[holders[0]]}, and no strategy lists it; "
+                    f"{_UNLISTED.format(name=name)}",
                 )
                 return None
         spec = TensorSpec(name, first.dtype, first.shape)
         if first.text is not None:
             texts = {self.files[number].index.entries[name].text for number in holders}
-            return Tensor(spec, (Shard(Block.whole(first.shape), tuple(holders)),), listed=False, varies=len(texts) > 1, text=first.text)
+            return Tensor(
+                spec,
+                (Shard(Block.whole(first.shape), tuple(holders)),),
+                listed=False,
+                varies=len(texts) > 1,
+                text=first.text,
+            )
         return Tensor(spec, (Shard(Block.whole(first.shape), tuple(holders)),), listed=False)
 
     # --- what headers cannot tell ---
@@ -417,15 +352,21 @@ class _Join:
         if not differs:
             return
         if name == "global_step":
-            self.faults.add("global_step", "differs between the ranks, which are of different steps; choose the files with --suffix")
+            self.faults.add(
+                "global_step",
+                "differs between the ranks, which are of different steps; choose the files with --suffix",
+            )
         elif tensor.text is None and tensor.spec.nbytes > tensor.spec.dtype.itemsize:
-            self.faults.add(f"tensor {name!r}", f"differs between the ranks and no strategy lists it; {_UNLISTED.format(name=name)}")
+            self.faults.add(
+                f"tensor {name!r}",
+                f"differs between the ranks and no strategy lists it; {_UNLISTED.format(name=name)}",
+            )
         else:
             tensors[name] = Tensor(tensor.spec, tensor.shards, listed=False, varies=True, text=tensor.text)
             self.notices.append(f"{name} differs between the ranks; each target rank gets that of one source rank")
 
     def _compare_blocks(self, listed: list[Tensor]) -> None:
-        """A listed tensor whose distinct blocks are all equal raises the question of `integrated_save`."""
+        """Look for listed tensors whose distinct blocks are all equal, which `integrated_save` makes."""
         split = [tensor for tensor in listed if len(tensor.shards) > 1 and tensor.spec.nbytes]
         small = [tensor for tensor in split if tensor.spec.nbytes <= _SMALL][: _MOST_COMPARED * 4]
         large = [tensor for tensor in split if tensor.spec.nbytes > _SMALL]

@@ -145,7 +145,7 @@ class LocalStore:
     def discard(self, path: str) -> None:
         """Remove the unfinished file beside `path`, if it is there."""
         self._forget(path + PARTIAL)
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # nothing that fails here may hide why the file is discarded
             os.unlink(path + PARTIAL)
 
     def close(self) -> None:
@@ -226,7 +226,9 @@ def _allocate(fd: int, size: int) -> None:
 
 def _write_error(path: str, error: OSError, nbytes: int) -> BudgetError | TargetError:
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-        return BudgetError(f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target")
+        return BudgetError(
+            f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target"
+        )
     return TargetError(f"{path}: cannot be written: {error.strerror}")
 
 

@@ -74,7 +74,10 @@ class Strategy:
 
     @classmethod
     def of(
-        cls, layouts: Mapping[str, Layout | Mapping[int, Layout]], *, shapes: Mapping[str, Shape] | None = None
+        cls,
+        layouts: Mapping[str, Layout | Mapping[int, Layout]],
+        *,
+        shapes: Mapping[str, Shape] | None = None,
     ) -> Strategy:
         """Build a strategy from layouts by name, or by name and stage.
 
@@ -155,7 +158,15 @@ class Strategy:
         )
 
     def with_layout(self, name: str, layout: Layout | None) -> Strategy:
-        """Return a copy in which a tensor has this layout in every stage, or is not named (None)."""
+        """Return a copy in which a tensor has this layout in every stage, or is not named (None).
+
+        Raises:
+            StrategyError: the layout is for another number of devices.
+        """
+        if layout is not None and layout.devices != self.devices:
+            raise StrategyError(
+                f"tensor {name!r}: the layout {layout} is for {layout.devices} devices; a stage has {self.devices}"
+            )
         tensors = dict(self.tensors)
         if layout is None:
             tensors.pop(name, None)
@@ -219,19 +230,30 @@ def merge(parts: Sequence[tuple[str, Strategy]]) -> Strategy:
     by_stage: dict[int, tuple[str, Strategy]] = {}
     for path, part in parts:
         if not part.tensors:
-            faults.add(path, "names no tensor; every rank's file must (MindSpore leaves an empty one after a failed run)")
+            faults.add(
+                path,
+                "names no tensor; every rank's file must (MindSpore leaves an empty one after a failed run)",
+            )
         elif part.merged:
             faults.add(path, "is merged already; give the files of the single ranks")
         else:
             first_path, first = by_stage.setdefault(part.stages.start, (path, part))
             if first.tensors != part.tensors:
-                different = [n for n in {**first.tensors, **part.tensors} if first.tensors.get(n) != part.tensors.get(n)]
-                faults.add(path, f"disagrees with {first_path} of the same stage {part.stages.start} on {names(different)}")
+                different = [
+                    n for n in {**first.tensors, **part.tensors} if first.tensors.get(n) != part.tensors.get(n)
+                ]
+                faults.add(
+                    path,
+                    f"disagrees with {first_path} of the same stage {part.stages.start} on {names(different)}",
+                )
             elif first.devices != part.devices:
                 faults.add(path, f"has {part.devices} devices a stage; {first_path} has {first.devices}")
     count = max(by_stage, default=-1) + 1
     for stage in sorted(set(range(count)) - set(by_stage)):
-        faults.add(f"stage {stage}", f"has no file; {count} stages are expected because {by_stage[count - 1][0]} is stage {count - 1}")
+        faults.add(
+            f"stage {stage}",
+            f"has no file; {count} stages are expected because {by_stage[count - 1][0]} is stage {count - 1}",
+        )
     devices = {part.devices for _, part in by_stage.values()}
     if len(devices) > 1:
         faults.add("stages", f"have different numbers of devices: {names(sorted(devices))}")

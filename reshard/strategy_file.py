@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.block import Shape, shape_text
-from reshard.errors import Faults, LayoutError, StrategyError, UsageError
-from reshard.layout import Axes, Layout
+from reshard.errors import Faults, LayoutError, StrategyError, TargetError, UsageError
+from reshard.layout import Axes, Layout, foldings
 from reshard.strategy import Operator, Placed, Strategy, agreed_devices, merge
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ def strategy_files(directory: Path) -> list[Path]:
         StrategyError: both formats are there, or none.
     """
     found = {
-        suffix: [p for p in directory.iterdir() if p.suffix == suffix and p.is_file()]
-        for suffix in (".ckpt", ".json")
+        suffix: [p for p in directory.iterdir() if p.suffix == suffix and p.is_file()] for suffix in (".ckpt", ".json")
     }
     if all(found.values()):
         raise StrategyError(
@@ -90,9 +90,7 @@ def strategy_files(directory: Path) -> list[Path]:
     if not any(found.values()):
         raise StrategyError(f"{directory}: holds no strategy file; expected .ckpt or .json files, one a rank")
     numbers = re.compile(r"\d+")
-    return sorted(
-        found[".ckpt"] + found[".json"], key=lambda p: ([int(n) for n in numbers.findall(p.name)], p.name)
-    )
+    return sorted(found[".ckpt"] + found[".json"], key=lambda p: ([int(n) for n in numbers.findall(p.name)], p.name))
 
 
 def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
@@ -101,17 +99,21 @@ def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
     The file appears under its name only when it is complete.
 
     Raises:
-        UsageError: JSON is asked for and the shape of a tensor with nested entries is not known.
+        UsageError: JSON is asked for and the shape of a tensor with nested entries is not known; or protobuf, and
+            how many dimensions a tensor has that came from JSON, where such entries stand expanded.
+        TargetError: the file cannot be written.
     """
     place = Path(path)
     content = _to_json(strategy) if place.suffix == ".json" else _to_protobuf(strategy)
-    place.parent.mkdir(parents=True, exist_ok=True)
     beside = place.with_name(place.name + ".partial")
     try:
+        place.parent.mkdir(parents=True, exist_ok=True)
         beside.write_bytes(content)
         beside.replace(place)
-    finally:
-        beside.unlink(missing_ok=True)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise TargetError(f"{place}: cannot be written: {error.strerror or error}") from None
 
 
 def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLike[str]) -> Strategy:
@@ -122,9 +124,7 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
     """
     place = Path(directory)
     if not place.is_dir():
-        raise StrategyError(
-            f"{place}: is not a directory; expected one that holds the strategy file of every rank"
-        )
+        raise StrategyError(f"{place}: is not a directory; expected one that holds the strategy file of every rank")
     merged = merge([(str(file), _read_file(file)) for file in strategy_files(place)])
     write_strategy(merged, target)
     return merged
@@ -201,9 +201,7 @@ def _from_protobuf(content: bytes, path: str) -> Strategy:
             faults.add(where, "is missing; the file is cut short, or no strategy file")
     for part, key in (("parallel_layout_item", "param_name"), ("parallel_strategy_item", "node_name")):
         for place, item in enumerate(getattr(message, part)):
-            if isinstance(
-                name := getattr(item, key), bytes
-            ):  # what protobuf gives for text that is not UTF-8
+            if isinstance(name := getattr(item, key), bytes):  # what protobuf gives for text that is not UTF-8
                 faults.add(f"{part}[{place}].{key}", f"is {name!r:.60}, which is not UTF-8")
     faults.raise_if_any(StrategyError)
     layouts = []
@@ -255,11 +253,7 @@ def _unknown(message: Message, inside: str = "") -> bytes:
     rest.CopyFrom(message)
     for part in (getattr(rest, inside), rest) if inside else (rest,):
         for descriptor in part.DESCRIPTOR.fields:
-            if (
-                part is not rest
-                or descriptor.name != inside
-                or not getattr(rest, inside).SerializePartialToString()
-            ):
+            if part is not rest or descriptor.name != inside or not getattr(rest, inside).SerializePartialToString():
                 part.ClearField(descriptor.name)
     content: bytes = rest.SerializePartialToString()
     return content
@@ -279,6 +273,11 @@ def _to_protobuf(strategy: Strategy) -> bytes:
         item.parallel_strategys.stage = strategy.stages.start
     for name, placed in _in_file_order(strategy):
         layout = placed.layout
+        if placed.shape is not None and len(placed.shape) > 1 and foldings(layout, placed.shape, len(placed.shape) - 1):
+            raise UsageError(
+                f"tensor {name!r}: whether its layout {layout} of shape {shape_text(placed.shape)} is a nested one, "
+                "which JSON has expanded, cannot be told; write JSON (a name that ends with .json)"
+            )
         item = message.parallel_layout_item.add(param_name=name)
         given = item.parallel_layouts
         given.dev_matrix.add(dim=layout.dev_matrix)
@@ -353,10 +352,10 @@ def _from_json(content: bytes, path: str) -> Strategy:
         if any(value is None for value in numbers.values()):
             continue
         shape = tuple(numbers["tensor_shape"] or ()) if "tensor_shape" in item else None
-        if shape is not None and len(shape) != len(numbers["tensor_map"] or ()):
+        ndim = len(numbers["tensor_map"] or ())
+        if shape is not None and len(shape) != ndim:
             faults.add(
-                f"{where}.tensor_shape",
-                f"is {shape_text(shape)}, of {len(shape)} dimensions; tensor_map has {len(numbers['tensor_map'] or ())}",
+                f"{where}.tensor_shape", f"is {shape_text(shape)}, of {len(shape)} dimensions; tensor_map has {ndim}"
             )
         try:
             layout = Layout.of(
@@ -424,9 +423,7 @@ def _checked_list(value: object, key: str, where: str, faults: Faults) -> list[i
         return None
     for number in value:
         if number not in _RANGES[key]:
-            faults.add(
-                where, f"holds {number!r:.60}; expected {_RANGES[key].start} to {_RANGES[key].stop - 1}"
-            )
+            faults.add(where, f"holds {number!r:.60}; expected {_RANGES[key].start} to {_RANGES[key].stop - 1}")
             return None
     return value
 
@@ -436,9 +433,7 @@ def _integer(item: Json, key: str, where: str, faults: Faults) -> int:
     if type(value) is not int:
         faults.add(f"{where}.{key}", f"is {value!r:.60}; expected an integer")
     elif value not in _RANGES[key]:
-        faults.add(
-            f"{where}.{key}", f"is {value!r:.60}; expected {_RANGES[key].start} to {_RANGES[key].stop - 1}"
-        )
+        faults.add(f"{where}.{key}", f"is {value!r:.60}; expected {_RANGES[key].start} to {_RANGES[key].stop - 1}")
     else:
         return value
     return 0
@@ -498,9 +493,7 @@ def _expanded(name: str, layout: Layout, shape: Shape | None) -> tuple[list[int]
             "write protobuf (a name that does not end with .json)"
         )
     if len(shape) != len(layout.tensor_map):
-        raise UsageError(
-            f"tensor {name!r}: its shape is {shape_text(shape)}, which its layout {layout} does not fit"
-        )
+        raise UsageError(f"tensor {name!r}: its shape is {shape_text(shape)}, which its layout {layout} does not fit")
     tensor_map: list[int] = []
     sizes: list[int] = []
     for axes, extent in zip(layout.tensor_map, shape, strict=True):

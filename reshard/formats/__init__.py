@@ -67,11 +67,12 @@ class RangeReader:
             SourceError: the file ends before.
         """
         begin = offset - self._start
-        if 0 <= begin and begin + nbytes <= len(self._held):
+        if begin >= 0 and begin + nbytes <= len(self._held):
             return self._held[begin : begin + nbytes]
         if nbytes < 0 or offset + nbytes > self.size:
             raise SourceError(
-                f"{self.path}: bytes {offset} to {offset + nbytes} are expected; the file ends at {self.size} (cut short?)"
+                f"{self.path}: bytes {offset} to {offset + nbytes} are expected; the file ends at {self.size} "
+                "(cut short?)"
             )
         buffer = bytearray(min(max(nbytes, self._window), self.size - offset))
         self._store.read_into(self.path, offset, memoryview(buffer))
@@ -113,7 +114,7 @@ def by_name(name: str) -> Format:
         UsageError: there is no such format.
     """
     for known in formats():
-        if known.NAME == name:
+        if name == known.NAME:
             return known
     raise UsageError(f"unknown format {name!r}; known are {', '.join(known.NAME for known in formats())}")
 
@@ -129,7 +130,9 @@ def index_file(path: str) -> FileIndex:
     for known in formats():
         if known.recognizes(start, reader.size):
             return known.index(reader)
+    if not reader.size:
+        raise SourceError(f"{path}: is empty; a checkpoint was expected (was saving it interrupted?)")
     raise SourceError(
-        f"{path}: is of no known checkpoint format (it begins with {start[:8].hex(' ') or 'nothing'}); "
+        f"{path}: is of no known checkpoint format (it begins with {start[:8].hex(' ')}); "
         "expected safetensors or MindSpore .ckpt"
     )

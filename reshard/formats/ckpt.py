@@ -159,10 +159,14 @@ def _value(reader: RangeReader, position: int, end: int) -> _Value | None:
         position = stop
     if not name or dims is None or kind is None or run is None:
         missing = "name" if not name else "tensor" if dims is None else "tensor_type or tensor_content"
-        raise SourceError(f"{reader.path}: the message that ends at byte {end} has no {missing}; not a MindSpore checkpoint")
+        raise SourceError(
+            f"{reader.path}: the message that ends at byte {end} has no {missing}; not a MindSpore checkpoint"
+        )
     dtype = BY_MINDSPORE.get(kind)
     if dtype is None:
-        raise SourceError(f"{reader.path}: tensor {name!r} has type {kind!r}; known are {', '.join(map(str, BY_MINDSPORE))}")
+        raise SourceError(
+            f"{reader.path}: tensor {name!r} has type {kind!r}; known are {', '.join(map(str, BY_MINDSPORE))}"
+        )
     return _Value(name, dims, dtype, run)
 
 
@@ -175,9 +179,7 @@ def _tag(reader: RangeReader, position: int, end: int) -> str:
     return ""
 
 
-def _tensor(
-    reader: RangeReader, position: int, end: int
-) -> tuple[tuple[int, ...], str | None, tuple[int, int] | None]:
+def _tensor(reader: RangeReader, position: int, end: int) -> tuple[tuple[int, ...], str | None, tuple[int, int] | None]:
     """Read a TensorProto message: dims, type, and where the contents lie."""
     dims: list[int] = []
     kind = run = None
@@ -211,7 +213,9 @@ def _field(reader: RangeReader, position: int, end: int) -> tuple[int, int, int,
     elif wire in {_FIXED64, _FIXED32}:
         stop = start + (8 if wire == _FIXED64 else 4)
     else:
-        raise SourceError(f"{reader.path}: byte {position}: {key:#x} begins no field; not a MindSpore checkpoint, or corrupt")
+        raise SourceError(
+            f"{reader.path}: byte {position}: {key:#x} begins no field; not a MindSpore checkpoint, or corrupt"
+        )
     if stop > end:
         raise SourceError(
             f"{reader.path}: byte {position}: a field of {stop - start} bytes is expected; "
@@ -233,7 +237,9 @@ def _varint(reader: RangeReader, position: int, end: int) -> tuple[int, int]:
 
 def _string(reader: RangeReader, start: int, stop: int, what: str) -> str:
     if stop - start > _LONGEST_NAME:
-        raise SourceError(f"{reader.path}: byte {start}: a {what} of {stop - start} bytes; at most {_LONGEST_NAME} are taken")
+        raise SourceError(
+            f"{reader.path}: byte {start}: a {what} of {stop - start} bytes; at most {_LONGEST_NAME} are taken"
+        )
     try:
         return reader.read(start, stop - start).decode()
     except UnicodeDecodeError:
@@ -255,7 +261,9 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
     position = 0
     for content in contents:
         if content.dtype.mindspore is None:
-            raise UsageError(f"tensor {content.name!r}: a .ckpt file has no dtype {content.dtype}; write safetensors, or cast it")
+            raise UsageError(
+                f"tensor {content.name!r}: a .ckpt file has no dtype {content.dtype}; write safetensors, or cast it"
+            )
         text = None if content.text is None else content.text.encode("utf-32-le")
         nbytes = prod(content.shape) * content.dtype.itemsize if text is None else len(text)
         runs: list[tuple[int, int]] = []

@@ -28,7 +28,7 @@ def _pool() -> DescriptorPool:
 
     pool = DescriptorPool()
     for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file:
-        pool.Add(file)  # type: ignore[no-untyped-call]
+        pool.Add(file)
     return pool
 
 
@@ -41,5 +41,5 @@ def message_class(full_name: str) -> type[Message]:
     """
     from google.protobuf.message_factory import GetMessageClass
 
-    found: type[Message] = GetMessageClass(_pool().FindMessageTypeByName(full_name))  # type: ignore[no-untyped-call]
+    found: type[Message] = GetMessageClass(_pool().FindMessageTypeByName(full_name))
     return found

@@ -1,0 +1,371 @@
+"""The command line: `reshard`, `python -m reshard`, and `dask reshard`.
+
+Data goes to stdout, talk and progress to stderr. Heavy modules are imported inside the commands, so that `--help` is
+quick. Errors, signals, exit codes and progress are in `reshard.terminal`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+import reshard
+from reshard.errors import TargetError, UsageError
+from reshard.terminal import Border, print_json, progress, say, say_notices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reshard.plan import Plan
+
+_MOST_RANKS = 1 << 20
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
+
+# --- options ----------------------------------------------------------------------------------------------------
+
+
+def _ranks(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Return the ranks of a list such as `0,3-5`."""
+    if value is None:
+        return None
+    found: set[int] = set()
+    for part in value.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not low <= high < _MOST_RANKS:
+            raise click.BadParameter(f"{part!r} is no rank or range of ranks; expected such as 0,3-5", param=param)
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def _rules(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for value in values:
+        name, equals, rule = value.rpartition("=")
+        if not (name and equals and rule):
+            raise click.BadParameter(f"{value!r} is not NAME=RULE, such as 'embedding.*=split:0'", param=param)
+        found[name] = rule
+    return found
+
+
+_PATH = click.Path(path_type=Path)
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+_source_strategy = click.option(
+    "--source-strategy",
+    type=_PATH,
+    metavar="STRATEGY",
+    help="Strategy file of the source, or the directory of its ranks' strategy files.",
+)
+
+
+def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what the source is."""
+    for option in (
+        click.option(
+            "--layout",
+            "layouts",
+            multiple=True,
+            metavar="NAME=RULE",
+            callback=_rules,
+            help="How the tensors of this name (or glob) are cut, whatever the strategy says: whole, split:DIM or "
+            "DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1. May be repeated.",
+        ),
+        click.option(
+            "--suffix",
+            metavar="SUFFIX",
+            help="Of several checkpoints in a rank's directory, take that whose name ends so.",
+        ),
+        click.option(
+            "--rank-pattern",
+            metavar="PATTERN",
+            default="rank_{rank}/*",
+            show_default=True,
+            help="Where a rank's files are below SOURCE, such as 'node{rank}/*.ckpt'.",
+        ),
+        _source_strategy,
+    ):
+        command = option(command)
+    return command
+
+
+# --- commands ---------------------------------------------------------------------------------------------------
+
+
+@click.group(
+    name="reshard",
+    cls=Border,
+    epilog="""
+To see it work on real MindSpore files, and what to type then:
+
+  reshard demo
+""",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(reshard.__version__, prog_name="reshard")
+def cli() -> None:
+    """Cut and join sharded checkpoints of M devices anew for N devices, from the files alone.
+
+    No framework and no accelerator is needed, and no tensor is ever whole in memory.
+    """
+
+
+@cli.command(
+    epilog="""
+Example:
+
+  reshard transform src_checkpoints dst_checkpoints \\
+      --source-strategy src_strategy.ckpt --target-strategy dst_strategy.ckpt
+
+The object of --json has the keys dry_run, source, target, format, ranks,
+tensors, bytes_needed, bytes_read, bytes_written, source_files, target_files,
+tasks, peak_memory, read_amplification, seconds (null in a dry run), dropped,
+missing, notices, and files: rank, path, nbytes.
+""",
+    short_help="Write a checkpoint anew, cut as another strategy says.",
+)
+@click.argument("source", type=_PATH)
+@click.argument("target", type=_PATH)
+@_source_options
+@click.option(
+    "--target-strategy",
+    type=_PATH,
+    metavar="STRATEGY",
+    help="Strategy file of the target. Without it, the target is one rank of whole tensors.",
+)
+@click.option(
+    "--prefix", default="checkpoint_", show_default=True, help="Target files are rank_0/checkpoint_0.ckpt and so on."
+)
+@click.option(
+    "--format", type=click.Choice(["ckpt", "safetensors"]), help="Of the target files.  [default: the source's]"
+)
+@click.option("--ranks", callback=_ranks, metavar="LIST", help="Only these ranks of the target, such as 0,3-5.")
+@click.option("--drop", multiple=True, metavar="GLOB", help="Weights that the target may lack. May be repeated.")
+@click.option(
+    "--allow-missing", multiple=True, metavar="GLOB", help="Weights that the source may lack. May be repeated."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be read and written, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace target files that exist.")
+@click.option(
+    "--fsync/--no-fsync", default=True, help="Have each file on the disk before it gets its name.  [default: yes]"
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), metavar="N", help="How many.  [default: one a processor, at most 4]"
+)
+@click.option(
+    "--scheduler", type=click.Choice(["threads", "synchronous"]), help="Of the dask graph.  [default: threads]"
+)
+@_json
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+def transform(
+    source: Path,
+    target: Path,
+    source_strategy: Path | None,
+    target_strategy: Path | None,
+    prefix: str,
+    format: str | None,
+    ranks: tuple[int, ...] | None,
+    drop: tuple[str, ...],
+    allow_missing: tuple[str, ...],
+    dry_run: bool,
+    overwrite: bool,
+    fsync: bool,
+    threads: int | None,
+    scheduler: str | None,
+    as_json: bool,
+    quiet: bool,
+    **reading: Any,
+) -> None:
+    """Write the checkpoint SOURCE anew below TARGET, cut as another strategy says.
+
+    SOURCE is a directory of rank_0, rank_1 and so on, or one file of whole tensors. Target files are
+    TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
+    """
+    from reshard import show
+
+    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    wanted = reshard.read_strategy(target_strategy) if target_strategy else None
+    plan = reshard.plan(
+        checkpoint,
+        wanted,
+        format=format,
+        prefix=prefix,
+        ranks=ranks,
+        drop=drop,
+        allow_missing=allow_missing,
+    )
+    if not quiet:
+        say_notices(plan.notices)
+    if dry_run:
+        existing = 0 if overwrite or quiet else _existing(plan, target)
+        if existing:
+            say_notices([f"{show.count_text(existing, 'target file')} would be in the way; a run needs --overwrite"])
+        if as_json:
+            print_json(show.plan_data(plan, str(target)))
+        else:
+            click.echo(show.plan_text(plan, str(target)))
+        return
+    try:
+        with progress(quiet=quiet) as shown:
+            report = plan.run(
+                target, scheduler=scheduler, threads=threads, fsync=fsync, overwrite=overwrite, progress=shown
+            )
+    except KeyboardInterrupt as stopped:
+        finished = 0 if overwrite else _existing(plan, target)
+        hint = f", with --overwrite because {show.count_text(finished, 'file')} got finished" if finished else ""
+        stopped.add_note(f"unfinished files are removed; to go on, type the same command again{hint}")
+        raise
+    if as_json:
+        print_json(show.plan_data(plan, str(target), report))
+    elif not quiet:
+        click.echo(show.report_text(plan, report))
+        say(f"to look at it: {_inspect_command(target, None if ranks else target_strategy)}")
+
+
+def _existing(plan: Plan, target: Path) -> int:
+    return sum(os.path.lexists(target / file.path) for file in plan.files)
+
+
+def _inspect_command(target: Path, strategy: Path | None) -> str:
+    import shlex
+
+    option = ["--source-strategy", str(strategy)] if strategy else []
+    return shlex.join(["reshard", "inspect", str(target), *option])
+
+
+@cli.command(
+    epilog="""
+Example:
+
+  reshard inspect src_checkpoints --source-strategy src_strategy.ckpt
+
+The object of --json has the keys source, ranks, files (rank, path, format,
+nbytes), nbytes, notices, unreadable, and tensors: name, dtype, shape, nbytes,
+layouts, shards. For several ranks without a strategy it has source, ranks,
+files, and groups: ranks, tensors.
+""",
+    short_help="Show the tensors of a checkpoint.",
+)
+@click.argument("source", type=_PATH)
+@_source_options
+@_json
+def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading: Any) -> None:
+    """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts. Reads headers only.
+
+    Repeated layers are one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors, of
+    all that the row stands for. Without a strategy, several ranks are shown as their files are.
+    """
+    from reshard import show
+    from reshard.source import read_headers
+
+    layouts = reading.pop("layouts")
+    if source_strategy is None and not layouts:
+        files, ranks, notices = read_headers(source, **reading)
+        if len(set(ranks)) > 1:
+            say_notices(
+                [*notices, "these are shapes of parts; a strategy (--source-strategy) would tell the whole tensors"]
+            )
+            if as_json:
+                print_json(show.rank_files_data(str(source), files, ranks))
+            else:
+                click.echo(show.rank_files_text(str(source), files, ranks))
+            return
+    checkpoint = reshard.open(source, strategy=source_strategy, layouts=layouts, **reading)
+    say_notices(checkpoint.notices)
+    if as_json:
+        print_json(show.checkpoint_data(checkpoint))
+    else:
+        click.echo(show.checkpoint_text(checkpoint))
+
+
+@cli.group()
+def strategy() -> None:
+    """Show and merge sharding strategy files."""
+
+
+@strategy.command(
+    "show",
+    epilog="""
+Example:
+
+  reshard strategy show src_strategy.ckpt
+
+The object of --json has the keys ranks, stages, devices_per_stage, merged, and
+tensors: name, stage, layout.
+""",
+    short_help="Show ranks, and the tensors of each layout.",
+)
+@click.argument("path", type=_PATH, metavar="FILE_OR_DIRECTORY")
+@_json
+def show_strategy(path: Path, as_json: bool) -> None:
+    """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
+    from reshard import show
+
+    found = reshard.read_strategy(path)
+    if as_json:
+        print_json(show.strategy_data(found))
+    else:
+        click.echo(show.strategy_text(found, str(path)))
+
+
+@strategy.command(
+    "merge",
+    epilog="""
+Example:
+
+  reshard strategy merge src_pipeline_strategys -o src_strategy.ckpt
+""",
+    short_help="Merge the files of a pipeline's ranks.",
+)
+@click.argument("directory", type=_PATH)
+@click.option("-o", "--output", type=_PATH, required=True, metavar="FILE", help="Where to; JSON if it ends with .json.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
+    """Merge the strategy files of a pipeline's ranks, which are in DIRECTORY, into one file."""
+    if output.parent.resolve() == directory.resolve():
+        raise UsageError(f"{output}: is in {directory}, whose every file is taken for a rank's; choose another place")
+    if os.path.lexists(output) and not overwrite:
+        raise TargetError(f"{output}: is there already; choose another name, or replace it with --overwrite")
+    merged = reshard.merge_strategies(directory, output)
+    from reshard.show import count_text, printable
+
+    click.echo(
+        f"wrote {printable(output)}: {count_text(len(merged.tensors), 'tensor')} over "
+        f"{count_text(len(merged.ranks), 'rank')} in {count_text(len(merged.stages), 'stage')}"
+    )
+
+
+@cli.command(
+    epilog="""
+Example:
+
+  reshard demo
+""",
+    short_help="Make, transform and check a small example.",
+)
+@click.argument("directory", type=_PATH, default="reshard-demo", required=False)
+def demo(directory: Path) -> None:
+    """Make the tutorial's case in DIRECTORY (default: reshard-demo), transform it and check every byte.
+
+    8 ranks that MindSpore saved become 4 ranks with optimizer parallel; each byte of the result is held
+    against numpy slices of the whole tensors. It then tells what to type next.
+    """
+    from reshard.demo import demo as run_demo
+    from reshard.show import printable
+
+    run_demo(directory, lambda line: click.echo(printable(line, keep="\n")))
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # names may be of any script, terminals may not
+            stream.reconfigure(errors="backslashreplace")
+    cli.main(args=None if arguments is None else list(arguments), prog_name="reshard")
+    raise AssertionError("unreachable: click exits")

@@ -1,0 +1,127 @@
+"""The files of a checkpoint: where they are, whose rank they are, and which step is the same for all ranks.
+
+Rank directories hold several steps, restarted runs, graphs and unfinished files. What is read is one checkpoint that
+every rank has: the newest step, or the one whose names end as the user says. Two that could be meant are an error,
+never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from reshard.errors import SourceError, names
+
+RANK_PATTERN = "rank_{rank}/*"
+"""Where the files of a rank are, below the directory that is opened."""
+
+_EXTENSIONS = {".ckpt", ".safetensors"}
+_STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
+_PART = re.compile(r"_part\d+$")
+
+_Family = tuple[str, tuple[int, int] | None, str]  # the name common to all ranks, epoch and step, extension
+
+
+def rank_files(root: Path, rank_pattern: str, suffix: str | None, notices: list[str]) -> dict[int, list[Path]]:
+    """Return the files to read for each rank: one checkpoint, of the newest step that every rank has.
+
+    Args:
+        root: a directory of rank directories, or one file.
+        rank_pattern: where a rank's files are below it.
+        suffix: take only files whose names end so, extension left out or not.
+        notices: gets a line where a newer step is passed over.
+
+    Raises:
+        SourceError: no files, no checkpoint in common, or several.
+    """
+    if root.is_file():
+        return {0: [root]}
+    if not root.is_dir():
+        raise SourceError(f"{root}: is neither a file nor a directory; expected a directory of rank directories")
+    found = _every_file(root, rank_pattern)
+    if not found:
+        raise SourceError(
+            f"{root}: has no checkpoint at {rank_pattern!r}; expected rank_0/*.ckpt, rank_0/*.safetensors and so on "
+            "(give --rank-pattern for other names)"
+        )
+    if suffix is not None:
+        found = {
+            rank: [p for p in paths if p.name.endswith(suffix) or _PART.sub("", p.stem).endswith(suffix)]
+            for rank, paths in found.items()
+        }
+        without = [rank for rank, paths in found.items() if not paths]
+        if without:
+            raise SourceError(f"{root}: no file of rank {names(without)} ends with {suffix!r}; give another --suffix")
+    return _same_checkpoint(root, found, notices)
+
+
+def _every_file(root: Path, rank_pattern: str) -> dict[int, list[Path]]:
+    if "{rank}" not in rank_pattern:
+        raise SourceError(f"rank pattern {rank_pattern!r} has no {{rank}}; expected one such as 'node{{rank}}/*.ckpt'")
+    any_extension = bool(Path(rank_pattern).suffix)
+    regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>\d+)", 1).replace(r"\*", "[^/]*")
+    matches = re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
+    found: dict[int, list[Path]] = {}
+    spelled: dict[int, str] = {}
+    for path in sorted(root.glob(rank_pattern.replace("{rank}", "[0-9]*"))):
+        match = matches.fullmatch(path.relative_to(root).as_posix())
+        if not match or not path.is_file() or not _is_checkpoint_name(path, any_extension=any_extension):
+            continue
+        rank = int(match["rank"])
+        if spelled.setdefault(rank, match["rank"]) != match["rank"]:
+            raise SourceError(f"{root}: rank {rank} is there twice, as {spelled[rank]!r} and {match['rank']!r}")
+        found.setdefault(rank, []).append(path)
+    return dict(sorted(found.items()))
+
+
+def _is_checkpoint_name(path: Path, *, any_extension: bool) -> bool:
+    if path.suffix in {".tmp", ".meta", ".partial"} or "_breakpoint" in path.stem or path.name == "meta.json":
+        return False
+    return not path.name.startswith(".") and (any_extension or path.suffix in _EXTENSIONS)
+
+
+def _same_checkpoint(root: Path, found: dict[int, list[Path]], notices: list[str]) -> dict[int, list[Path]]:
+    """Of the files of every rank, take those of one checkpoint that every rank has, and of those the newest."""
+    families: dict[_Family, dict[int, list[Path]]] = {}
+    for rank, paths in found.items():
+        for path in paths:
+            for family in _families(path, rank):
+                families.setdefault(family, {}).setdefault(rank, []).append(path)
+    complete = [family for family, members in families.items() if len(members) == len(found)]
+    # One set of files may go by several names (`x_1` of rank 1 is also `x_{rank}`).
+    by_files: dict[tuple[Path, ...], set[_Family]] = {}
+    for family in complete:
+        files = tuple(path for rank in found for path in families[family][rank])
+        by_files.setdefault(files, set()).add(family)
+    if not by_files:
+        shown = [f"rank {rank}: {names([p.name for p in paths], most=3)}" for rank, paths in found.items()]
+        raise SourceError(
+            f"{root}: the ranks have no checkpoint in common ({names(shown, most=4)}); choose the files with --suffix"
+        )
+    shared_names = set.intersection(*({(name, ext) for name, _, ext in known} for known in by_files.values()))
+    steps = {next(iter(known))[1]: files for files, known in by_files.items()}
+    if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):
+        listed = sorted({path.name for files in by_files for path in files})
+        raise SourceError(
+            f"{root}: the ranks have several checkpoints ({names(listed)}); expected one; choose with --suffix"
+        )
+    newest = max(steps, key=lambda step: step or (0, 0))
+    later = {step for _, step, _ in families if step and newest and step > newest}
+    if later and newest:
+        notices.append(
+            f"step {max(later)[0]}_{max(later)[1]} is not in every rank; {newest[0]}_{newest[1]} is the newest that is"
+        )
+    family = next(iter(by_files[steps[newest]]))
+    return families[family]
+
+
+def _families(path: Path, rank: int) -> set[_Family]:
+    """Return the names under which a file may be the same checkpoint as files of other ranks."""
+    stem = _PART.sub("", path.stem)
+    match = _STEP.match(stem)
+    name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (stem, None)
+    own_number = re.compile(rf"(?<!\d){rank}(?!\d)")
+    variants = {name, own_number.sub("{rank}", name)}
+    for found in own_number.finditer(name):
+        variants.add(f"{name[: found.start()]}{{rank}}{name[found.end() :]}")
+    return {(variant, step, path.suffix) for variant in variants}

@@ -1,0 +1,245 @@
+"""What stands between a command and the terminal: errors, signals, talk and progress.
+
+Every error becomes one sentence and an exit code here, and nowhere else: 0 done, 1 failure, 2 usage, 3 verify mismatch,
+4 source or strategy incomplete or corrupt, 5 memory or disk, 6 target exists or source changed, 130 interrupted,
+143 terminated.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from reshard.errors import BudgetError, ReshardError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+
+    from reshard.run import Progress
+
+_DEBUG = "reshard.debug"
+
+
+# --- the border: errors and signals -----------------------------------------------------------------------------
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal asked to stop. Raised in the main thread, so that `run` cleans up as after any failure."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`; whoever ignores one (nohup) goes on ignoring it."""
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(signum: int, _frame: FrameType | None) -> NoReturn:
+        for number in before:  # a second one must disturb neither the cleaning up nor the exit code
+            signal.signal(number, signal.SIG_IGN)
+        raise _Stopped(signum)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in caught}
+        before = {number: old for number, old in handlers.items() if old not in {signal.SIG_IGN, None}}
+    try:
+        for number in before:
+            signal.signal(number, stop)
+        yield
+    except _Stopped:
+        before.clear()
+        raise
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+class Command(click.Command):
+    """A command that knows `--debug`, and whose epilog is shown as it is written: examples must not be wrapped."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(_debug_option())
+
+    def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the epilog below the options."""
+        _write_lines(self.epilog, formatter)
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+    def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the epilog below the commands."""
+        _write_lines(self.epilog, formatter)
+
+
+def _write_lines(text: str | None, formatter: click.HelpFormatter) -> None:
+    if text:
+        formatter.write_paragraph()
+        formatter.write(text.strip("\n") + "\n")
+
+
+def _debug_option() -> click.Option:
+    def remember(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta[_DEBUG] = True
+
+    return click.Option(
+        ["--debug"],
+        is_flag=True,
+        expose_value=False,
+        callback=remember,
+        help="Show the traceback of an error, as RESHARD_DEBUG=1 does.",
+    )
+
+
+class Border(Group):
+    """The outermost group, behind which no traceback gets through."""
+
+    group_class = Group
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(_debug_option())
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command; its errors become a sentence and an exit code."""
+        try:
+            with _stopping():
+                return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # click knows what to do with these
+        except (Exception, KeyboardInterrupt) as error:
+            if ctx.meta.get(_DEBUG) or os.environ.get("RESHARD_DEBUG", "0") not in {"", "0"}:
+                import traceback
+
+                say(traceback.format_exc())
+            message, code = _told(error)
+            say(message)
+            ctx.exit(code)
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    """Return what to say of an error, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.Signals(getattr(error, "signum", signal.SIGINT))
+        kind = "interrupted" if number is signal.SIGINT else f"stopped by {number.name}"
+        return "; ".join([kind, *getattr(error, "__notes__", ())]), 128 + number
+    if isinstance(error, ReshardError):
+        return f"error: {error}", error.exit_code
+    if isinstance(error, MemoryError):
+        return "error: memory does not suffice", BudgetError.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        return f"error: {where}{error.strerror}", BudgetError.exit_code if full else 1
+    kind = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"error: unexpected {kind} (a fault of reshard; add --debug to see where)", 1
+
+
+def say(text: str) -> None:
+    """Write talk to stderr, with what a terminal would obey escaped."""
+    from reshard.show import printable
+
+    click.echo(printable(text, keep="\n"), err=True)
+
+
+def say_notices(notices: Sequence[str]) -> None:
+    """Tell on stderr what a user should know though it is no error."""
+    for notice in notices:
+        say(f"notice: {notice}")
+
+
+def print_json(data: dict[str, object]) -> None:
+    """Write the one JSON object of `--json` to stdout."""
+    import json
+
+    click.echo(json.dumps(data, indent=2, ensure_ascii=True))
+
+
+# --- progress ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """Give a callback that shows progress on a terminal, by `rich` where it is installed; None elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        from rich import progress as bars
+        from rich.console import Console
+    except ImportError:
+        plain = _PlainProgress()
+        try:
+            yield plain
+        finally:
+            plain.end()
+        return
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.TaskProgressColumn(),
+        bars.TextColumn("{task.fields[pace]}"),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("writing", total=None, pace="")
+
+        def show(state: Progress) -> None:
+            # At the end files are still synced to the disk, which takes a while and counts no bytes.
+            kind = "syncing" if state.written >= state.total else "writing"
+            bar.update(task, total=state.total, completed=state.written, description=kind, pace=_pace(state))
+
+        yield show
+        bar.update(task, description="written")
+
+
+def _pace(state: Progress) -> str:
+    """Write bytes, rate and time left. The rate is the whole run's: tasks finish in bursts, which tell nothing."""
+    from reshard.show import bytes_text
+
+    text = f"{bytes_text(state.written)} of {bytes_text(state.total)}"
+    if not (state.written and state.seconds):
+        return text
+    rate = state.written / state.seconds
+    minutes, seconds = divmod(round((state.total - state.written) / rate), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{text}, {bytes_text(rate)}/s, {hours}:{minutes:02}:{seconds:02} left"
+
+
+class _PlainProgress:
+    """One line that is written anew, at most ten times a second."""
+
+    def __init__(self) -> None:
+        self._shown_at = 0.0
+        self._width = 0
+
+    def __call__(self, state: Progress) -> None:
+        now = time.monotonic()
+        if now - self._shown_at < 0.1 and state.written < state.total:
+            return
+        self._shown_at = now
+        share = 100 * state.written // state.total if state.total else 100
+        line = f"{share:3d}%  {_pace(state)}"
+        sys.stderr.write("\r" + line.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(line)
+
+    def end(self) -> None:
+        if self._width:
+            sys.stderr.write("\n")

@@ -1,0 +1,110 @@
+"""Makes small checkpoints for tests, and reads back what a conversion wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import numpy as np
+
+from reshard.dtypes import BY_NAME
+from reshard.formats import Content, by_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.strategy import Strategy
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def dtype_name(array: Array) -> str:
+    """uint16 stands for bfloat16, as in the recorded cases."""
+    return "bfloat16" if array.dtype == np.uint16 else array.dtype.name
+
+
+def write_file(path: Path, tensors: Mapping[str, Array | str], format: str = "safetensors", **metadata: str) -> Path:
+    """Write one checkpoint file, whole, through the format's own layout."""
+    contents = [
+        Content(name, BY_NAME["str"], (), value)
+        if isinstance(value, str)
+        else Content(name, BY_NAME[dtype_name(value)], value.shape)
+        for name, value in tensors.items()
+    ]
+    layout = by_name(format).lay_out(contents, {"format": "ms", **metadata})
+    written = bytearray(layout.size)
+    for offset, literal in layout.literals:
+        written[offset : offset + len(literal)] = literal
+    for name, runs in layout.places.items():
+        value = tensors[name]
+        assert not isinstance(value, str)
+        content = np.ascontiguousarray(value).tobytes()
+        for offset, nbytes in runs:
+            written[offset : offset + nbytes], content = content[:nbytes], content[nbytes:]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(written)
+    return path
+
+
+def blocks(full: Mapping[str, Array], strategy: Strategy, rank: int) -> dict[str, Array]:
+    """What a rank of a strategy holds, by plain slicing with an oracle of its own."""
+    stage, local = divmod(rank, strategy.devices)
+    found = {}
+    for name, places in strategy.tensors.items():
+        for placed in places:
+            if placed.stage == stage and name in full:
+                layout = placed.layout
+                side = {
+                    "dev_matrix": layout.dev_matrix,
+                    "tensor_map": [list(axes) or -1 for axes in layout.tensor_map],
+                    "opt_weight_shard_size": layout.opt_weight_shard_size,
+                }
+                found[name] = full[name][helpers.slices(side, full[name].shape, local)]
+    return found
+
+
+def write_ranks(
+    root: Path,
+    full: Mapping[str, Array],
+    strategy: Strategy,
+    format: str = "safetensors",
+    also: Mapping[str, Array | str] | None = None,
+    name: str = "checkpoint_{rank}",
+) -> Path:
+    """Write the rank directories of a checkpoint; every rank gets `also` too."""
+    extension = by_name(format).EXTENSION
+    for rank in strategy.ranks:
+        path = root / f"rank_{rank}" / (name.format(rank=rank) + extension)
+        write_file(path, {**blocks(full, strategy, rank), **(also or {})}, format)
+    return root
+
+
+def numbers(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, Array]:
+    """Whole tensors in which every element of a model is another number."""
+    found = {}
+    first = 1
+    for name, shape in shapes.items():
+        count = int(np.prod(shape))
+        found[name] = np.arange(first, first + count).astype(dtype).reshape(shape)
+        first += count
+    return found
+
+
+def assert_rank_files(
+    root: Path, full: Mapping[str, Array], strategy: Strategy | None, *, prefix: str = "checkpoint_"
+) -> None:
+    """Every target rank's file holds exactly its slices of the whole tensors, bit for bit."""
+    for rank in strategy.ranks if strategy else range(1):
+        (path,) = (root / f"rank_{rank}").iterdir()
+        assert path.stem == f"{prefix}{rank}"
+        found = helpers.read_rank_file(path)
+        expected = blocks(full, strategy, rank) if strategy else full
+        assert set(found) == set(expected)
+        for name, block in expected.items():
+            assert found[name] == (dtype_name(block), block.shape, np.ascontiguousarray(block).tobytes()), (rank, name)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below a directory, by its path."""
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}

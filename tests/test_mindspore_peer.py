@@ -1,0 +1,104 @@
+"""With MindSpore installed: it loads what is written here, and its own functions go on from there.
+
+python -m venv ms && ms/bin/pip install mindspore==2.10.0 numpy==1.26.4 safetensors
+RESHARD_MINDSPORE_PYTHON=ms/bin/python pytest -m mindspore
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import helpers
+import numpy as np
+import pytest
+
+import reshard
+
+PYTHON = os.environ.get("RESHARD_MINDSPORE_PYTHON", "")
+
+pytestmark = [
+    pytest.mark.mindspore,
+    pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore"),
+]
+
+LOAD = """
+import hashlib, json, sys
+import mindspore as ms, numpy as np
+found = {}
+for path, format in json.loads(sys.argv[1]):
+    loaded = ms.load_checkpoint(path, format=format)
+    found[path] = {}
+    for name, p in loaded.items():
+        if isinstance(p, str):
+            found[path][name] = ["str", [], p]
+            continue
+        content = (p.data.asnumpy() if p.dtype != ms.bfloat16 else p.data.view(ms.uint16).asnumpy())
+        found[path][name] = [str(p.dtype).lower(), list(p.shape), hashlib.sha256(content.tobytes()).hexdigest()]
+print("RESULT" + json.dumps(found))
+"""
+
+TRANSFORM = """
+import sys
+import mindspore as ms
+ms.transform_checkpoints(*sys.argv[1:6], output_format=sys.argv[6])
+"""
+
+
+def mindspore(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [PYTHON, "-c", script, *arguments],
+        capture_output=True, text=True, check=False, env={**os.environ, "GLOG_v": "3", "PYTHONWARNINGS": "ignore"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def convert(case: Path, target: Path, format: str) -> reshard.Plan:
+    meta = helpers.load_meta(case)
+    before, after = (
+        reshard.read_strategy(case / meta[side]["strategy_file"]) if meta[side]["strategy_file"] else None
+        for side in ("src", "dst")
+    )
+    plan = reshard.plan(
+        reshard.open(case / "src_ckpt", strategy=before), after, format=format, drop=["*"], allow_missing=["*"]
+    )
+    plan.run(target / format)
+    return plan
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_mindspore_loads_what_is_written(mindspore_data: Path, tmp_path: Path, format: str) -> None:
+    """Every case, three ranks of each."""
+    import hashlib
+
+    files = []
+    for name in helpers.case_names():
+        if not name.startswith("lost"):
+            convert(mindspore_data / "cases" / name, tmp_path / name, format)
+            files += sorted((tmp_path / name).rglob(f"checkpoint_*.{format}"))[:3]
+    printed = mindspore(LOAD, json.dumps([(str(path), format) for path in files]))
+    found = json.loads(printed.split("RESULT")[1])
+    for path in files:
+        ours = helpers.read_rank_file(path)
+        theirs = found[str(path)]
+        assert set(ours) == set(theirs)
+        for name, (dtype, shape, content) in ours.items():
+            assert theirs[name] == [dtype, list(shape), hashlib.sha256(content).hexdigest()], (path, name)
+
+
+def test_mindspore_transforms_back_what_was_transformed_here(mindspore_data: Path, tmp_path: Path) -> None:
+    case = mindspore_data / "cases" / "opt_1"
+    for format in ("ckpt", "safetensors"):
+        convert(case, tmp_path, format)
+        mindspore(
+            TRANSFORM, str(tmp_path / format), str(tmp_path / f"{format}_back"), "src",
+            str(case / "dst_strategy.ckpt"), str(case / "src_strategy.ckpt"), format,
+        )  # fmt: skip
+        meta, full = helpers.load_meta(case), helpers.load_full(case)
+        for rank in range(meta["src"]["devices"]):
+            found = helpers.read_rank_file(tmp_path / f"{format}_back/rank_{rank}/src{rank}.{format}")
+            for name, block in helpers.expected_blocks(full, meta["src"], rank).items():
+                assert found[name][2] == np.ascontiguousarray(block).tobytes()

@@ -1,0 +1,312 @@
+"""Running plans: the same bytes on every scheduler; nothing half-written, whatever goes wrong."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dask
+import numpy as np
+import pytest
+from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
+from generators import Model, models
+from hypothesis import HealthCheck, assume, given, settings
+
+import reshard
+from reshard import Layout, Strategy, graph, move, plan, store
+from reshard.errors import BudgetError, SourceError, TargetError, UsageError
+from reshard.formats import ckpt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROWS = Strategy.of({"w": Layout.of([8], [0, -1]), "b": Layout.of([8], [-1]), "c": Layout.of([2, 4], [1, 0])})
+TARGET = Strategy.of({"w": Layout.of([3, 2], [-1, 0]), "b": Layout.of([6], [0]), "c": Layout.of([6], [-1, -1], -1)})
+FULL = numbers({"w": (48, 36), "b": (12,), "c": (24, 8)})
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> reshard.Checkpoint:
+    return reshard.open(write_ranks(tmp_path / "src", FULL, ROWS, "ckpt"), strategy=ROWS)
+
+
+@pytest.fixture
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the work so fine that a small model has many bands and tasks."""
+    monkeypatch.setattr(sys.modules["reshard.plan"], "TASK_BYTES", 512)
+    monkeypatch.setattr(sys.modules["reshard.plan"], "BAND_BYTES", 256)
+    monkeypatch.setattr(move, "BAND_BYTES", 256)
+    monkeypatch.setattr(graph, "FILES_A_TASK", 2)
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_the_bytes_are_the_same_on_every_scheduler(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, format: str
+) -> None:
+    made = reshard.plan(source, TARGET, format=format)
+    assert len(made.tasks) > 10
+    made.run(tmp_path / "sync", scheduler="synchronous")
+    for threads in (1, 2, 5):
+        made.run(tmp_path / f"{threads}", threads=threads)
+        assert tree(tmp_path / f"{threads}") == tree(tmp_path / "sync")
+    assert_rank_files(tmp_path / "sync", FULL, TARGET)
+
+
+def test_on_a_distributed_client(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:
+    from distributed import Client
+
+    told = []
+    made = reshard.plan(source, TARGET)
+    with Client(processes=False, dashboard_address=None, n_workers=1, threads_per_worker=2) as client:
+        report = made.run(tmp_path / "out", client=client, progress=told.append)
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+    assert report.bytes_read == made.stats.bytes_read
+    assert told[-1].written == told[-1].total
+
+
+def test_the_graph_is_a_dask_collection(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, TARGET)
+    collection = made.graph(tmp_path / "out")
+    assert dask.is_dask_collection(collection)
+    (receipts,) = dask.compute(collection)
+    assert sum(receipt.read for receipt in receipts) == made.stats.bytes_read
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+
+
+def test_graph_and_lazy_arrays_give_the_same_bytes(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, TARGET, format="safetensors")
+    made.run(tmp_path)
+    for rank in made.ranks:
+        lazy = made.rank(rank)
+        written = reshard.open(tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors")
+        assert set(lazy) == set(written)
+        for name in lazy:
+            assert np.array_equal(lazy[name].compute(), written[name].compute())
+
+
+def test_progress_adds_up(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:
+    told: list[Any] = []
+    report = reshard.plan(source, TARGET).run(tmp_path / "out", progress=told.append)
+    written = [event.written for event in told]
+    assert written == sorted(written)
+    assert told[-1].written == told[-1].total == report.bytes_written
+    assert report.bytes_written == sum(array.nbytes * (3 if name == "w" else 1) for name, array in FULL.items())
+    assert len(report.files) == 6
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(models())
+def test_any_model_goes_there_and_back(tmp_path_factory: pytest.TempPathFactory, model: Model) -> None:
+    for side in (model.source, model.target):
+        assume(all(side.names_of(stage) for stage in side.stages))  # an empty file is refused as a source
+    root = tmp_path_factory.mktemp("model")
+    full = numbers(model.shapes, "float64")
+    before = write_ranks(root / "a", full, model.source)
+    there = reshard.plan(reshard.open(before, strategy=model.source), model.target, format="ckpt")
+    there.run(root / "b", fsync=False)
+    assert_rank_files(root / "b", full, model.target)
+    back = reshard.plan(reshard.open(root / "b", strategy=model.target), model.source, format="safetensors")
+    back.run(root / "c", fsync=False)
+    assert tree(root / "c") == tree(root / "a")
+
+
+def test_64_ranks_to_56(tmp_path: Path) -> None:
+    """Not multiples of each other, by hand: 64 = 8 x 8, tensor and optimizer parallel; 56 = 7 x 8 in two stages."""
+    full = numbers({"a.w": (112, 64), "b.w": (64, 112), "moments.a.w": (112, 64), "norm": (448,)})
+    source = Strategy.of(
+        {
+            "a.w": Layout.of([8, 8], [-1, 0]),
+            "b.w": Layout.of([8, 8], [0, -1], -1),
+            "moments.a.w": Layout.of([8, 8], [-1, 0], 8),
+            "norm": Layout.of([8, 8], [(1, 0)]),
+        }
+    )
+    target = Strategy.of(
+        {
+            "a.w": {0: Layout.of([7, 4], [1, 0])},
+            "b.w": {1: Layout.of([7, 4], [-1, (0, 1)])},
+            "moments.a.w": {0: Layout.of([7, 4], [-1, 0], -1)},
+            "norm": {0: Layout.of([28], [0]), 1: Layout.of([28], [-1])},
+        }
+    )
+    made = reshard.plan(reshard.open(write_ranks(tmp_path / "a", full, source), strategy=source), target)
+    assert made.stats.read_amplification == 1
+    made.run(tmp_path / "b")
+    assert_rank_files(tmp_path / "b", full, target)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int4", "uint8", "float16", "bfloat16", "int64", "float8_e4m3fn"])
+def test_every_width_moves_as_bits(tmp_path: Path, dtype: str) -> None:
+    from reshard.checkpoint import FileIndex
+    from reshard.dtypes import BY_NAME
+    from reshard.formats import Content, by_name
+
+    kind = BY_NAME[dtype]
+    bits = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, (8, 8, kind.itemsize), np.uint8)
+    for rank in range(2):
+        layout = by_name("safetensors").lay_out([Content("w", kind, (4, 8))], {"format": "ms"})
+        content = bytearray(layout.size)
+        content[: len(layout.literals[0][1])] = layout.literals[0][1]
+        ((offset, nbytes),) = layout.places["w"]
+        content[offset : offset + nbytes] = bits[4 * rank : 4 * rank + 4].tobytes()
+        (tmp_path / f"a/rank_{rank}").mkdir(parents=True)
+        (tmp_path / f"a/rank_{rank}/net.safetensors").write_bytes(content)
+    source = reshard.open(tmp_path / "a", strategy=Strategy.of({"w": Layout.of([2], [0, -1])}))
+    reshard.plan(source, Strategy.of({"w": Layout.of([2], [-1, 0])})).run(tmp_path / "b")
+    for rank in range(2):
+        found = reshard.open(tmp_path / f"b/rank_{rank}/checkpoint_{rank}.safetensors")
+        assert isinstance(found.files[0].index, FileIndex)
+        assert found.tensors["w"].spec.dtype is kind
+        assert found["w"].compute().tobytes() == bits[:, 4 * rank : 4 * rank + 4].tobytes()
+
+
+def test_tensors_in_several_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindSpore cuts contents at 512 MiB, in the middle of a row; here at 100 bytes, in the middle of an element."""
+    monkeypatch.setattr(ckpt, "PART_BYTES", 101)
+    source = reshard.open(write_ranks(tmp_path / "a", FULL, ROWS, "ckpt"), strategy=ROWS)
+    assert len(source.entry(0, "w").runs) > 1
+    reshard.plan(source, TARGET).run(tmp_path / "b")
+    assert_rank_files(tmp_path / "b", FULL, TARGET)
+
+
+def test_text_survives_both_formats(tmp_path: Path) -> None:
+    strategy = Strategy.of({"b": Layout.of([2], [0])})
+    full = {"b": FULL["b"]}
+    write_ranks(tmp_path / "a", full, strategy, "ckpt", also={"note": "päd → ✓"})
+    for step, format in enumerate(["ckpt", "safetensors", "safetensors", "ckpt"]):
+        source = reshard.open(tmp_path / "abcde"[step], strategy=strategy)
+        assert source.tensors["note"].text == "päd → ✓"
+        reshard.plan(source, strategy, format=format).run(tmp_path / "abcde"[step + 1])
+    assert {p.stem: p.read_bytes() for p in (tmp_path / "a").rglob("*.ckpt")} == {
+        p.stem: p.read_bytes() for p in (tmp_path / "e").rglob("*.ckpt")
+    }
+
+
+def test_a_thousand_ranks_under_few_open_files(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from checkpoints import numbers, write_ranks, assert_rank_files
+import reshard
+from reshard import Layout, Strategy
+before, after = Strategy.of({"w": Layout.of([1200], [0])}), Strategy.of({"w": Layout.of([1000], [0])})
+full = numbers({"w": (6000,)})
+root = Path(sys.argv[1])
+source = reshard.open(write_ranks(root / "a", full, before), strategy=before)
+reshard.plan(source, after).run(root / "b", fsync=False)
+assert_rank_files(root / "b", full, after)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- what is refused, and what a failure leaves ---
+
+
+def test_an_existing_target_file_is_refused_without_overwrite(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, TARGET)
+    made.run(tmp_path / "out")
+    before = tree(tmp_path / "out")
+    (tmp_path / "out/rank_3/checkpoint_3.ckpt").write_bytes(b"mine")
+    with pytest.raises(TargetError, match="--overwrite") as caught:
+        made.run(tmp_path / "out")
+    assert caught.value.exit_code == 6
+    assert (tmp_path / "out/rank_3/checkpoint_3.ckpt").read_bytes() == b"mine"
+    made.run(tmp_path / "out", overwrite=True)
+    assert tree(tmp_path / "out") == before
+
+
+def test_the_source_is_never_overwritten(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, ROWS)
+    (tmp_path / "link").symlink_to(tmp_path / "src")
+    for directory in (tmp_path / "src", tmp_path / "link"):
+        with pytest.raises(TargetError, match="is one of the source files"):
+            made.run(directory, overwrite=True)
+
+
+def test_a_link_does_not_lead_out_of_the_target(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out/rank_0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TargetError, match="leads out of the target directory"):
+        reshard.plan(source, TARGET).run(tmp_path / "out")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_source_cut_short_after_opening_leaves_nothing(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    path = Path(source.files[2].path)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(SourceError, match=r"checkpoint_2\.ckpt: ends at byte"):
+        reshard.plan(source, TARGET).run(tmp_path / "out")
+    assert tree(tmp_path / "out") == {}
+
+
+@pytest.fixture
+def writing_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let the twentieth write find a full disk, while other threads go on."""
+    count = 0
+    real = os.pwrite
+
+    def pwrite(fd: int, content: memoryview, offset: int) -> int:
+        nonlocal count
+        count += 1
+        if count == 20:
+            raise OSError(28, "No space left on device")
+        return real(fd, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    yield threading.Event()
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+def test_a_full_disk_leaves_nothing(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: object, scheduler: str
+) -> None:
+    with pytest.raises(BudgetError, match="No space left on device") as caught:
+        reshard.plan(source, TARGET).run(tmp_path / "out", scheduler=scheduler)
+    assert caught.value.exit_code == 5
+    assert tree(tmp_path / "out") == {}
+
+
+def test_a_disk_too_small_is_found_before_the_first_byte(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = numbers({"b": (12,)}) | {"w": np.zeros((1 << 10, 1 << 8), np.float32)}
+    path = write_file(tmp_path / "big.safetensors", big)
+    made = reshard.plan(reshard.open(path), None)
+    import signal
+
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(BudgetError, match="no room for"):
+            made.run(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert tree(tmp_path / "out") == {}
+
+
+def test_unknown_schedulers_and_no_threads(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, TARGET)
+    with pytest.raises(UsageError, match="unknown scheduler 'processes'"):
+        made.run(tmp_path / "out", scheduler="processes")
+    with pytest.raises(UsageError, match="0 threads"):
+        made.run(tmp_path / "out", threads=0)
+
+
+def test_handles_are_closed(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    reshard.plan(source, TARGET).run(tmp_path / "out")
+    assert not store.local_store()._handles
+    assert plan is reshard.plan  # the function, though a module has its name

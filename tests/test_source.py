@@ -1,0 +1,284 @@
+"""Opening checkpoints: which files, which step, which blocks; and everything that must be refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import numbers, write_file, write_ranks
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import SourceError
+
+ROWS = Layout.of([4], [0, -1])
+FULL = numbers({"w": (8, 4), "b": (4,)})
+STRATEGY = Strategy.of({"w": ROWS, "b": Layout.of([2, 2], [0])})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_ranks(tmp_path / "src", FULL, STRATEGY, also={"global_step": np.array(7, np.int32)})
+
+
+def test_blocks_come_from_the_strategy_and_their_places_from_the_headers(root: Path) -> None:
+    source = reshard.open(root, strategy=STRATEGY)
+    assert source["w"].shape == (8, 4)
+    assert list(source) == ["b", "w", "global_step"]  # in the order of the files
+    assert [(str(shard.block), shard.holders) for shard in source.tensors["b"].shards] == [
+        ("[0:2]", (0, 2)),
+        ("[2:4]", (1, 3)),
+    ]
+    assert not source.tensors["global_step"].listed
+    assert repr(source) == f"<Checkpoint {root}: 3 tensors, {8 * 4 * 4 + 4 * 4 + 4} bytes in 4 files>"
+
+
+def test_contents_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = {"w": np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)}
+    strategy = Strategy.of({"w": ROWS})
+    for format in ("ckpt", "safetensors"):
+        root = write_ranks(tmp_path / format, full, strategy, format)
+        read = 0
+        real = reshard.store.LocalStore.read_into
+
+        def counted(self: object, path: str, offset: int, buffer: memoryview, real: object = real) -> None:
+            nonlocal read
+            read += len(buffer)
+            real(self, path, offset, buffer)
+
+        monkeypatch.setattr(reshard.store.LocalStore, "read_into", counted)
+        reshard.open(root, strategy=strategy)
+        monkeypatch.undo()
+        assert read < 200_000  # of 4 MB: headers, and a few samples
+
+
+def test_one_file_of_whole_tensors_needs_no_strategy(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "model.safetensors", FULL)
+    assert reshard.open(path).tensors["w"].spec.shape == (8, 4)
+
+
+def test_several_ranks_need_a_strategy(root: Path) -> None:
+    with pytest.raises(SourceError, match="has 4 ranks and no strategy"):
+        reshard.open(root)
+
+
+# --- which files ---
+
+
+def names_in(source: reshard.Checkpoint) -> set[str]:
+    return {Path(file.path).name for file in source.files}
+
+
+def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
+    for name in ("net-1_10", "net-2_5"):
+        write_ranks(tmp_path, FULL, STRATEGY, name=name)
+    write_file(tmp_path / "rank_1" / "net-3_1.safetensors", FULL)
+    source = reshard.open(tmp_path, strategy=STRATEGY)
+    assert names_in(source) == {"net-2_5.safetensors"}
+    assert source.notices == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
+    assert names_in(reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")) == {"net-1_10.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["net_rank_{rank}-1_10", "src{rank}", "checkpoint_{rank}", "net"])
+def test_names_may_carry_the_rank(tmp_path: Path, name: str) -> None:
+    write_ranks(tmp_path, FULL, STRATEGY, name=name)
+    assert len(reshard.open(tmp_path, strategy=STRATEGY).files) == 4
+
+
+def test_a_restarted_run_beside_the_first_must_be_chosen(tmp_path: Path) -> None:
+    for name in ("net-1_10", "net_1-1_10"):
+        write_ranks(tmp_path, FULL, STRATEGY, name=name)
+    with pytest.raises(SourceError, match="several checkpoints.*--suffix"):
+        reshard.open(tmp_path, strategy=STRATEGY)
+    assert names_in(reshard.open(tmp_path, strategy=STRATEGY, suffix="net_1-1_10")) == {"net_1-1_10.safetensors"}
+
+
+def test_both_formats_of_one_checkpoint_must_be_chosen_between(tmp_path: Path) -> None:
+    for format in ("ckpt", "safetensors"):
+        write_ranks(tmp_path, FULL, STRATEGY, format)
+    with pytest.raises(SourceError, match="several checkpoints"):
+        reshard.open(tmp_path, strategy=STRATEGY)
+    assert reshard.open(tmp_path, strategy=STRATEGY, suffix=".ckpt").format == "ckpt"
+
+
+def test_ranks_without_a_step_in_common(tmp_path: Path) -> None:
+    for rank in range(4):
+        write_file(tmp_path / f"rank_{rank}" / f"net-1_{rank % 2 + 1}.safetensors", FULL)
+    with pytest.raises(SourceError, match="no checkpoint in common"):
+        reshard.open(tmp_path, strategy=STRATEGY)
+
+
+def test_what_is_no_checkpoint_is_passed_over(root: Path) -> None:
+    for name in ("net-graph.meta", "meta.json", "net.tmp", "x_breakpoint.ckpt", ".hidden.ckpt", "y.ckpt.partial"):
+        (root / "rank_0" / name).write_bytes(b"no")
+    assert len(reshard.open(root, strategy=STRATEGY).files) == 4
+
+
+def test_formats_are_told_by_content(root: Path) -> None:
+    for path in root.rglob("*.safetensors"):
+        path.rename(path.with_suffix(".ckpt"))
+    assert reshard.open(root, strategy=STRATEGY).format == "safetensors"
+
+
+def test_rank_pattern(root: Path) -> None:
+    for rank in range(4):
+        (root / f"rank_{rank}").rename(root / f"node{rank}")
+    with pytest.raises(SourceError, match="--rank-pattern"):
+        reshard.open(root, strategy=STRATEGY)
+    assert len(reshard.open(root, strategy=STRATEGY, rank_pattern="node{rank}/*.safetensors").files) == 4
+    with pytest.raises(SourceError, match="no {rank}"):
+        reshard.open(root, rank_pattern="node/*")
+
+
+def test_parts_of_a_rank_are_read_together(tmp_path: Path) -> None:
+    for rank in range(4):
+        for part, name in enumerate(("w", "b")):
+            some = Strategy.of({name: STRATEGY.tensors[name][0].layout})
+            from checkpoints import blocks
+
+            write_file(
+                tmp_path / f"rank_{rank}" / f"checkpoint_{rank}_part{part}.ckpt", blocks(FULL, some, rank), "ckpt"
+            )
+    source = reshard.open(tmp_path, strategy=STRATEGY)
+    assert len(source.files) == 8
+    assert set(source) == {"w", "b"}
+
+
+def test_global_steps_must_agree(root: Path) -> None:
+    from checkpoints import blocks
+
+    write_file(
+        root / "rank_2" / "checkpoint_2.safetensors",
+        {**blocks(FULL, STRATEGY, 2), "global_step": np.array(8, np.int32)},
+    )
+    with pytest.raises(SourceError, match="global_step: differs.*--suffix"):
+        reshard.open(root, strategy=STRATEGY)
+
+
+# --- against the strategy ---
+
+
+def test_a_missing_rank_is_no_fault_where_replicas_have_all_it_held(tmp_path: Path) -> None:
+    strategy = Strategy.of({"w": Layout.of([2, 2], [0, -1])})
+    root = write_ranks(tmp_path, {"w": FULL["w"]}, strategy)
+    (root / "rank_3" / "checkpoint_3.safetensors").unlink()
+    assert reshard.open(root, strategy=strategy).tensors["w"].shards[1].holders == (1,)
+    (root / "rank_1" / "checkpoint_1.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"rank 1: has no file; it is needed for 1 tensors \(w\)"):
+        reshard.open(root, strategy=strategy)
+
+
+def test_all_faults_at_once(root: Path) -> None:
+    write_file(
+        root / "rank_1" / "checkpoint_1.safetensors", {"w": np.zeros((3, 4), np.float32), "b": np.zeros(2, np.int8)}
+    )
+    with pytest.raises(SourceError) as caught:
+        reshard.open(root, strategy=STRATEGY)
+    text = str(caught.value)
+    assert "tensor 'w' has shape [3, 4]; the strategy and the other ranks say [2, 4]" in text
+    assert "tensor 'b' is int8; other ranks have float32" in text
+    assert "has 2 faults" in text
+
+
+def test_more_ranks_than_the_strategy_describes(root: Path) -> None:
+    with pytest.raises(SourceError, match="has rank 2, 3; the strategy describes ranks 0 to 1"):
+        reshard.open(root, strategy=Strategy.of({"w": Layout.of([2], [0, -1])}))
+
+
+def test_another_number_of_dimensions(root: Path) -> None:
+    strategy = Strategy.of({"w": Layout.of([4], [0, -1, -1])})
+    with pytest.raises(SourceError, match=r"the files store 2 dimensions \[2, 4\], the layout has 3"):
+        reshard.open(root, strategy=strategy)
+
+
+def test_a_tensor_shared_by_two_stages_is_read_from_the_lowest_that_holds_it(tmp_path: Path) -> None:
+    layout = Layout.of([2], [0, -1])
+    strategy = Strategy.of({"tied": {0: layout, 1: layout}})
+    write_ranks(tmp_path, {"tied": FULL["w"]}, Strategy.of({"tied": layout}))  # stage 0 alone has files with it
+    for rank in (2, 3):
+        write_file(tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors", {"other": np.zeros(2, np.float32)})
+    source = reshard.open(tmp_path, strategy=strategy)
+    assert [shard.holders for shard in source.tensors["tied"].shards] == [(0,), (1,)]
+    for rank in (0, 1):  # and if stage 0 has lost it, stage 1 will do
+        old = tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors"
+        old.rename(tmp_path / f"rank_{rank + 2}" / f"checkpoint_{rank + 2}.safetensors")
+        write_file(old, {"other": np.zeros(2, np.float32)})
+    assert [shard.holders for shard in reshard.open(tmp_path, strategy=strategy).tensors["tied"].shards] == [(2,), (3,)]
+
+
+# --- sharded but not listed, listed but whole ---
+
+
+def test_a_frozen_weight_that_is_split_but_not_listed_is_refused(root: Path) -> None:
+    trainable = Strategy.of({"b": STRATEGY.tensors["b"][0].layout})
+    with pytest.raises(SourceError, match=r"tensor 'w': differs between the ranks.*only_trainable_params=False"):
+        reshard.open(root, strategy=trainable)
+    given = reshard.open(root, strategy=trainable, layouts={"w": "split:0"})
+    assert given.tensors["w"].spec.shape == (8, 4)
+    assert (
+        reshard.open(root, strategy=trainable, layouts={"w": "4:0,-1"}).tensors["w"].shards == given.tensors["w"].shards
+    )
+
+
+def test_also_a_large_one_of_which_only_pieces_are_compared(tmp_path: Path) -> None:
+    full = numbers({"frozen": (64, 4096), "b": (4,)})
+    write_ranks(tmp_path, full, Strategy.of({"frozen": ROWS, "b": Layout.of([4], [-1])}))
+    with pytest.raises(SourceError, match="tensor 'frozen': differs between the ranks"):
+        reshard.open(tmp_path, strategy=Strategy.of({"b": Layout.of([4], [-1])}))
+
+
+def test_unlisted_tensors_of_different_shapes_are_refused(root: Path) -> None:
+    from checkpoints import blocks
+
+    write_file(
+        root / "rank_3" / "checkpoint_3.safetensors", {**blocks(FULL, STRATEGY, 3), "x": np.zeros(3, np.float32)}
+    )
+    write_file(
+        root / "rank_2" / "checkpoint_2.safetensors", {**blocks(FULL, STRATEGY, 2), "x": np.zeros(2, np.float32)}
+    )
+    with pytest.raises(SourceError, match=r"tensor 'x': is float32 \[3\] in rank 3 and float32 \[2\] in rank 2"):
+        reshard.open(root, strategy=STRATEGY)
+
+
+def test_listed_tensors_that_every_rank_holds_whole_are_refused(tmp_path: Path) -> None:
+    """`integrated_save=True` stores whole tensors though the strategy splits them."""
+    for rank in range(4):
+        write_file(tmp_path / f"rank_{rank}" / "net.ckpt", FULL, "ckpt")
+    with pytest.raises(SourceError, match="integrated_save=True.*--layout 'NAME=whole'"):
+        reshard.open(tmp_path, strategy=STRATEGY)
+    source = reshard.open(tmp_path, strategy=STRATEGY, layouts={"*": "whole"})
+    assert source.tensors["w"].spec.shape == (8, 4)
+
+
+def test_a_json_strategy_tells_whole_tensors_by_their_shape(tmp_path: Path) -> None:
+    for rank in range(4):
+        write_file(tmp_path / f"rank_{rank}" / "net.ckpt", {"w": np.zeros((8, 4), np.float32)}, "ckpt")
+    strategy = Strategy.of({"w": ROWS}, shapes={"w": (8, 4)})
+    with pytest.raises(SourceError, match=r"would be \[32, 4\].*the strategy says \[8, 4\]"):
+        reshard.open(tmp_path, strategy=strategy)
+
+
+def test_equal_constant_blocks_tell_nothing(tmp_path: Path) -> None:
+    write_ranks(tmp_path, {"w": np.ones((8, 4), np.float32)}, Strategy.of({"w": ROWS}))
+    assert reshard.open(tmp_path, strategy=Strategy.of({"w": ROWS})).notices == ()
+
+
+def test_one_tensor_of_equal_blocks_among_others_is_only_noticed(tmp_path: Path) -> None:
+    full = {"w": FULL["w"], "table": np.tile(np.arange(4, dtype=np.float32), (8, 1))}
+    strategy = Strategy.of({"w": ROWS, "table": ROWS})
+    write_ranks(tmp_path, full, strategy)
+    assert reshard.open(tmp_path, strategy=strategy).notices == (
+        "all blocks of table are equal, though the strategy splits it",
+    )
+
+
+def test_scalars_that_differ_are_noticed_and_kept_apart(tmp_path: Path) -> None:
+    for rank in range(4):
+        from checkpoints import blocks
+
+        tensors = {**blocks(FULL, STRATEGY, rank), "loss_scale": np.array(rank, np.float32), "note": f"rank {rank}"}
+        write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
+    source = reshard.open(tmp_path, strategy=STRATEGY)
+    assert source.tensors["loss_scale"].varies
+    assert len(source.notices) == 2
