@@ -124,9 +124,10 @@ Example:
       --source-strategy src_strategy.ckpt --target-strategy dst_strategy.ckpt
 
 The object of --json has the keys dry_run, source, target, format, ranks,
-tensors, bytes_needed, bytes_read, bytes_written, source_files, target_files,
-tasks, peak_memory, read_amplification, seconds (null in a dry run), dropped,
-missing, notices, and files: rank, path, nbytes.
+tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
+files), source_files, target_files, tasks, peak_memory, read_amplification,
+seconds (null in a dry run), dropped, missing, notices, and files: rank, path,
+nbytes.
 """,
     short_help="Write a checkpoint anew, cut as another strategy says.",
 )

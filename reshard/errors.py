@@ -102,7 +102,7 @@ def names(items: Iterable[object], *, most: int = 5) -> str:
     >>> names(["a", "b"]), names(range(9), most=3)
     ('a, b', '0, 1, 2 and 6 more')
     """
-    listed: Sequence[str] = [str(item) for item in items]
+    listed: Sequence[str] = [text if (text := str(item)).isprintable() else repr(text) for item in items]
     if len(listed) <= most:
         return ", ".join(listed)
     return ", ".join(listed[:most]) + f" and {len(listed) - most} more"

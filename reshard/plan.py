@@ -97,7 +97,8 @@ class Stats:
         tensors: how many distinct tensors are moved.
         bytes_needed: distinct bytes of source tensors that the targets hold.
         bytes_read: bytes of contents to be read; more than is needed only where some ranks of a target are wanted.
-        bytes_written: size of all target files, replicas and headers included.
+        bytes_written: bytes of contents to be written, replicas included.
+        target_bytes: size of all target files, headers included.
         source_files, target_files: how many files are read and written.
         tasks: how many tasks move bytes.
         peak_memory: resident memory predicted for two threads.
@@ -107,6 +108,7 @@ class Stats:
     bytes_needed: int
     bytes_read: int
     bytes_written: int
+    target_bytes: int
     source_files: int
     target_files: int
     tasks: int
@@ -191,7 +193,7 @@ class Plan:
         stats = self.stats
         return (
             f"<Plan: {stats.tensors} tensors to {stats.target_files} {self.format} files, "
-            f"{stats.bytes_read} bytes to read, {stats.bytes_written} to write>"
+            f"{stats.bytes_read} bytes to read, {stats.target_bytes} to write>"
         )
 
 
@@ -455,7 +457,8 @@ class _Planner:
             tensors=len({move.name for move, _ in moves}),
             bytes_needed=needed,
             bytes_read=read,
-            bytes_written=sum(file.layout.size for file in files),
+            bytes_written=sum(way.written * move.dtype.itemsize for move, way in moves),
+            target_bytes=sum(file.layout.size for file in files),
             source_files=len({number for move, _ in moves for number in move.holders}),
             target_files=len(files),
             tasks=tasks,

@@ -101,7 +101,7 @@ def run(
     if scheduler not in {None, "threads", "synchronous"}:
         raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
     graph = Graph(plan, root, fsync=fsync)
-    told = _Told(_contents_written(plan), progress, began)
+    told = _Told(plan.stats.bytes_written, progress, began)
     try:
         if client is not None:
             receipts = _on_cluster(graph, client, told)
@@ -140,10 +140,6 @@ def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
             f"{root}: has {names(existing, most=3)} already; choose another target directory, or replace "
             f"{'it' if len(existing) == 1 else 'them'} with --overwrite"
         )
-
-
-def _contents_written(plan: Plan) -> int:
-    return sum(length for file in plan.files for runs in file.layout.places.values() for _, length in runs)
 
 
 class _Told:

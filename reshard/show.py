@@ -452,7 +452,7 @@ def plan_text(plan: Plan, directory: str) -> str:
                 f"{stats.read_amplification:.2f} x what is needed"
             ),
         ),
-        ("write", f"{bytes_text(stats.bytes_written)} to {count_text(stats.target_files, 'file')}"),
+        ("write", f"{bytes_text(stats.target_bytes)} to {count_text(stats.target_files, 'file')}"),
         ("tasks", f"{stats.tasks:,}"),
         ("memory", f"about {bytes_text(stats.peak_memory)} at the peak"),
         ("dropped", _list(plan.dropped) if plan.dropped else "none"),
@@ -476,7 +476,7 @@ def report_text(plan: Plan, report: Report) -> str:
         ),
         (
             f"read {bytes_text(report.bytes_read)} from {count_text(plan.stats.source_files, 'file')}, "
-            f"wrote {bytes_text(plan.stats.bytes_written)} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
+            f"wrote {bytes_text(plan.stats.target_bytes)} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
         ),
     ]
     if plan.dropped:

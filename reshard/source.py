@@ -340,6 +340,8 @@ class _Join:
         for name, tensor in tensors.items():
             if not tensor.listed:
                 self._compare_copies(tensors, name, tensor)
+            elif name in ruled:
+                self._compare_replicas(name, tensor)
         self._compare_blocks([t for name, t in tensors.items() if t.listed and name not in ruled])
         self.faults.raise_if_any(SourceError)
 
@@ -364,6 +366,19 @@ class _Join:
         else:
             tensors[name] = Tensor(tensor.spec, tensor.shards, listed=False, varies=True, text=tensor.text)
             self.notices.append(f"{name} differs between the ranks; each target rank gets that of one source rank")
+
+    def _compare_replicas(self, name: str, tensor: Tensor) -> None:
+        """Look whether a layout given by hand makes replicas of what differs."""
+        for shard in tensor.shards:
+            first = self._sample(shard.holders[0], name)
+            for number in shard.holders[1:]:
+                if self._sample(number, name) != first:
+                    self.faults.add(
+                        f"tensor {name!r}",
+                        f"block {shard.block} differs between rank {self.ranks[shard.holders[0]]} and rank "
+                        f"{self.ranks[number]}, which --layout says hold the same; give another rule",
+                    )
+                    return
 
     def _compare_blocks(self, listed: list[Tensor]) -> None:
         """Look for listed tensors whose distinct blocks are all equal, which `integrated_save` makes."""

@@ -44,8 +44,11 @@ class Store(Protocol):
     def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
         """Write a whole buffer into an unfinished file."""
 
+    def sync(self, path: str) -> None:
+        """Have all bytes of an unfinished file on the disk."""
+
     def commit(self, path: str, *, sync: bool) -> None:
-        """Give an unfinished file its final name."""
+        """Give an unfinished file its final name, for good if `sync`."""
 
     def discard(self, path: str) -> None:
         """Remove an unfinished file, if it is there."""
@@ -120,15 +123,17 @@ class LocalStore:
                 except OSError as error:
                     raise _write_error(path + PARTIAL, error, len(buffer)) from error
 
+    def sync(self, path: str) -> None:
+        """Have all bytes of the unfinished file beside `path` on the disk."""
+        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                raise _write_error(path + PARTIAL, error, 0) from error
+
     def commit(self, path: str, *, sync: bool) -> None:
-        """Give the unfinished file beside `path` its final name, after its bytes are on the disk if `sync`."""
+        """Give the unfinished file beside `path` its final name, and have that on the disk too if `sync`."""
         partial = path + PARTIAL
-        if sync:
-            with self._opened(partial, os.O_RDWR) as fd:
-                try:
-                    os.fsync(fd)
-                except OSError as error:
-                    raise _write_error(partial, error, 0) from error
         self._forget(partial)
         self._forget(path)
         try:

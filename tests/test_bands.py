@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 
 import numpy as np
@@ -19,7 +20,7 @@ def carry_out(recipe: Recipe, axis: int, cuts: list[int]) -> list[np.ndarray]:
     sources = [whole[block.within(Block.whole(recipe.shape))].ravel() for block in recipe.sources]
     targets = [np.zeros(block.size, int) for block in recipe.targets]
     written = [np.zeros(block.size, int) for block in recipe.targets]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         for segment in recipe.segments(axis, start, stop):
             rows, columns = segment.stop - segment.start, segment.columns
             read = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import helpers
 import numpy as np
@@ -11,6 +11,9 @@ import pytest
 from checkpoints import tree
 
 import reshard
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FORMATS = ["ckpt", "safetensors"]
 NETWORKS = [["asc8_opt", "lay8_nested_opt"], ["mix8_optsize2", "tut_dst4_opt", "tut_src8"]]

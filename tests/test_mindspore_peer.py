@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import helpers
 import numpy as np
 import pytest
 
 import reshard
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PYTHON = os.environ.get("RESHARD_MINDSPORE_PYTHON", "")
 

@@ -43,7 +43,8 @@ def test_a_plan_is_told_before_anything_is_read(source: reshard.Checkpoint, tmp_
     assert (stats.tensors, stats.source_files, stats.target_files, stats.tasks) == (4, 4, 4, 1)
     assert stats.bytes_read == stats.bytes_needed == (64 + 64 + 8) * 4 + 4
     assert stats.read_amplification == 1
-    assert stats.bytes_written == sum(file.layout.size for file in plan.files)
+    assert stats.bytes_written == stats.bytes_read + 3 * 4  # global_step is copied to all four ranks
+    assert stats.target_bytes == sum(file.layout.size for file in plan.files)
     assert stats.peak_memory < 100 << 20
     assert not (tmp_path / "out").exists()
 

@@ -6,9 +6,8 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask
 import numpy as np
@@ -21,9 +20,6 @@ import reshard
 from reshard import Layout, Strategy, graph, move, plan, store
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.formats import ckpt
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROWS = Strategy.of({"w": Layout.of([8], [0, -1]), "b": Layout.of([8], [-1]), "c": Layout.of([2, 4], [1, 0])})
 TARGET = Strategy.of({"w": Layout.of([3, 2], [-1, 0]), "b": Layout.of([6], [0]), "c": Layout.of([6], [-1, -1], -1)})
@@ -254,7 +250,7 @@ def test_a_source_cut_short_after_opening_leaves_nothing(source: reshard.Checkpo
 
 
 @pytest.fixture
-def writing_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def writing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the twentieth write find a full disk, while other threads go on."""
     count = 0
     real = os.pwrite
@@ -267,7 +263,6 @@ def writing_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return real(fd, content, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    yield threading.Event()
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])

@@ -201,5 +201,5 @@ def test_a_plan_tells_what_it_costs(mindspore_data: Path) -> None:
     assert f"to 4 files\ntasks    {plan.stats.tasks}\nmemory   about " in text
     assert "dst/rank_3/checkpoint_3.safetensors" in text
     data = show.plan_data(plan, "dst")
-    assert data["bytes_written"] == sum(file.layout.size for file in plan.files)
+    assert data["target_bytes"] == sum(file.layout.size for file in plan.files)
     assert data["seconds"] is None

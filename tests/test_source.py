@@ -228,6 +228,11 @@ def test_also_a_large_one_of_which_only_pieces_are_compared(tmp_path: Path) -> N
         reshard.open(tmp_path, strategy=Strategy.of({"b": Layout.of([4], [-1])}))
 
 
+def test_a_rule_that_makes_replicas_of_what_differs_is_refused(root: Path) -> None:
+    with pytest.raises(SourceError, match="rank 0 and rank 1, which --layout says hold the same"):
+        reshard.open(root, strategy=STRATEGY, layouts={"w": "whole"})
+
+
 def test_unlisted_tensors_of_different_shapes_are_refused(root: Path) -> None:
     from checkpoints import blocks
 

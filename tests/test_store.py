@@ -189,7 +189,7 @@ def test_a_disk_that_fills_while_writing(store: LocalStore, tmp_path: Path, monk
         store.write_at(path, 0, memoryview(b"abcd"))
     monkeypatch.setattr(os, "fsync", fail(errno.EIO))
     with pytest.raises(TargetError, match="cannot be written: Input/output error"):
-        store.commit(path, sync=True)
+        store.sync(path)
     assert not (tmp_path / "a").exists()
 
 
