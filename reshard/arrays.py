@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from itertools import pairwise
@@ -27,8 +27,9 @@ from dask.array.core import BlockView
 from dask.base import normalize_token, tokenize
 
 from reshard.block import Block
+from reshard.checkpoint import ranges
 from reshard.dtypes import BY_NAME, DType
-from reshard.errors import SourceError
+from reshard.errors import SourceError, names
 from reshard.store import local_store
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from reshard.block import Shape
     from reshard.checkpoint import Checkpoint, Runs, Shard
+    from reshard.plan import Held
 
 _GAP = 64 << 10
 """Bytes between two wanted ranges that are read rather than jumped over: what a read call costs, in bytes."""
@@ -55,8 +57,10 @@ LOW_PRECISION = {np.dtype(np.float16), *(dtype for dtype in _EXTENSION_DTYPES if
 """The float dtypes too narrow to be summed in: each is a subset of float32."""
 
 
-def tensor_array(checkpoint: Checkpoint, name: str) -> da.Array:
+def tensor_array(checkpoint: Checkpoint, name: str, *, holder: int | None = None) -> da.Array:
     """Return a tensor of a checkpoint as a lazy dask array, one chunk a source shard.
+
+    Of a tensor whose copies differ, `holder` is the number of the file whose copy is meant.
 
     Where the shards are no grid, every edge of one cuts all of them. A `str` entry is a 0-d array of its
     text. The array's name in dask is a token of the bytes it stands for, so that equal arrays are read once.
@@ -64,10 +68,12 @@ def tensor_array(checkpoint: Checkpoint, name: str) -> da.Array:
     """
     tensor = checkpoint.tensors[name]
     if tensor.text is not None:
-        text = np.array(tensor.text)
-        return da.from_array(text, name=f"{name}-{tokenize('reshard', name, tensor.text)}")
+        return _text_array(name, tensor.text)
     spec = tensor.spec
-    files = [checkpoint.files[shard.holders[0]] for shard in tensor.shards]
+    absent = [str(shard.block) for shard in tensor.shards if not shard.holders]
+    if absent:
+        raise SourceError(f"tensor {name!r}: block {names(absent)} is in no file of {checkpoint.root}")
+    files = [checkpoint.files[shard.holders[0] if holder is None else holder] for shard in tensor.shards]
     pieces = tuple(
         _Piece(shard.block, file.path, file.index.entries[name].runs)
         for shard, file in zip(tensor.shards, files, strict=True)
@@ -91,10 +97,14 @@ def tensor_array(checkpoint: Checkpoint, name: str) -> da.Array:
     )
 
 
-def sub_array(checkpoint: Checkpoint, name: str, block: Block) -> da.Array:
+def _text_array(name: str, text: str) -> da.Array:
+    return da.from_array(np.array(text), name=f"{name}-{tokenize('reshard', name, text)}")
+
+
+def sub_array(checkpoint: Checkpoint, name: str, block: Block, *, holder: int | None = None) -> da.Array:
     """Return one block of a tensor as a lazy dask array; all of a `str` entry, which is never split."""
     tensor = checkpoint.tensors[name]
-    whole = tensor_array(checkpoint, name)
+    whole = tensor_array(checkpoint, name, holder=holder)
     return whole if tensor.text is not None else whole[block.within(Block.whole(tensor.spec.shape))]
 
 
@@ -102,24 +112,32 @@ def sub_array(checkpoint: Checkpoint, name: str, block: Block) -> da.Array:
 class RankArrays(Mapping[str, da.Array]):
     """What one target rank will hold: a mapping of target names to lazy dask arrays.
 
-    `blocks` gives, for each target name, the source tensor and the block of it.
+    Attributes:
+        checkpoint: the source.
+        blocks: for each target name, the source tensor and the block of it.
+        texts: the `str` entries.
     """
 
     checkpoint: Checkpoint
-    blocks: Mapping[str, tuple[str, Block]]
+    blocks: Mapping[str, Held]
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> da.Array:
-        source, block = self.blocks[name]
-        return sub_array(self.checkpoint, source, block)
+        if name in self.texts:
+            return _text_array(name, self.texts[name])
+        held = self.blocks[name]
+        array = sub_array(self.checkpoint, held.source_name, held.block, holder=held.holder)
+        same = held.dtype == self.checkpoint.tensors[held.source_name].spec.dtype
+        return array if same else guard(array.astype(held.dtype.numpy()))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.blocks)
+        return iter([*self.blocks, *self.texts])
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.blocks) + len(self.texts)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.blocks
+        return name in self.blocks or name in self.texts
 
     def __repr__(self) -> str:
         return f"<RankArrays of {self.checkpoint.root}: {len(self)} tensor{'s' * (len(self) != 1)}>"
@@ -145,16 +163,11 @@ class _Piece:
 
     def read(self, begin: int, buffer: memoryview) -> None:
         """Fill a buffer with the block's bytes from `begin` on, be they in one run of the file or several."""
-        for offset, nbytes in self.runs:
-            count = min(nbytes - begin, len(buffer))
-            if count > 0:
-                local_store().read_into(self.path, offset + begin, buffer[:count])
-                buffer = buffer[count:]
-            begin = max(begin - nbytes, 0)
-        if buffer:
-            raise SourceError(
-                f"{self.path}: block {self.block} is {len(buffer)} bytes longer than what the file has of it"
-            )
+        missing = begin + len(buffer) - sum(nbytes for _, nbytes in self.runs)
+        if missing > 0:
+            raise SourceError(f"{self.path}: block {self.block} is {missing} bytes longer than what the file has of it")
+        for offset, start, stop in ranges(self.runs, begin, len(buffer)):
+            local_store().read_into(self.path, offset, buffer[start:stop])
 
     def read_items(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> None:
         """Fill `out` with the block's items at these indices along each dimension, none of them empty."""

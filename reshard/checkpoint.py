@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,29 @@ if TYPE_CHECKING:
 
 Runs = tuple[tuple[int, int], ...]
 """Byte ranges of a file that hold one block in row-major order: (offset, number of bytes), one after the other."""
+
+
+def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
+    """Return where a range of contents lies in a file: for each piece, offset there, start and stop in the range.
+
+    Args:
+        runs: where all of the contents lie.
+        begin: where the range begins among the contents, in bytes.
+        nbytes: how long it is.
+
+    >>> ranges(((100, 10), (200, 10)), 8, 4)
+    [(108, 0, 2), (200, 2, 4)]
+    """
+    if len(runs) == 1:
+        return [(runs[0][0] + begin, 0, nbytes)]
+    found = []
+    position = 0
+    for offset, length in runs:
+        start, stop = max(begin, position), min(begin + nbytes, position + length)
+        if start < stop:
+            found.append((offset + start - position, start - begin, stop - begin))
+        position += length
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +120,8 @@ class Shard:
 
     Attributes:
         block: what part of the tensor.
-        holders: numbers of the files in `Checkpoint.files` that hold it, the one to read first.
+        holders: numbers of the files in `Checkpoint.files` that hold it, the one to read first; none where the
+            checkpoint was opened in part and the block is not there.
     """
 
     block: Block
@@ -132,6 +157,7 @@ class Checkpoint(Mapping[str, Any]):
         files: the files, in rank order.
         ranks: the rank of each file, in the same order.
         strategy: the strategy that said which rank holds which block; None for a source of whole tensors.
+        part: the pipeline stage, where the source is one stage of a longer pipeline; else None.
         notices: what was noticed when it was opened and is no error.
         unreadable: names in the files that cannot be converted, with the reason.
     """
@@ -141,6 +167,7 @@ class Checkpoint(Mapping[str, Any]):
     files: tuple[SourceFile, ...]
     ranks: tuple[int, ...]
     strategy: Strategy | None = None
+    part: int | None = None
     notices: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
 
@@ -164,7 +191,8 @@ class Checkpoint(Mapping[str, Any]):
         from reshard.arrays import tensor_array  # upward: a convenience, see DESIGN section 6
 
         if name not in self.tensors:
-            raise KeyError(name)
+            alike = get_close_matches(name, self.tensors, n=3)
+            raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
         return tensor_array(self, name)
 
     def __iter__(self) -> Iterator[str]:

@@ -7,95 +7,21 @@ quick. Errors, signals, exit codes and progress are in `reshard.terminal`.
 from __future__ import annotations
 
 import os
-import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 import reshard
-from reshard.errors import TargetError, UsageError
+from reshard.cli_options import PATH, json_option, rank_list, source_options
+from reshard.cli_strategy import strategy
 from reshard.terminal import Border, print_json, progress, say, say_notices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
 
     from reshard.plan import Plan
-
-_MOST_RANKS = 1 << 20
-_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-
-
-# --- options ----------------------------------------------------------------------------------------------------
-
-
-def _ranks(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Return the ranks of a list such as `0,3-5`."""
-    if value is None:
-        return None
-    found: set[int] = set()
-    for part in value.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not low <= high < _MOST_RANKS:
-            raise click.BadParameter(f"{part!r} is no rank or range of ranks; expected such as 0,3-5", param=param)
-        found.update(range(low, high + 1))
-    return tuple(sorted(found))
-
-
-def _rules(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for value in values:
-        name, equals, rule = value.rpartition("=")
-        if not (name and equals and rule):
-            raise click.BadParameter(f"{value!r} is not NAME=RULE, such as 'embedding.*=split:0'", param=param)
-        found[name] = rule
-    return found
-
-
-_PATH = click.Path(path_type=Path)
-
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-_source_strategy = click.option(
-    "--source-strategy",
-    type=_PATH,
-    metavar="STRATEGY",
-    help="Strategy file of the source, or the directory of its ranks' strategy files.",
-)
-
-
-def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what the source is."""
-    for option in (
-        click.option(
-            "--layout",
-            "layouts",
-            multiple=True,
-            metavar="NAME=RULE",
-            callback=_rules,
-            help="How the tensors of this name (or glob) are cut, whatever the strategy says: whole, split:DIM or "
-            "DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1. May be repeated.",
-        ),
-        click.option(
-            "--suffix",
-            metavar="SUFFIX",
-            help="Of several checkpoints in a rank's directory, take that whose name ends so.",
-        ),
-        click.option(
-            "--rank-pattern",
-            metavar="PATTERN",
-            default="rank_{rank}/*",
-            show_default=True,
-            help="Where a rank's files are below SOURCE, such as 'node{rank}/*.ckpt'.",
-        ),
-        _source_strategy,
-    ):
-        command = option(command)
-    return command
-
-
-# --- commands ---------------------------------------------------------------------------------------------------
 
 
 @click.group(
@@ -131,12 +57,12 @@ nbytes.
 """,
     short_help="Write a checkpoint anew, cut as another strategy says.",
 )
-@click.argument("source", type=_PATH)
-@click.argument("target", type=_PATH)
-@_source_options
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH)
+@source_options
 @click.option(
     "--target-strategy",
-    type=_PATH,
+    type=PATH,
     metavar="STRATEGY",
     help="Strategy file of the target. Without it, the target is one rank of whole tensors.",
 )
@@ -146,7 +72,7 @@ nbytes.
 @click.option(
     "--format", type=click.Choice(["ckpt", "safetensors"]), help="Of the target files.  [default: the source's]"
 )
-@click.option("--ranks", callback=_ranks, metavar="LIST", help="Only these ranks of the target, such as 0,3-5.")
+@click.option("--ranks", callback=rank_list, metavar="LIST", help="Only these ranks of the target, such as 0,3-5.")
 @click.option("--drop", multiple=True, metavar="GLOB", help="Weights that the target may lack. May be repeated.")
 @click.option(
     "--allow-missing", multiple=True, metavar="GLOB", help="Weights that the source may lack. May be repeated."
@@ -162,7 +88,7 @@ nbytes.
 @click.option(
     "--scheduler", type=click.Choice(["threads", "synchronous"]), help="Of the dask graph.  [default: threads]"
 )
-@_json
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
 def transform(
     source: Path,
@@ -253,9 +179,9 @@ files, and groups: ranks, tensors.
 """,
     short_help="Show the tensors of a checkpoint.",
 )
-@click.argument("source", type=_PATH)
-@_source_options
-@_json
+@click.argument("source", type=PATH)
+@source_options
+@json_option
 def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading: Any) -> None:
     """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts. Reads headers only.
 
@@ -285,61 +211,7 @@ def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading
         click.echo(show.checkpoint_text(checkpoint))
 
 
-@cli.group()
-def strategy() -> None:
-    """Show and merge sharding strategy files."""
-
-
-@strategy.command(
-    "show",
-    epilog="""
-Example:
-
-  reshard strategy show src_strategy.ckpt
-
-The object of --json has the keys ranks, stages, devices_per_stage, merged, and
-tensors: name, stage, layout.
-""",
-    short_help="Show ranks, and the tensors of each layout.",
-)
-@click.argument("path", type=_PATH, metavar="FILE_OR_DIRECTORY")
-@_json
-def show_strategy(path: Path, as_json: bool) -> None:
-    """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
-    from reshard import show
-
-    found = reshard.read_strategy(path)
-    if as_json:
-        print_json(show.strategy_data(found))
-    else:
-        click.echo(show.strategy_text(found, str(path)))
-
-
-@strategy.command(
-    "merge",
-    epilog="""
-Example:
-
-  reshard strategy merge src_pipeline_strategys -o src_strategy.ckpt
-""",
-    short_help="Merge the files of a pipeline's ranks.",
-)
-@click.argument("directory", type=_PATH)
-@click.option("-o", "--output", type=_PATH, required=True, metavar="FILE", help="Where to; JSON if it ends with .json.")
-@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
-def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
-    """Merge the strategy files of a pipeline's ranks, which are in DIRECTORY, into one file."""
-    if output.parent.resolve() == directory.resolve():
-        raise UsageError(f"{output}: is in {directory}, whose every file is taken for a rank's; choose another place")
-    if os.path.lexists(output) and not overwrite:
-        raise TargetError(f"{output}: is there already; choose another name, or replace it with --overwrite")
-    merged = reshard.merge_strategies(directory, output)
-    from reshard.show import count_text, printable
-
-    click.echo(
-        f"wrote {printable(output)}: {count_text(len(merged.tensors), 'tensor')} over "
-        f"{count_text(len(merged.ranks), 'rank')} in {count_text(len(merged.stages), 'stage')}"
-    )
+cli.add_command(strategy)
 
 
 @cli.command(
@@ -350,7 +222,7 @@ Example:
 """,
     short_help="Make, transform and check a small example.",
 )
-@click.argument("directory", type=_PATH, default="reshard-demo", required=False)
+@click.argument("directory", type=PATH, default="reshard-demo", required=False)
 def demo(directory: Path) -> None:
     """Make the tutorial's case in DIRECTORY (default: reshard-demo), transform it and check every byte.
 

@@ -103,7 +103,6 @@ SAFETENSORS_ORDER = {dtype: place for place, dtype in enumerate(_TABLE)}
 
 BFLOAT16 = BY_NAME["bfloat16"]
 INT4 = BY_NAME["int4"]
-INT8 = BY_NAME["int8"]
 STR = BY_NAME["str"]
 
 

@@ -6,6 +6,7 @@ worker once. Independent tasks run in reverse key order, so keys are numbered do
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ from dask.base import DaskMethodsMixin, tokenize
 from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
+from reshard.errors import TargetError
 from reshard.move import move_pieces
 from reshard.store import local_store
 
@@ -60,6 +62,23 @@ def move_task(plan: Plan, number: int, directory: str, _made: object) -> Receipt
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began)
 
 
+def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
+    """Refuse to finish what was read from files that changed meanwhile.
+
+    Raises:
+        TargetError: a source file is not what was opened.
+    """
+    for number in {number for move in plan.moves for number in move.holders}:
+        file = plan.source.files[number]
+        try:
+            status = os.stat(file.path)
+        except OSError as error:
+            raise TargetError(f"{file.path}: is gone since it was opened ({error.strerror}); start again") from None
+        if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+            raise TargetError(f"{file.path}: changed since it was opened; no target file was made; start again")
+    return []
+
+
 def sync_files(plan: Plan, files: range, directory: str, _moved: object) -> Receipt:
     """Have finished target files on the disk, before any gets its name: that is slow, and naming all is quick."""
     began = time.perf_counter()
@@ -94,18 +113,17 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self._name: str = "reshard-" + tokenize(
             directory,
             fsync,
-            plan.source.root,
-            plan.format,
-            plan.ranks,
-            plan.stats.bytes_read,
-            plan.stats.bytes_written,
+            [(file.path, file.nbytes, file.mtime_ns) for file in plan.source.files],
+            [(file.path, file.layout.size, file.layout.literals[:1]) for file in plan.files],
+            [(move.name, move.source_name, move.holders, move.targets) for move in plan.moves],
         )
         self.key = f"{self._name}-done"
 
     def __dask_graph__(self) -> dict[str, Any]:
         """Return the tasks by key."""
         name, plan, directory = self._name, self.plan, self.directory
-        batches = [range(i, min(i + FILES_A_TASK, len(plan.files))) for i in range(0, len(plan.files), FILES_A_TASK)]
+        batches = _batches(0, len(plan.files))
+        first_last = len(plan.files) - plan.last_files
         whole = TaskRef(f"{name}-plan")
         graph: dict[str, Any] = {whole.key: DataNode(whole.key, plan)}
 
@@ -118,11 +136,18 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             return TaskRef(every)
 
         made = add("create", create_files, [(files, directory) for files in batches])
-        moved = add("move", move_task, [(number, directory, made) for number in range(len(plan.tasks))])
-        done = [made, moved]
+        tasks = [(number, directory, made) for number in range(len(plan.tasks))]
+        moved = add("move", move_task, tasks) if tasks else made
+        unchanged = f"{name}-check"
+        graph[unchanged] = Task(unchanged, check_sources, whole, moved)
+        done = [made, moved, TaskRef(unchanged)]
         if self.fsync:
-            done.append(add("sync", sync_files, [(files, directory, moved) for files in batches]))
-        done.append(add("commit", commit_files, [(files, directory, self.fsync, done[-1]) for files in batches]))
+            done.append(add("sync", sync_files, [(files, directory, done[-1]) for files in batches]))
+        ready = done[-1]
+        done.append(add("commit", commit_files, [(f, directory, self.fsync, ready) for f in _batches(0, first_last)]))
+        if plan.last_files:
+            named, last = done[-1], _batches(first_last, len(plan.files))
+            done.append(add("index", commit_files, [(files, directory, self.fsync, named) for files in last]))
         graph[self.key] = Task(self.key, collect, *done)
         return graph
 
@@ -143,6 +168,10 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     def __repr__(self) -> str:
         return f"<Graph: {len(self.plan.tasks)} tasks to write {len(self.plan.files)} files below {self.directory}>"
+
+
+def _batches(start: int, stop: int) -> list[range]:
+    return [range(i, min(i + FILES_A_TASK, stop)) for i in range(start, stop, FILES_A_TASK)]
 
 
 def _first(results: Sequence[Any]) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from reshard.checkpoint import ranges
 from reshard.plan import BAND_BYTES
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ class Moved(NamedTuple):
 
 
 class _Buffers(threading.local):
-    """Two buffers a thread, kept from band to band: memory touched for the first time costs more than the copy."""
+    """Three buffers a thread, kept from band to band: memory touched for the first time costs more than the copy."""
 
     def __init__(self) -> None:
-        self._held = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+        self._held = [np.empty(0, np.uint8) for _ in range(3)]
 
     def get(self, which: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         if len(self._held[which]) < nbytes:
@@ -94,15 +95,16 @@ class _Mover:
         itemsize = self.move.dtype.itemsize
         columns = segment.columns
         source_rows = [prod(shape) * itemsize for shape in columns.source_shapes]
-        target_rows = [prod(shape) * itemsize for shape in columns.target_shapes]
-        most_rows = max(1, BAND_BYTES // sum(source_rows))
+        target_itemsize = self.move.target_dtype.itemsize
+        target_rows = [prod(shape) * target_itemsize for shape in columns.target_shapes]
+        most_rows = max(1, BAND_BYTES // (max(itemsize, target_itemsize) * columns.row_elements))
         for start in range(segment.start, segment.stop, most_rows):
             rows = min(most_rows, segment.stop - start)
             done = start - segment.start
             views = self._gathered(segment, source_rows, rows, done)
             for place, target in enumerate(columns.targets):
-                content = self._content(columns, place, views, rows)
-                begin = segment.target_offsets[place] * itemsize + done * target_rows[place]
+                content = self._cast(self._content(columns, place, views, rows))
+                begin = segment.target_offsets[place] * target_itemsize + done * target_rows[place]
                 for path, runs in self.targets[target]:
                     self._write(path, runs, begin, content)
 
@@ -135,31 +137,24 @@ class _Mover:
             np.copyto(gathered[:, *part.put], given[:, *part.taken])
         return buffer.data
 
+    def _cast(self, content: memoryview) -> memoryview:
+        """Return the elements as the target's dtype; rounding is numpy's and ml_dtypes', to nearest, ties to even."""
+        move = self.move
+        if move.dtype is move.target_dtype:
+            return content
+        elements = np.frombuffer(content, move.dtype.numpy())
+        buffer = _buffers.get(2, len(elements) * move.target_dtype.itemsize)
+        with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
+            np.copyto(buffer.view(move.target_dtype.numpy()), elements, casting="unsafe")
+        return buffer.data
+
     def _read(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
         """Fill a buffer with the contents of a file from `begin`, which may lie in several runs."""
         self.read += len(view)
-        for offset, start, stop in _pieces(runs, begin, len(view)):
+        for offset, start, stop in ranges(runs, begin, len(view)):
             self.store.read_into(path, offset, view[start:stop])
 
     def _write(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
         self.written += len(view)
-        for offset, start, stop in _pieces(runs, begin, len(view)):
+        for offset, start, stop in ranges(runs, begin, len(view)):
             self.store.write_at(path, offset, view[start:stop])
-
-
-def _pieces(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
-    """Return where a range of contents lies in a file: offset there, and start and stop in the range.
-
-    >>> _pieces(((100, 10), (200, 10)), 8, 4)
-    [(108, 0, 2), (200, 2, 4)]
-    """
-    if len(runs) == 1:
-        return [(runs[0][0] + begin, 0, nbytes)]
-    found = []
-    position = 0
-    for offset, length in runs:
-        start, stop = max(begin, position), min(begin + nbytes, position + length)
-        if start < stop:
-            found.append((offset + start - position, start - begin, stop - begin))
-        position += length
-    return found

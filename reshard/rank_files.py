@@ -37,13 +37,14 @@ def rank_files(root: Path, rank_pattern: str, suffix: str | None, notices: list[
     if root.is_file():
         return {0: [root]}
     if not root.is_dir():
-        raise SourceError(f"{root}: is neither a file nor a directory; expected a directory of rank directories")
+        raise SourceError(f"{root}: is not there; expected a directory of rank directories, or one checkpoint file")
     found = _every_file(root, rank_pattern)
     if not found:
-        raise SourceError(
-            f"{root}: has no checkpoint at {rank_pattern!r}; expected rank_0/*.ckpt, rank_0/*.safetensors and so on "
-            "(give --rank-pattern for other names)"
-        )
+        flat = [path for path in sorted(root.iterdir()) if path.is_file() and _is_checkpoint_name(path)]
+        found = {0: flat} if flat else {}
+    if not found:
+        example = rank_pattern.replace("{rank}", "0") if rank_pattern != RANK_PATTERN else "rank_0/*.safetensors"
+        raise SourceError(f"{root}: has no checkpoint at {example!r} and so on; give --rank-pattern for other names")
     if suffix is not None:
         found = {
             rank: [p for p in paths if p.name.endswith(suffix) or _PART.sub("", p.stem).endswith(suffix)]
@@ -56,8 +57,11 @@ def rank_files(root: Path, rank_pattern: str, suffix: str | None, notices: list[
 
 
 def _every_file(root: Path, rank_pattern: str) -> dict[int, list[Path]]:
-    if "{rank}" not in rank_pattern:
-        raise SourceError(f"rank pattern {rank_pattern!r} has no {{rank}}; expected one such as 'node{{rank}}/*.ckpt'")
+    if "{rank}" not in rank_pattern or rank_pattern.startswith("/") or ".." in rank_pattern.split("/"):
+        raise SourceError(
+            f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory; expected one such as "
+            "'node{rank}/*.ckpt'"
+        )
     any_extension = bool(Path(rank_pattern).suffix)
     regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>\d+)", 1).replace(r"\*", "[^/]*")
     matches = re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
@@ -74,7 +78,7 @@ def _every_file(root: Path, rank_pattern: str) -> dict[int, list[Path]]:
     return dict(sorted(found.items()))
 
 
-def _is_checkpoint_name(path: Path, *, any_extension: bool) -> bool:
+def _is_checkpoint_name(path: Path, *, any_extension: bool = False) -> bool:
     if path.suffix in {".tmp", ".meta", ".partial"} or "_breakpoint" in path.stem or path.name == "meta.json":
         return False
     return not path.name.startswith(".") and (any_extension or path.suffix in _EXTENSIONS)

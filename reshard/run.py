@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, TargetError, UsageError, names
-from reshard.graph import Graph, Receipt
+from reshard.graph import Graph, Receipt, check_sources
 from reshard.store import local_store
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def run(
     began = time.perf_counter()
     root = os.path.realpath(directory)
     _check_targets(plan, root, overwrite=overwrite)
+    check_sources(plan, None)
     if threads is None:
         threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
     if threads < 1:
@@ -110,6 +112,8 @@ def run(
     except BaseException:
         for file in plan.files:
             local_store().discard(f"{root}/{file.path}")
+            with suppress(OSError):  # it holds something else
+                os.rmdir(os.path.dirname(f"{root}/{file.path}"))
         raise
     finally:
         local_store().close()

@@ -29,14 +29,18 @@ _SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
 _MOST_HANDLES = 1024
 
 
-class Store(Protocol):
-    """Ranges of bytes by path. Offsets and sizes are in bytes."""
+class Readable(Protocol):
+    """Ranges of bytes to be read, by path. Offsets and sizes are in bytes."""
 
     def size(self, path: str) -> int:
         """Return the size of a file."""
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file; raise `SourceError` where the file ends before it is full."""
+
+
+class Store(Readable, Protocol):
+    """Ranges of bytes by path, also to be written."""
 
     def create(self, path: str, size: int) -> None:
         """Make an unfinished file of this size, with the space for it taken; `BudgetError` where there is none."""

@@ -14,9 +14,12 @@ from reshard.errors import Faults, LayoutError, StrategyError, names
 from reshard.layout import Grid, Layout, foldings, grid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from typing import Unpack
 
     from reshard.block import Shape
+    from reshard.operators import OperatorStrategy
+    from reshard.rules import Options, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,8 @@ class Placed:
     Attributes:
         stage: the pipeline stage, from 0.
         layout: how the tensor is cut over the devices of that stage.
-        shape: the whole tensor's shape where the file gives one (JSON does, nested entries expanded).
+        shape: the whole tensor's shape, where it is known.
+        expanded: layout and shape may have more dimensions than the tensor: JSON writes nested entries expanded.
         unknown: what the file says beyond the format known here, kept for writing: protobuf bytes or JSON items.
     """
 
@@ -34,6 +38,7 @@ class Placed:
     layout: Layout
     shape: Shape | None = None
     unknown: bytes | tuple[tuple[str, object], ...] = b""
+    expanded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,68 @@ class Strategy:
         faults.raise_if_any(StrategyError)
         return cls(tensors, range(last + 1), devices, merged=last > 0, current_stage=1 if last else 2)
 
+    @classmethod
+    def from_rules(
+        cls,
+        shapes: Mapping[str, Shape],
+        mesh: Mapping[str, int],
+        rules: Mapping[str, Rule],
+        **options: Unpack[Options],
+    ) -> Strategy:
+        """Build the strategy of a network that is not compiled, from a device mesh and rules.
+
+        Args:
+            shapes: the whole shape of every tensor.
+            mesh: the extents of the axes of a stage's device mesh by name, outermost first.
+            rules: globs of tensor names to what splits each dimension: an axis, several (major first), or None.
+                The first match counts; a shorter rule leaves the other dimensions whole, as no rule does all.
+                Optimizer states go with their weights. A rule that is None leaves tensors out of the strategy.
+            options: `dtypes`, `optimizer_parallel`, `optimizer_weight_shard_size`, `parallel_optimizer_threshold`,
+                `optimizer_parallel_except`, `pipeline`, `only_by_rule`, `predict`; see `reshard.rules.Options`.
+
+        Raises:
+            UsageError: a rule is never used, names an unknown axis, does not divide a tensor; all faults at once.
+
+        >>> mesh = {"dp": 2, "mp": 4}
+        >>> made = Strategy.from_rules({"h.0.wq.weight": (512, 256), "ln": (256,)}, mesh, {"*.wq.*": ("mp", None)},
+        ...                            optimizer_parallel=True)
+        >>> print(made.tensors["h.0.wq.weight"][0].layout, "|", made.tensors["ln"][0].layout)
+        [2, 4] map [0, -1] opt -1 | [2, 4] map [-1]
+        """
+        from reshard.rules import from_rules  # upward: a convenience, see DESIGN section 6
+
+        return from_rules(shapes, mesh, rules, options)
+
+    @classmethod
+    def from_operators(
+        cls,
+        shapes: Mapping[str, Shape],
+        operators: Mapping[str, OperatorStrategy | Layout | None],
+        devices: int,
+        **options: Unpack[Options],
+    ) -> Strategy:
+        """Build the strategy of a network that is not compiled, from the strategies of its operators.
+
+        Args:
+            shapes: the whole shape of every tensor.
+            operators: globs of parameter names to what the operator that uses them says (`reshard.operators`), or
+                to a layout; the first match counts. Of others the operator is cut along its batch: they are whole.
+            devices: ranks in each stage.
+            options: as for `from_rules`.
+
+        Raises:
+            UsageError: a pattern is never used, a strategy does not fit a tensor; all faults at once.
+
+        >>> from reshard.operators import matmul
+        >>> layer = {"layer1.weight": (784, 512), "layer1.bias": (512,)}
+        >>> made = Strategy.from_operators(layer, {"layer1.weight": matmul(((2, 1), (1, 2)))}, 8)
+        >>> print(made.tensors["layer1.weight"][0].layout, "|", made.tensors["layer1.bias"][0].layout)
+        [2, 2, 2] map [-1, 1] | [8] map [-1]
+        """
+        from reshard.rules import from_operators  # upward: a convenience, see DESIGN section 6
+
+        return from_operators(shapes, operators, devices, options)
+
     @property
     def ranks(self) -> range:
         """The global numbers of the ranks described."""
@@ -139,7 +206,7 @@ class Strategy:
         """
         placed = next(p for p in self.tensors[name] if p.stage == stage)
         try:
-            if placed.shape is None or len(placed.layout.tensor_map) == len(shard):
+            if placed.shape is None or not placed.expanded or len(placed.layout.tensor_map) == len(shard):
                 return placed.layout.full_shape(shard)
             shapes = {
                 shape
@@ -156,6 +223,23 @@ class Strategy:
             f"{shape_text(placed.shape)} stands for {found}; use the protobuf strategy file, or give its layout "
             f"with --layout '{name}=RULE'"
         )
+
+    def of_stage(self, stage: int) -> Strategy:
+        """Return what this strategy says of one stage of a pipeline.
+
+        The strategy file of one stage need not say which one it is: it is taken for the stage asked for.
+
+        Raises:
+            StrategyError: there is no such stage.
+        """
+        if len(self.stages) == 1 and not self.merged:
+            moved = {name: (replace(places[0], stage=stage),) for name, places in self.tensors.items()}
+            return replace(self, tensors=moved, stages=range(stage, stage + 1))
+        if stage not in self.stages:
+            raise StrategyError(f"stage {stage} is asked for; the strategy has stages {names(self.stages)}")
+        here = {name: tuple(p for p in places if p.stage == stage) for name, places in self.tensors.items()}
+        tensors = {name: places for name, places in here.items() if places}
+        return replace(self, tensors=tensors, stages=range(stage, stage + 1), merged=False)
 
     def with_layout(self, name: str, layout: Layout | None) -> Strategy:
         """Return a copy in which a tensor has this layout in every stage, or is not named (None).
@@ -189,7 +273,7 @@ class Strategy:
 
 def _unfolded(placed: Placed, shape: Shape) -> Layout:
     """Return a layout with as many dimensions as the tensor; JSON writes nested entries expanded."""
-    if placed.shape is None or len(placed.layout.tensor_map) == len(shape):
+    if placed.shape is None or not placed.expanded or len(placed.layout.tensor_map) == len(shape):
         return placed.layout
     for layout, folded in foldings(placed.layout, placed.shape, len(shape)):
         if folded == shape:
@@ -198,6 +282,20 @@ def _unfolded(placed: Placed, shape: Shape) -> Layout:
         f"shape {shape_text(shape)} is not what the layout {placed.layout} of expanded shape "
         f"{shape_text(placed.shape)} stands for"
     )
+
+
+def weight_of(name: str, known: Collection[str]) -> str | None:
+    """Return the weight that an optimizer state belongs to: its name ends with a dot and the weight's name.
+
+    >>> weight_of("adam_m.layers.0.w", {"layers.0.w"}), weight_of("layers.0.w", {"layers.0.w"})
+    ('layers.0.w', None)
+    """
+    dot = name.find(".")
+    while dot >= 0:
+        if name[dot + 1 :] in known:
+            return name[dot + 1 :]
+        dot = name.find(".", dot + 1)
+    return None
 
 
 def agreed_devices(tensors: Mapping[str, Iterable[Placed]], faults: Faults) -> int:

@@ -164,7 +164,9 @@ def _strategy(
         name, stage = (match[2], int(match[1][:9])) if match else (full_name, own_stage)
         if stage in found.setdefault(name, {}):
             subject.add(full_name, "is listed a second time")
-        found[name][stage] = Placed(stage, layout, shape, extra)
+        known = shape is not None and len(shape) == len(layout.tensor_map) > 1
+        expanded = known and bool(foldings(layout, shape or (), len(layout.tensor_map) - 1))
+        found[name][stage] = Placed(stage, layout, shape, extra, expanded)
     tensors = {name: tuple(places[stage] for stage in sorted(places)) for name, places in found.items()}
     devices = agreed_devices(tensors, subject)
     stages = range(own_stage, own_stage + 1)
@@ -273,10 +275,10 @@ def _to_protobuf(strategy: Strategy) -> bytes:
         item.parallel_strategys.stage = strategy.stages.start
     for name, placed in _in_file_order(strategy):
         layout = placed.layout
-        if placed.shape is not None and len(placed.shape) > 1 and foldings(layout, placed.shape, len(placed.shape) - 1):
+        if placed.expanded:
             raise UsageError(
-                f"tensor {name!r}: whether its layout {layout} of shape {shape_text(placed.shape)} is a nested one, "
-                "which JSON has expanded, cannot be told; write JSON (a name that ends with .json)"
+                f"tensor {name!r}: whether its layout {layout} of shape {shape_text(placed.shape or ())} is a nested "
+                "one, which JSON has expanded, cannot be told; write JSON (a name that ends with .json)"
             )
         item = message.parallel_layout_item.add(param_name=name)
         given = item.parallel_layouts

@@ -24,6 +24,7 @@ from reshard.checkpoint import Checkpoint, Entry, FileIndex, Shard, SourceFile, 
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError
 from reshard.formats import Content, by_name, index_file
+from reshard.plan import Held
 from reshard.store import local_store
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ def test_a_text_entry_is_a_0d_array(tmp_path: Path) -> None:
 def test_rank_arrays_are_the_blocks_of_a_rank(tmp_path: Path, reads: list[int]) -> None:
     values = numbered((6, 4), "bfloat16")
     checkpoint = stored(tmp_path, values, grid((6, 4), [[3], []]), "bfloat16")
-    rank = RankArrays(checkpoint, {"new.w": ("w", Block((2, 1), (5, 3)))})
+    rank = RankArrays(checkpoint, {"new.w": Held("w", Block((2, 1), (5, 3)), checkpoint.tensors["w"].spec.dtype)})
     assert list(rank) == ["new.w"]
     assert "w" not in rank
     with pytest.raises(KeyError):

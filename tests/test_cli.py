@@ -551,9 +551,20 @@ def slowly(name: str, seconds: float, arguments: Sequence[str | Path], *, plain:
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
+def heed_signals() -> None:
+    """A shell starts its background jobs with some signals ignored, and whoever starts these tests may be one."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def stopped_at(name: str, seconds: float, number: int, arguments: Sequence[str | Path]) -> tuple[int, str]:
     """Send signals to a run as soon as it is at that operation; return its exit code and its last line."""
-    process = subprocess.Popen(slowly(name, seconds, arguments), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        slowly(name, seconds, arguments),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_signals,  # noqa: PLW1509
+    )
     assert process.stderr is not None
     assert process.stderr.readline() == f"{name}\n"
     process.send_signal(number)
@@ -602,8 +613,8 @@ def test_an_ignored_signal_stays_ignored(case: Case, tmp_path: Path) -> None:
         text=True,
     )
     assert process.stderr is not None
-    while process.stderr.readline() != "write_at\n":
-        pass
+    while (line := process.stderr.readline()) != "write_at\n":
+        assert line, "it ended before it wrote"
     process.send_signal(signal.SIGHUP)
     process.stderr.read()
     process.stderr.close()

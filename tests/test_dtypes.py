@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reshard.dtypes import BY_MINDSPORE, BY_NAME, BY_SAFETENSORS, INT4, INT8, STR, DType, by_name
+from reshard.dtypes import BY_MINDSPORE, BY_NAME, BY_SAFETENSORS, INT4, STR, DType, by_name
 from reshard.errors import SourceError, UsageError
 
 ARRAYS = [dtype for dtype in BY_NAME.values() if dtype is not STR]
@@ -21,8 +21,8 @@ def test_a_dtype_has_one_name_in_each_format() -> None:
 
 
 def test_int4_is_a_byte_that_safetensors_calls_int8() -> None:
-    assert INT4.safetensors == INT8.safetensors == "I8"
-    assert BY_SAFETENSORS["I8"] is INT8
+    assert INT4.safetensors == BY_NAME["int8"].safetensors == "I8"
+    assert BY_SAFETENSORS["I8"] is BY_NAME["int8"]
     assert INT4.numpy() == np.int8  # all eight bits survive
     assert BY_MINDSPORE["Int4"] is INT4
 

@@ -1,6 +1,6 @@
 """With MindSpore installed: it loads what is written here, and its own functions go on from there.
 
-python -m venv ms && ms/bin/pip install mindspore==2.10.0 numpy==1.26.4 safetensors
+python -m venv ms && ms/bin/pip install mindspore==2.10.0 numpy==1.26.4 safetensors ml_dtypes
 RESHARD_MINDSPORE_PYTHON=ms/bin/python pytest -m mindspore
 """
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
 from generators import Model, models
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 
 import reshard
-from reshard import Layout, Strategy, graph, move, plan, store
-from reshard.errors import BudgetError, SourceError, TargetError, UsageError
+from reshard import Layout, Strategy, graph, move, plan, planner, store
+from reshard.errors import BudgetError, TargetError, UsageError
 from reshard.formats import ckpt
 
 ROWS = Strategy.of({"w": Layout.of([8], [0, -1]), "b": Layout.of([8], [-1]), "c": Layout.of([2, 4], [1, 0])})
@@ -34,8 +34,8 @@ def source(tmp_path: Path) -> reshard.Checkpoint:
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the work so fine that a small model has many bands and tasks."""
-    monkeypatch.setattr(sys.modules["reshard.plan"], "TASK_BYTES", 512)
-    monkeypatch.setattr(sys.modules["reshard.plan"], "BAND_BYTES", 256)
+    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    monkeypatch.setattr(planner, "BAND_BYTES", 256)
     monkeypatch.setattr(move, "BAND_BYTES", 256)
     monkeypatch.setattr(graph, "FILES_A_TASK", 2)
 
@@ -98,8 +98,6 @@ def test_progress_adds_up(source: reshard.Checkpoint, tmp_path: Path, small_task
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(models())
 def test_any_model_goes_there_and_back(tmp_path_factory: pytest.TempPathFactory, model: Model) -> None:
-    for side in (model.source, model.target):
-        assume(all(side.names_of(stage) for stage in side.stages))  # an empty file is refused as a source
     root = tmp_path_factory.mktemp("model")
     full = numbers(model.shapes, "float64")
     before = write_ranks(root / "a", full, model.source)
@@ -244,9 +242,34 @@ def test_a_link_does_not_lead_out_of_the_target(source: reshard.Checkpoint, tmp_
 def test_a_source_cut_short_after_opening_leaves_nothing(source: reshard.Checkpoint, tmp_path: Path) -> None:
     path = Path(source.files[2].path)
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(SourceError, match=r"checkpoint_2\.ckpt: ends at byte"):
+    with pytest.raises(TargetError, match=r"checkpoint_2\.ckpt: changed since it was opened"):
         reshard.plan(source, TARGET).run(tmp_path / "out")
     assert tree(tmp_path / "out") == {}
+
+
+def test_a_source_that_changes_under_the_run_is_refused(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = reshard.plan(source, TARGET)
+    real = graph.move_pieces
+
+    def changing(*arguments: Any) -> Any:
+        Path(source.files[3].path).touch()
+        return real(*arguments)
+
+    monkeypatch.setattr(graph, "move_pieces", changing)
+    for _ in range(2):  # the second time it is refused before anything is read
+        with pytest.raises(TargetError, match=r"checkpoint_3\.ckpt: changed since it was opened") as caught:
+            made.run(tmp_path / "out")
+        assert caught.value.exit_code == 6
+        assert tree(tmp_path / "out") == {}
+
+
+def test_a_plan_with_nothing_to_move_makes_its_files_first(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.ckpt", {"note": "text", "empty": np.zeros((0, 3), np.float32)}, "ckpt")
+    for attempt in range(20):
+        reshard.plan(reshard.open(path)).run(tmp_path / f"{attempt}", threads=4)
+        assert (tmp_path / f"{attempt}" / "rank_0" / "checkpoint_0.ckpt").read_bytes() == path.read_bytes()
 
 
 @pytest.fixture

@@ -159,14 +159,25 @@ def test_global_steps_must_agree(root: Path) -> None:
 # --- against the strategy ---
 
 
-def test_a_missing_rank_is_no_fault_where_replicas_have_all_it_held(tmp_path: Path) -> None:
+def test_a_missing_rank_is_refused_though_replicas_have_all_it_held(tmp_path: Path) -> None:
+    """A strategy of more ranks, with which the files look complete, would make wrong shapes without a word."""
     strategy = Strategy.of({"w": Layout.of([2, 2], [0, -1])})
     root = write_ranks(tmp_path, {"w": FULL["w"]}, strategy)
     (root / "rank_3" / "checkpoint_3.safetensors").unlink()
-    assert reshard.open(root, strategy=strategy).tensors["w"].shards[1].holders == (1,)
+    with pytest.raises(SourceError, match="rank 3: has no file, of the 4 ranks that the strategy describes.*--partial"):
+        reshard.open(root, strategy=strategy)
+    assert reshard.open(root, strategy=strategy, partial=True).tensors["w"].shards[1].holders == (1,)
     (root / "rank_1" / "checkpoint_1.safetensors").unlink()
     with pytest.raises(SourceError, match=r"rank 1: has no file; it is needed for 1 tensors \(w\)"):
         reshard.open(root, strategy=strategy)
+
+
+def test_some_ranks_may_be_enough_for_some(root: Path) -> None:
+    files = {rank: root / f"rank_{rank}" / f"checkpoint_{rank}.safetensors" for rank in (1, 3)}
+    source = reshard.open(files, strategy=STRATEGY, partial=True)
+    assert reshard.plan(source, STRATEGY, ranks=[1]).source_ranks() == (1,)
+    with pytest.raises(SourceError, match=r"tensor 'w': block \[0:2, 0:4\] is in no file that is there; rank 0 has it"):
+        reshard.plan(source, STRATEGY, ranks=[0])
 
 
 def test_all_faults_at_once(root: Path) -> None:
@@ -184,6 +195,8 @@ def test_all_faults_at_once(root: Path) -> None:
 def test_more_ranks_than_the_strategy_describes(root: Path) -> None:
     with pytest.raises(SourceError, match="has rank 2, 3; the strategy describes ranks 0 to 1"):
         reshard.open(root, strategy=Strategy.of({"w": Layout.of([2], [0, -1])}))
+    with pytest.raises(SourceError, match=r"no checkpoint at 'node0/\*\.ckpt' and so on"):
+        reshard.open(root, rank_pattern="node{rank}/*.ckpt")
 
 
 def test_another_number_of_dimensions(root: Path) -> None:
@@ -250,7 +263,7 @@ def test_listed_tensors_that_every_rank_holds_whole_are_refused(tmp_path: Path) 
     """`integrated_save=True` stores whole tensors though the strategy splits them."""
     for rank in range(4):
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", FULL, "ckpt")
-    with pytest.raises(SourceError, match="integrated_save=True.*--layout 'NAME=whole'"):
+    with pytest.raises(SourceError, match="integrated_save=True.*--layout '\\*=whole'"):
         reshard.open(tmp_path, strategy=STRATEGY)
     source = reshard.open(tmp_path, strategy=STRATEGY, layouts={"*": "whole"})
     assert source.tensors["w"].spec.shape == (8, 4)
@@ -287,3 +300,74 @@ def test_scalars_that_differ_are_noticed_and_kept_apart(tmp_path: Path) -> None:
     source = reshard.open(tmp_path, strategy=STRATEGY)
     assert source.tensors["loss_scale"].varies
     assert len(source.notices) == 2
+
+
+# --- found by a second reader ---
+
+
+def test_a_tensor_that_no_file_holds_is_missing_from_a_whole_model(tmp_path: Path) -> None:
+    root = write_ranks(tmp_path, {"w": FULL["w"]}, STRATEGY)
+    source = reshard.open(root, strategy=STRATEGY)
+    with pytest.raises(SourceError, match="tensor 'b': is in the strategy and in no source file"):
+        reshard.plan(source)
+    assert reshard.plan(source, allow_missing=["b"]).missing == ("b",)
+
+
+def test_a_stage_whose_ranks_are_gone_is_missed(tmp_path: Path) -> None:
+    strategy = Strategy.of({"w": {0: Layout.of([2], [0, -1])}, "v": {1: Layout.of([2], [0])}})
+    write_ranks(tmp_path, {"w": FULL["w"], "v": FULL["b"]}, strategy)
+    for rank in (2, 3):
+        (tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors").unlink()
+    with pytest.raises(SourceError, match="rank 2, 3: has no file, of the 4 ranks"):
+        reshard.open(tmp_path, strategy=strategy)
+
+
+def test_one_stage_of_a_pipeline_says_what_is_left_out(tmp_path: Path) -> None:
+    strategy = Strategy.of({"w": {0: Layout.of([2], [0, -1])}, "v": {1: Layout.of([2], [0])}})
+    write_ranks(tmp_path, {"w": FULL["w"], "v": FULL["b"]}, strategy)
+    for stage, name in ((0, "w"), (1, "v")):
+        source = reshard.open(tmp_path, strategy=strategy, stage=stage)
+        assert (list(source), source.part, len(source.files)) == ([name], stage, 2)
+    first = reshard.open(tmp_path, strategy=strategy.of_stage(0))
+    assert first.part == 0
+    (notice,) = first.notices
+    assert notice.startswith("the strategy is that of stage 0 of a pipeline: of 4 ranks only 0 to 1 are read")
+    plan = reshard.plan(first, Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0])}))
+    assert [file.path for file in plan.files][:1] == ["rank_0/checkpoint_0_part0.safetensors"]
+
+
+def test_every_stage_that_holds_a_shared_tensor_is_checked(tmp_path: Path) -> None:
+    layout = Layout.of([2], [0, -1])
+    strategy = Strategy.of({"tied": {0: layout, 1: layout}})
+    write_ranks(tmp_path, {"tied": FULL["w"]}, strategy)
+    write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", {"tied": np.zeros((3, 4), np.float64)})
+    with pytest.raises(SourceError, match="tensor 'tied' is float64; other ranks have float32"):
+        reshard.open(tmp_path, strategy=strategy)
+
+
+def test_constants_beside_whole_tensors_are_named_with_them(tmp_path: Path) -> None:
+    """Zero biases look whole and split alike; where nothing is known to be split they must be ruled too."""
+    full = {"w": FULL["w"], "zero": np.zeros(4, np.float32)}
+    strategy = Strategy.of({"w": ROWS, "zero": Layout.of([4], [0])})
+    for rank in range(4):
+        write_file(tmp_path / f"rank_{rank}" / "net.ckpt", full, "ckpt")
+    for rules in ({}, {"w": "whole"}):
+        with pytest.raises(SourceError, match="'zero'.*integrated_save"):
+            reshard.open(tmp_path, strategy=strategy, layouts=rules)
+    assert reshard.open(tmp_path, strategy=strategy, layouts={"*": "whole"}).tensors["zero"].spec.shape == (4,)
+
+
+def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
+    from checkpoints import blocks
+
+    for rank in range(4):
+        tensors = {**blocks(FULL, STRATEGY, rank), "rng": np.array([rank, 1], np.int64)}
+        write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
+    with pytest.raises(SourceError, match="'rng': differs.*copy if every rank has a value of its own"):
+        reshard.open(tmp_path, strategy=STRATEGY)
+    source = reshard.open(tmp_path, strategy=STRATEGY, layouts={"rng": "copy"})
+    plan = reshard.plan(source, STRATEGY)
+    plan.run(tmp_path / "out")
+    for rank in range(4):
+        written = reshard.open(tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")["rng"].compute()
+        assert written.tolist() == plan.rank(rank)["rng"].compute().tolist() == [rank, 1]

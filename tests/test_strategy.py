@@ -78,9 +78,14 @@ def test_a_layout_is_exchanged_or_taken_out() -> None:
     assert strategy == Strategy.of({"w": {0: ROWS, 1: ROWS}, "b": ROWS})  # itself unchanged
 
 
+def from_json(layout: Layout, shape: tuple[int, ...]) -> Strategy:
+    """A strategy as JSON gives it, in which nested entries stand expanded."""
+    return Strategy({"w": (Placed(0, layout, shape, expanded=True),)}, range(1), layout.devices)
+
+
 def test_the_whole_shape_of_an_expanded_layout() -> None:
     # JSON writes [784, 512] with entries [-1, (1, 0)] as [784, 2, 256], [-1, 1, 0]; the files store [784, 128].
-    expanded = Strategy.of({"w": Layout.of([2, 2, 2], [-1, 1, 0])}, shapes={"w": (784, 2, 256)})
+    expanded = from_json(Layout.of([2, 2, 2], [-1, 1, 0]), (784, 2, 256))
     assert expanded.whole_shape("w", (784, 128), stage=0) == (784, 512)
     assert expanded.grid("w", (784, 512)) == Layout.of([2, 2, 2], [-1, (1, 0)]).grid((784, 512))
     assert expanded.whole_shape("w", (784, 1, 128), stage=0) == (784, 2, 256)
@@ -88,7 +93,7 @@ def test_the_whole_shape_of_an_expanded_layout() -> None:
 
 def test_an_expanded_layout_of_two_meanings_is_refused_until_the_shape_is_known() -> None:
     # [2, 2, 6] under [2, 1, 0] is [4, 6] or [2, 12]: the ranks store [1, 3] of both.
-    expanded = Strategy.of({"w": Layout.of([2, 2, 2], [2, 1, 0])}, shapes={"w": (2, 2, 6)})
+    expanded = from_json(Layout.of([2, 2, 2], [2, 1, 0]), (2, 2, 6))
     with pytest.raises(LayoutError, match=re.escape("stands for [2, 12] or [4, 6]; use the protobuf strategy file")):
         expanded.whole_shape("w", (1, 3), stage=0)
     assert expanded.grid("w", (4, 6)).by_rank()[7] == Block((3, 3), (4, 6))
@@ -104,7 +109,7 @@ def test_a_layout_that_does_not_fit_names_the_tensor() -> None:
         strategy.grid("net.w", (5, 4))
     with pytest.raises(LayoutError, match=r"tensor 'net\.w': the files store 1 dimensions"):
         strategy.whole_shape("net.w", (5,), stage=0)
-    expanded = Strategy.of({"w": Layout.of([2, 2], [1, 0])}, shapes={"w": (2, 8)})
+    expanded = from_json(Layout.of([2, 2], [1, 0]), (2, 8))
     with pytest.raises(LayoutError, match=r"tensor 'w': shape \[12\] is not what the layout"):
         expanded.grid("w", (12,))
     with pytest.raises(LayoutError, match="stands for no shape of that many dimensions"):

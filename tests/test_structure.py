@@ -15,18 +15,32 @@ PACKAGE = Path(reshard.__file__).parent
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"cli_strategy"},
+    {"mindspore"},
+    {"mindspore.slices"},
+    {"mindspore.strategy"},
+    {"mindspore.convert"},
+    {"mindspore.save_load"},
+    {"mindspore.network", "mindspore.write"},
+    {"mindspore.communication"},
+    {"mindspore.launch", "mindspore.parameter"},
     {"demo"},
-    {"terminal"},
+    {"cli_options", "terminal"},
     {"run", "show"},
     {"graph", "arrays"},
     {"source", "move"},
+    {"contents"},
+    {"join"},
+    {"planner"},
     {"plan"},
+    {"strategy_diff"},
     {"rank_files", "selection"},
-    {"formats.ckpt", "formats.safetensors"},
+    {"formats.ckpt", "formats.safetensors", "formats.unified"},
     {"formats"},
-    {"store", "bands", "checkpoint"},
-    {"strategy_file"},
-    {"strategy", "proto"},
+    {"store", "bands", "checkpoint", "cipher", "target_files"},
+    {"strategy_file", "rules_file"},
+    {"rules"},
+    {"strategy", "proto", "redundancy", "operators"},
     {"layout"},
     {"block", "dtypes"},
     {"errors"},
@@ -34,7 +48,8 @@ LAYERS = [
 
 # One-line conveniences that look upward: `checkpoint["w"]`, `plan.rank`, `plan.graph`, `plan.run`, the registry of
 # formats; and names for type checkers only do not count.
-UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("plan", "run"), ("formats", "formats.ckpt"),
+UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("plan", "run"), ("plan", "planner"),
+          ("strategy", "rules"), ("formats", "formats.ckpt"),
           ("formats", "formats.safetensors")}  # fmt: skip
 
 DASK_USERS = {"graph", "arrays", "run"}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from reshard.block import Shape
     from reshard.checkpoint import FileIndex, Runs
     from reshard.dtypes import DType
+    from reshard.store import Readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ class FileLayout:
 class RangeReader:
     """Reads pieces of one file, for indexing it; keeps the last piece, because headers lie close together."""
 
-    def __init__(self, path: str, *, window: int = 4096) -> None:
+    def __init__(self, path: str, *, store: Readable | None = None, window: int = 4096) -> None:
         self.path = path
-        self._store = local_store()
+        self._store = store or local_store()
         self.size = self._store.size(path)
         self._window = window
         self._start = 0
@@ -119,13 +120,17 @@ def by_name(name: str) -> Format:
     raise UsageError(f"unknown format {name!r}; known are {', '.join(known.NAME for known in formats())}")
 
 
-def index_file(path: str) -> FileIndex:
+def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
     """Return what a checkpoint file holds; its format is told by its content, not by its name.
+
+    Args:
+        path: the file.
+        store: what reads it; by default this process's store of local files.
 
     Raises:
         SourceError: the file is of no known format, cut short or corrupt.
     """
-    reader = RangeReader(path)
+    reader = RangeReader(path, store=store)
     start = reader.upto(0, 64)
     for known in formats():
         if known.recognizes(start, reader.size):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from reshard.block import shape_text
 from reshard.checkpoint import Entry, FileIndex
+from reshard.cipher import MAGICS
 from reshard.dtypes import BY_MINDSPORE, STR
 from reshard.errors import SourceError, UsageError
 from reshard.formats import FileLayout
@@ -41,14 +42,13 @@ _TRAILER_BYTES = len(TRAILER) + 10
 _LONGEST_NAME = 1 << 16
 _LONGEST_TEXT = 1 << 24
 _MOST_DIMS = 64
-_CIPHERS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
 
 
 def recognizes(start: bytes, size: int) -> bool:
     """Tell a `.ckpt` file: a first message that fits, an empty file's trailer, or an encrypted block's magic."""
-    if int.from_bytes(start[:4], "little") in _CIPHERS or start.startswith(TRAILER):
+    if int.from_bytes(start[:4], "little") in MAGICS or start.startswith(TRAILER):
         return True
     return size > 2 and start[0] == 0x0A  # field 1 of Checkpoint: a Value
 
@@ -59,7 +59,7 @@ def index(reader: RangeReader) -> FileIndex:
     Raises:
         SourceError: the file is encrypted, cut short, or not what MindSpore writes; the message gives the byte.
     """
-    cipher = _CIPHERS.get(int.from_bytes(reader.upto(0, 4), "little"))
+    cipher = MAGICS.get(int.from_bytes(reader.upto(0, 4), "little"))
     if cipher:
         raise SourceError(f"{reader.path}: is encrypted ({cipher}); decrypt it with MindSpore, or give its key")
     parts: dict[str, _Parts] = {}
@@ -140,7 +140,8 @@ def _text(reader: RangeReader, name: str, runs: Runs, nbytes: int) -> str:
     if nbytes > _LONGEST_TEXT:
         raise SourceError(f"{reader.path}: text entry {name!r} has {nbytes} bytes; at most {_LONGEST_TEXT} are taken")
     try:
-        return b"".join(reader.read(*run) for run in runs).decode("utf-32-le")
+        # numpy ends its text with zeros; MindSpore gives it out without them.
+        return b"".join(reader.read(*run) for run in runs).decode("utf-32-le").rstrip("\0")
     except UnicodeDecodeError as error:
         raise SourceError(f"{reader.path}: text entry {name!r} is not UTF-32: {error.reason}") from None
 
@@ -264,7 +265,8 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
             raise UsageError(
                 f"tensor {content.name!r}: a .ckpt file has no dtype {content.dtype}; write safetensors, or cast it"
             )
-        text = None if content.text is None else content.text.encode("utf-32-le")
+        # Empty text is one zero, as numpy has it: MindSpore cannot load an entry without contents.
+        text = None if content.text is None else content.text.encode("utf-32-le") or bytes(4)
         nbytes = prod(content.shape) * content.dtype.itemsize if text is None else len(text)
         runs: list[tuple[int, int]] = []
         for begin in range(0, nbytes, PART_BYTES) or (0,):

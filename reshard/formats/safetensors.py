@@ -158,6 +158,8 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
     for content in tensors:
         if content.dtype is INT4:
             notes[content.name] = "Int4"
+        if content.name == "__metadata__":
+            raise UsageError(f"tensor {content.name!r}: safetensors keeps its notes under this name; rename the tensor")
         if content.dtype.safetensors is None:
             raise UsageError(f"tensor {content.name!r}: safetensors has no dtype {content.dtype}")
     tensors.sort(key=lambda content: (-_order(content), content.name))
@@ -173,7 +175,7 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
         }
         spans[content.name] = (place, nbytes)
         place += nbytes
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     places: dict[str, Runs] = {name: ((start + begin, nbytes),) for name, (begin, nbytes) in spans.items()}

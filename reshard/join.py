@@ -1,0 +1,265 @@
+"""Joining files and strategy: which blocks of which tensors there are, and which files hold each.
+
+A tensor that the strategy names is read from the lowest pipeline stage that holds all of it; MindSpore leaves shared
+ones out of later stages' files, which is no fault. One that no strategy names is whole in every file that has it.
+Every file is held against the strategy, and all faults are told at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.block import Block, shape_text
+from reshard.checkpoint import Shard, Tensor, TensorSpec
+from reshard.errors import Faults, LayoutError, SourceError, names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from reshard.block import Shape
+    from reshard.checkpoint import Entry, SourceFile
+    from reshard.layout import Grid
+    from reshard.strategy import Strategy
+
+UNLISTED = (
+    "it may be sharded but not listed: save the strategy with only_trainable_params=False, or give "
+    "--layout '{name}=RULE' (RULE: split:DIM, DEV_MATRIX:TENSOR_MAP; whole; copy if every rank has a value of its own)"
+)
+
+
+def join(
+    root: str, files: Sequence[SourceFile], ranks: Sequence[int], strategy: Strategy | None, *, partial: bool
+) -> dict[str, Tensor]:
+    """Return every tensor of the files.
+
+    Args:
+        root: for messages.
+        files: the files of all ranks.
+        ranks: the rank of each.
+        strategy: says which rank holds which block; None for one rank of whole tensors.
+        partial: blocks may be in no file.
+
+    Raises:
+        SourceError: missing ranks, headers that contradict the strategy or each other; all at once.
+    """
+    if strategy is None:
+        return _WithoutStrategy(root, files, ranks).tensors()
+    return _WithStrategy(root, files, ranks, strategy, partial=partial).tensors()
+
+
+class _WithoutStrategy:
+    """Joins tensors that no strategy names."""
+
+    def __init__(self, root: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> None:
+        self.root, self.files, self.ranks = root, files, ranks
+        self.faults = Faults(root)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return whole tensors, of the one rank that there may be."""
+        if len(set(self.ranks)) > 1:
+            raise SourceError(
+                f"{self.root}: has {len(set(self.ranks))} ranks and no strategy says which part each holds; "
+                "give --source-strategy, or --layout '*=RULE'"
+            )
+        found = {name: self.unlisted(name, holders) for name, holders in self.holders().items()}
+        self.faults.raise_if_any(SourceError)
+        return found
+
+    def holders(self) -> dict[str, list[int]]:
+        """Return the numbers of the files that have each name."""
+        holders: dict[str, list[int]] = {}
+        for number, file in enumerate(self.files):
+            for name in file.index.entries:
+                holders.setdefault(name, []).append(number)
+        return holders
+
+    def entry(self, number: int, name: str) -> Entry:
+        """Return a tensor's part in a file."""
+        return self.files[number].index.entries[name]
+
+    def unlisted(self, name: str, holders: Sequence[int]) -> Tensor:
+        """Join a tensor that no layout describes: every file that has it must hold the same whole of it."""
+        first = self.entry(holders[0], name)
+        for number in holders[1:]:
+            entry = self.entry(number, name)
+            if entry is not first and (entry.dtype, entry.shape) != (first.dtype, first.shape):
+                self.faults.add(
+                    f"tensor {name!r}",
+                    f"is {entry.dtype} {shape_text(entry.shape)} in rank {self.ranks[number]} and {first.dtype} "
+                    f"{shape_text(first.shape)} in rank {self.ranks[holders[0]]}, and no strategy lists it; "
+                    f"{UNLISTED.format(name=name)}",
+                )
+                break
+        spec = TensorSpec(name, first.dtype, first.shape)
+        varies = first.text is not None and len({self.entry(number, name).text for number in holders}) > 1
+        shards = (Shard(Block.whole(first.shape), tuple(holders)),)
+        return Tensor(spec, shards, listed=False, varies=varies, text=first.text)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KnownGrid:
+    """What tensors of one grid have in common: each rank's block, and the shards for each set of holders."""
+
+    grid: Grid
+    blocks: dict[int, Block]
+    shards: dict[tuple[int, ...], tuple[Shard, ...]]
+
+
+class _WithStrategy(_WithoutStrategy):
+    """Joins the tensors that a strategy names, and those that it does not."""
+
+    def __init__(
+        self, root: str, files: Sequence[SourceFile], ranks: Sequence[int], strategy: Strategy, *, partial: bool
+    ) -> None:
+        super().__init__(root, files, ranks)
+        self.strategy, self.partial = strategy, partial
+        self._needing: dict[int, list[str]] = {}  # tensors that lack a block, by a rank that should have it
+        self._known: dict[int, _KnownGrid] = {}  # by identity: to hash a large grid for every tensor is slow
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the files."""
+        self._check_ranks()
+        found: dict[str, Tensor] = {}
+        for name, holders in self.holders().items():
+            listed = name in self.strategy.tensors and self.entry(holders[0], name).text is None
+            tensor = self._listed(name, holders) if listed else self.unlisted(name, holders)
+            if tensor is not None:
+                found[name] = tensor
+        if not self.partial:
+            self._tell_missing()
+        self.faults.raise_if_any(SourceError)
+        return found
+
+    def _check_ranks(self) -> None:
+        expected = self.strategy.ranks
+        unknown = sorted({rank for rank in self.ranks if rank not in expected})
+        if unknown:
+            raise SourceError(
+                f"{self.root}: has rank {names(unknown)}; the strategy describes ranks {expected.start} to "
+                f"{expected.stop - 1}; give the strategy of all {len(set(self.ranks))} ranks (of a pipeline: the "
+                "directory of its strategy files, or the merged file)"
+            )
+
+    def _tell_missing(self) -> None:
+        """Every rank must be there. Replicas may have all that one held, but a wrong strategy looks just so."""
+        present = {rank for file, rank in zip(self.files, self.ranks, strict=True) if file.index.entries}
+        with_tensors = {placed.stage for places in self.strategy.tensors.values() for placed in places}
+        missing = [
+            rank for rank in self.strategy.ranks if rank not in present and self.strategy.stage_of(rank) in with_tensors
+        ]
+        for rank in sorted(set(self._needing) & set(missing)):
+            needing = self._needing.pop(rank)
+            self.faults.add(
+                f"rank {rank}", f"has no file; it is needed for {len(needing)} tensors ({names(needing, most=3)})"
+            )
+            missing.remove(rank)
+        for rank, needing in sorted(self._needing.items()):
+            self.faults.add(f"rank {rank}", f"has no {names(needing, most=3)} in its file, nor has any replica")
+        if missing:
+            self.faults.add(
+                f"rank {names(missing)}",
+                f"has no file, of the {len(self.strategy.ranks)} ranks that the strategy describes; no block is known "
+                "to be lost: if it is the right strategy, go on with --partial",
+            )
+
+    def _listed(self, name: str, holders: Sequence[int]) -> Tensor | None:
+        """Join a tensor that the strategy names, from the lowest stage that holds all of it; check the others too."""
+        found: Tensor | None = None
+        lacking: list[int] = []
+        checked = 0
+        for stage in self.strategy.stages_of(name):
+            in_stage = tuple(n for n in holders if self.strategy.stage_of(self.ranks[n]) == stage)
+            if not in_stage:
+                continue
+            checked += 1
+            tensor = self._in_stage(name, stage, in_stage)
+            if tensor is None:
+                continue  # a fault that was told
+            if found and (tensor.spec.dtype, tensor.spec.shape) != (found.spec.dtype, found.spec.shape):
+                self.faults.add(
+                    f"tensor {name!r}",
+                    f"is {tensor.spec.dtype} {shape_text(tensor.spec.shape)} in stage {stage} and {found.spec.dtype} "
+                    f"{shape_text(found.spec.shape)} in a stage before",
+                )
+            complete = all(shard.holders for shard in tensor.shards)
+            if found is None and (complete or self.partial):
+                found = tensor
+            elif not complete:
+                grid = self.strategy.grid(name, tensor.spec.shape, stage=stage)
+                empty = [r for shard, r in zip(tensor.shards, grid.ranks, strict=True) if not shard.holders]
+                lacking += [next((rank for rank in r if rank not in self.ranks), r[0]) for r in empty]
+        if found is None:
+            for rank in lacking:
+                self._needing.setdefault(rank, []).append(name)
+            if not checked:
+                where = sorted({self.ranks[number] for number in holders})
+                stages = names(self.strategy.stages_of(name))
+                self.faults.add(
+                    f"tensor {name!r}", f"is in rank {names(where)}; the strategy has it in stage {stages}, other ranks"
+                )
+        return found
+
+    def _in_stage(self, name: str, stage: int, holders: tuple[int, ...]) -> Tensor | None:
+        """Join what the ranks of one stage hold; None where a fault was told."""
+        first = self.entry(holders[0], name)
+        try:
+            shape = self.strategy.whole_shape(name, first.shape, stage=stage)
+            grid = self.strategy.grid(name, shape, stage=stage)
+        except LayoutError as error:
+            self.faults.add(self.files[holders[0]].path, str(error))
+            return None
+        faults = len(self.faults.found)
+        self._check_stated_shape(name, stage, shape)
+        self._check_entries(name, first, grid, holders)
+        if len(self.faults.found) > faults:
+            return None
+        return Tensor(TensorSpec(name, first.dtype, shape), self._shards(grid, holders))
+
+    def _check_stated_shape(self, name: str, stage: int, shape: Shape) -> None:
+        """Compare with the shape that a JSON strategy gives; whole tensors under a splitting layout show there."""
+        placed = next(p for p in self.strategy.tensors[name] if p.stage == stage)
+        if placed.shape is not None and len(placed.shape) == len(shape) and placed.shape != shape:
+            self.faults.add(
+                f"tensor {name!r}",
+                f"would be {shape_text(shape)} by what the files store; the strategy says {shape_text(placed.shape)} "
+                f"(saved whole with integrated_save=True? then give --layout '{name}=whole')",
+            )
+
+    def _check_entries(self, name: str, first: Entry, grid: Grid, holders: Iterable[int]) -> None:
+        """Hold what each file has of a tensor against the block that its rank should have."""
+        blocks = self._known_grid(grid).blocks
+        for number in holders:
+            entry = self.entry(number, name)
+            block = blocks[self.ranks[number]]
+            if entry is first and block.shape == first.shape:
+                continue
+            if entry.dtype is not first.dtype:
+                self.faults.add(
+                    self.files[number].path, f"tensor {name!r} is {entry.dtype}; other ranks have {first.dtype}"
+                )
+            elif entry.shape != block.shape:
+                self.faults.add(
+                    self.files[number].path,
+                    f"tensor {name!r} has shape {shape_text(entry.shape)}; the strategy and the other ranks say "
+                    f"{shape_text(block.shape)}",
+                )
+
+    def _shards(self, grid: Grid, holders: tuple[int, ...]) -> tuple[Shard, ...]:
+        """Return who holds each block; a block in no file has no holder."""
+        known = self._known_grid(grid).shards
+        if holders not in known:
+            by_rank: dict[int, list[int]] = {}
+            for number in holders:
+                by_rank.setdefault(self.ranks[number], []).append(number)
+            known[holders] = tuple(
+                Shard(block, tuple(number for rank in ranks for number in by_rank.get(rank, ())))
+                for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
+            )
+        return known[holders]
+
+    def _known_grid(self, grid: Grid) -> _KnownGrid:
+        known = self._known.get(id(grid))
+        if known is None:
+            known = self._known[id(grid)] = _KnownGrid(grid, grid.by_rank(), {})
+        return known

@@ -1,0 +1,51 @@
+"""MindSpore's checkpoint functions under its own names: `import reshard.mindspore as ms`.
+
+The functions take MindSpore 2.10's arguments and mean what they mean there; no MindSpore is needed. Where it fails or
+is silently wrong, these work: each function's page says so. Arguments that only make sense on a device are accepted
+and explained.
+
+>>> import reshard.mindspore as ms
+>>> ms.Parameter(ms.Tensor([[1.0, 2.0]]), "weight")
+Parameter (name=weight, shape=(1, 2), dtype=Float32, requires_grad=True)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+# The home of each public name. They are imported on first use, so that a script that only merges strategies does
+# not wait for dask.
+_HOMES = {
+    "communication": (),
+    "convert": ("ckpt_to_safetensors", "safetensors_to_ckpt"),
+    "launch": ("get_group_size", "get_rank", "init"),
+    "network": ("load_param_into_net",),
+    "parameter": (
+        "Parameter", "Tensor", "bfloat16", "bool_", "complex64", "float16", "float32", "float64", "float8_e4m3fn",
+        "float8_e5m2", "int16", "int32", "int64", "int8", "qint4x2", "uint16", "uint32", "uint64", "uint8",
+    ),
+    "save_load": ("load_checkpoint", "load_checkpoint_async", "save_checkpoint"),
+    "slices": ("merge_sliced_parameter",),
+    "strategy": (
+        "build_searched_strategy", "get_ckpt_path_with_strategy", "get_parameter_redundancy",
+        "merge_pipeline_strategys", "remove_param_redundancy", "restore_group_info_list",
+    ),
+}  # fmt: skip
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605 -- one list of names, above
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return import_module(f"reshard.mindspore.{name}")
+    if name in _HOME_OF:
+        value = getattr(import_module(f"reshard.mindspore.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'reshard.mindspore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF, *_HOMES})

@@ -1,0 +1,220 @@
+"""`load_param_into_net`: giving parameters to whatever has named parameters, of whatever framework.
+
+A network is anything with `parameters_and_names()` (a class of one's own, a MindSpore `Cell`), a `torch.nn.Module`, or
+a mapping of names to parameters or arrays. No framework is imported: one that a network is of is there already.
+
+Source: MindSpore 2.10 `train/serialization.py` (`load_param_into_net`, `_update_param`,
+`_load_dismatch_prefix_params`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import BY_NAME
+from reshard.errors import ReshardError, UsageError, names
+from reshard.mindspore.parameter import Parameter, Tensor, as_tensor, qint4x2
+
+_log = logging.getLogger("reshard.mindspore")
+
+# Within each of these a value is converted unless strict_load is given.
+_FAMILIES = ({"float16", "float32", "float64", "bfloat16"}, {"int4", "int8", "int16", "int32", "int64"})
+
+
+class NetworkError(ReshardError, RuntimeError):
+    """A parameter does not fit its place in the network; RuntimeError is what MindSpore raises."""
+
+
+def load_param_into_net(
+    net: Any, parameter_dict: Mapping[str, Any], strict_load: bool = False, remove_redundancy: bool = False
+) -> tuple[list[str], list[str]]:
+    """Give the parameters of a checkpoint to a network, by name.
+
+    Without `strict_load` a network's parameter that is not there takes one whose name ends with its own (`weight` that
+    of `net.weight`), and floats are converted to floats, integers to integers. Shapes must agree; `(12, 2048, 1, 1)`
+    also goes to `(12, 2048)`.
+
+    Unlike MindSpore's, all parameters are checked before the first is set; and what was loaded under a longer name is
+    not listed as unused.
+
+    Args:
+        net: anything with `parameters_and_names()`, a MindSpore `Cell`, a `torch.nn.Module` (its buffers included), or
+            a mapping of names to Parameters or arrays, which are written in place.
+        parameter_dict: what `load_checkpoint` returned; arrays are taken too.
+        strict_load: convert nothing, and take only equal names.
+        remove_redundancy: accepted. MindSpore fetches the parameters that a de-duplicated file lacks from the other
+            devices; there are none here, and they are listed as not loaded.
+
+    Returns:
+        names in the network that were not loaded (`accu_grads*` left out, as MindSpore does), and names in the
+        checkpoint that were not used.
+
+    Raises:
+        TypeError: `net` has no named parameters, or `parameter_dict` is no dict of parameters.
+        RuntimeError: a shape or dtype does not fit (a `NetworkError`).
+
+    >>> net = {"w": Parameter([[0.0, 0.0]], "w"), "b": Parameter([0.0], "b")}
+    >>> load_param_into_net(net, {"w": Parameter([[1.0, 2.0]], "w"), "step": Parameter(7, "step")})
+    (['b'], ['step'])
+    >>> net["w"].asnumpy().tolist()
+    [[1.0, 2.0]]
+    """
+    _check_arguments(parameter_dict, strict_load, remove_redundancy)
+    cell = _as_cell(net)
+    if cell is not None:
+        return _load_into_cell(cell, parameter_dict, strict_load)
+    places = parameters_of(net, "net")
+    values = {name: value for name, value in parameter_dict.items() if not isinstance(value, str | list)}
+    taken = {name: name for name in places if name in values}
+    missing = [name for name in places if name not in values and not name.startswith("accu_grads")]
+    if not strict_load:
+        taken |= _by_suffix(missing, values)
+    fitted = {name: _fitted(name, places[name], values[other], strict_load) for name, other in taken.items()}
+    for name, tensor in fitted.items():
+        _set(places[name], tensor)
+    not_loaded = [name for name in missing if name not in taken]
+    if not_loaded:
+        _log.warning("%d parameters of the network are not loaded: %s", len(not_loaded), names(not_loaded))
+    used = set(taken.values())
+    return not_loaded, [name for name in parameter_dict if name not in used]
+
+
+def parameters_of(net: Any, argument: str) -> dict[str, Any]:
+    """Return the parameters of a network by name.
+
+    Raises:
+        TypeError: it has none.
+    """
+    if isinstance(net, Mapping):
+        return dict(net)
+    if hasattr(net, "parameters_and_names"):
+        return {param.name: param for _, param in net.parameters_and_names()}
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(net, torch.nn.Module):
+        return dict(net.state_dict(keep_vars=True))
+    raise TypeError(
+        f"{argument} is a {type(net).__name__}; expected a mapping, something with parameters_and_names(), or a "
+        "torch.nn.Module"
+    )
+
+
+def _check_arguments(parameter_dict: object, strict_load: object, remove_redundancy: object) -> None:
+    if not isinstance(strict_load, bool):
+        raise TypeError(f"strict_load is a {type(strict_load).__name__}; expected a bool")
+    if not isinstance(remove_redundancy, bool):
+        raise UsageError(f"remove_redundancy is a {type(remove_redundancy).__name__}; expected a bool")
+    if not isinstance(parameter_dict, dict):
+        raise TypeError(f"parameter_dict is a {type(parameter_dict).__name__}; expected a dict")
+    for name, value in parameter_dict.items():
+        if not isinstance(name, str) or isinstance(value, bytes | int | float | dict | None):
+            raise TypeError(
+                f"parameter_dict holds {name!r}: {type(value).__name__}; expected names as strings and Parameters"
+            )
+
+
+def _by_suffix(missing: list[str], values: Mapping[str, Any]) -> dict[str, str]:
+    """Find the parameters that are there under a longer name: a prefix is found by one name, then tried on all."""
+    found: dict[str, str] = {}
+    left = list(missing)
+    while True:
+        prefix = next(
+            (other.removesuffix(name) for name in left for other in values if other.endswith(name) and other != name),
+            None,
+        )
+        if prefix is None:
+            return found
+        _log.warning("names without their prefix %r are taken", prefix)
+        found |= {name: prefix + name for name in left if prefix + name in values}
+        left = [name for name in left if name not in found]
+
+
+def _fitted(name: str, place: Any, value: Any, strict_load: bool) -> Tensor:
+    """Return a value in the shape and dtype of its place.
+
+    Raises:
+        NetworkError: it does not fit.
+    """
+    tensor = as_tensor(value, name)
+    shape, dtype = tuple(place.shape), _dtype_name(place)
+    if tensor.shape != shape:
+        extra = len(tensor.shape) - len(shape)
+        if extra <= 0 or tensor.shape != (*shape, *(1,) * extra):
+            raise NetworkError(
+                f"parameter {name!r} has shape {shape} in the network and {tensor.shape} in the checkpoint; "
+                "is it the checkpoint of this network, and of this rank?"
+            )
+        reshaped = Tensor.from_numpy(tensor.array.reshape(shape))
+        reshaped.kind = tensor.kind
+        tensor = reshaped
+    if tensor.kind.name != dtype:
+        if strict_load or not any({tensor.kind.name, dtype} <= family for family in _FAMILIES):
+            raise NetworkError(
+                f"parameter {name!r} is {dtype} in the network and {tensor.kind} in the checkpoint"
+                + ("; strict_load converts nothing" if strict_load else "")
+            )
+        _log.warning("%r is %s in the checkpoint; converted to the network's %s", name, tensor.kind, dtype)
+        tensor = tensor.astype(qint4x2 if dtype == "int4" else BY_NAME[dtype].numpy())
+    return tensor
+
+
+def _dtype_name(place: Any) -> str:
+    if isinstance(place, Tensor):
+        return place.kind.name
+    return str(place.dtype).removeprefix("torch.")
+
+
+def _set(place: Any, tensor: Tensor) -> None:
+    """Give a parameter its value."""
+    if isinstance(place, Parameter):
+        place.set_data(tensor, place.sliced)
+    elif isinstance(place, Tensor):
+        place.array[...] = tensor.array
+    elif isinstance(place, np.ndarray):
+        place[...] = tensor.array
+    elif hasattr(place, "copy_"):
+        place.detach().copy_(_as_torch(tensor))
+    else:
+        place.set_data(tensor)
+
+
+def _as_torch(tensor: Tensor) -> Any:
+    import torch
+
+    array = tensor.array if tensor.array.flags.writeable else tensor.array.copy()
+    if hasattr(torch, tensor.kind.name) and array.dtype.kind == "V":  # ml_dtypes', which torch does not take from numpy
+        bits = array.view(np.int8 if array.itemsize == 1 else np.int16)
+        return torch.from_numpy(bits).view(getattr(torch, tensor.kind.name))
+    return torch.from_numpy(array)
+
+
+def _as_cell(net: Any) -> Any:
+    """Return a network if it is a MindSpore Cell, else None."""
+    mindspore = sys.modules.get("mindspore")
+    return net if mindspore is not None and isinstance(net, mindspore.nn.Cell) else None
+
+
+def _load_into_cell(net: Any, parameter_dict: Mapping[str, Any], strict_load: bool) -> tuple[list[str], list[str]]:
+    """Have MindSpore load the parameters, as its own."""
+    mindspore = sys.modules["mindspore"]
+    own = {
+        name: value if isinstance(value, str | list | mindspore.Parameter) else _as_mindspore(mindspore, value, name)
+        for name, value in parameter_dict.items()
+    }
+    found: tuple[list[str], list[str]] = mindspore.load_param_into_net(net, own, strict_load)
+    return found
+
+
+def _as_mindspore(mindspore: Any, value: Any, name: str) -> Any:
+    tensor = as_tensor(value, name)
+    if tensor.kind.name == "bfloat16":  # its own bfloat16 is another numpy dtype than ml_dtypes'
+        given = mindspore.Tensor(tensor.array.view(np.uint16)).view(mindspore.bfloat16)
+    elif tensor.kind.name == "int4":
+        given = mindspore.Tensor(tensor.array, dtype=mindspore.qint4x2)
+    else:
+        given = mindspore.Tensor(tensor.array)
+    return mindspore.Parameter(given, name=name)

@@ -1,0 +1,357 @@
+"""`Tensor` and `Parameter`: numpy arrays in MindSpore's clothes, as far as its checkpoint functions need them.
+
+A checkpoint script handles parameters by `name`, `data`, `asnumpy()` and `set_data()`; that is all there is here.
+They compute nothing: what a script wants to compute, it computes with `asnumpy()`.
+
+Dtypes are numpy's (bfloat16 and float8 those of ml_dtypes), also under MindSpore's names: `float32`, `bfloat16`,
+`bool_` and so on are numpy dtypes. Two things follow: a bfloat16 tensor goes to numpy and back as it is, and
+`str(tensor.dtype)` is `float32`, where MindSpore prints `Float32`.
+
+Source: MindSpore 2.10 `common/tensor.py`, `common/parameter.py`.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from reshard.dtypes import BY_NAME, INT4, DType
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+bool_ = np.dtype(np.bool_)
+int8 = np.dtype(np.int8)
+int16 = np.dtype(np.int16)
+int32 = np.dtype(np.int32)
+int64 = np.dtype(np.int64)
+uint8 = np.dtype(np.uint8)
+uint16 = np.dtype(np.uint16)
+uint32 = np.dtype(np.uint32)
+uint64 = np.dtype(np.uint64)
+float16 = np.dtype(np.float16)
+float32 = np.dtype(np.float32)
+float64 = np.dtype(np.float64)
+complex64 = np.dtype(np.complex64)
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
+float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
+qint4x2 = np.dtype(ml_dtypes.int4)
+"""MindSpore's Int4, one byte an element; `asnumpy` gives it as int8, so that all eight bits survive."""
+
+DTYPE_NAMES = (
+    "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "complex64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "qint4x2",
+)  # fmt: skip
+"""The dtypes above, under the names that MindSpore gives them."""
+
+_SHOWN_DTYPES = {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}
+
+_unnamed = count()
+
+
+class Tensor:
+    """An array with a shape and a dtype.
+
+    Args:
+        input_data: an array, a Tensor, a number, or nested lists of numbers. Arrays are copied, as MindSpore does.
+        dtype: the dtype to convert to: one of this module, or anything that numpy takes for one. By default that of
+            the array; without one, int64 for integers and float32 for floats, as MindSpore has it.
+
+    Attributes:
+        array: the elements, row-major in the machine's byte order; int8 where they are Int4.
+        kind: their entry in `reshard`'s dtype table, which knows their name in each file format.
+
+    Raises:
+        TypeError: the data is no array of numbers, or of a kind that no checkpoint holds.
+
+    >>> tensor = Tensor(np.array([[1, 2], [3, 4]], np.float16))
+    >>> tensor.shape, tensor.dtype == float16, tensor.asnumpy()[1].tolist()
+    ((2, 2), True, [3.0, 4.0])
+    >>> Tensor([1.5, 2]).dtype, Tensor(1).dtype, Tensor([1, 2], bfloat16).asnumpy()
+    (dtype('float32'), dtype('int64'), array([1, 2], dtype=bfloat16))
+    """
+
+    __slots__ = ("array", "kind")
+    array: Array
+    kind: DType
+    __hash__ = object.__hash__
+
+    def __init__(self, input_data: Any, dtype: Any = None) -> None:
+        if isinstance(input_data, str | bytes):
+            raise TypeError(f"a Tensor is made of numbers; got {type(input_data).__name__} {input_data[:20]!r}")
+        wanted = None if dtype is None else np.dtype(dtype)
+        if isinstance(input_data, Tensor):
+            self.array, self.kind = input_data.array.copy(), input_data.kind
+            if wanted is not None and wanted != self.dtype:
+                self.array, self.kind = _converted(self.array, wanted)
+            return
+        array = np.array(input_data, order="C")
+        if wanted is None and array.dtype == float64 and not hasattr(input_data, "dtype"):
+            wanted = float32  # Python's floats, as MindSpore takes them
+        self.array, self.kind = _converted(array, array.dtype if wanted is None else wanted)
+
+    @classmethod
+    def from_numpy(cls, array: Array) -> Tensor:
+        """Return a tensor over an array, which is not copied unless it is strided or in foreign byte order.
+
+        Raises:
+            TypeError: it is no array, or of a kind that no checkpoint holds.
+        """
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"from_numpy takes a numpy array; got {type(array).__name__}")
+        tensor = Tensor.__new__(Tensor)
+        tensor.array, tensor.kind = _converted(np.asarray(array, order="C"), array.dtype)
+        return tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The extent of each dimension."""
+        return tuple(self.array.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The kind of the elements, a numpy dtype."""
+        return qint4x2 if self.kind is INT4 else self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.array.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.array.size
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements, in bytes."""
+        return self.array.nbytes
+
+    def asnumpy(self) -> Array:
+        """Return the array itself: what is written into it is in the tensor."""
+        return self.array
+
+    numpy = asnumpy
+
+    def astype(self, dtype: Any) -> Tensor:
+        """Return a copy in another dtype, rounded as numpy and ml_dtypes do (to the nearest, ties to even)."""
+        return Tensor(self.data, dtype)
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor itself; of a Parameter, the tensor without its name."""
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if dtype is not None and np.dtype(dtype) != self.array.dtype:
+            if copy is False:
+                raise ValueError(f"{self.dtype} cannot be seen as {np.dtype(dtype)} without a copy")
+            return self.array.astype(dtype)
+        return self.array.copy() if copy else self.array
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a Tensor without dimensions has no length")
+        return len(self.array)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part = Tensor.__new__(Tensor)
+        part.array, part.kind = np.asarray(self.array[index], order="C"), self.kind
+        return part
+
+    def __eq__(self, other: object) -> Any:
+        """Compare element by element, as arrays do; a numpy array of bool."""
+        return self.array == (other.array if isinstance(other, Tensor) else other)
+
+    def __ne__(self, other: object) -> Any:
+        """Compare element by element."""
+        return self.array != (other.array if isinstance(other, Tensor) else other)
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+    def __int__(self) -> int:
+        return int(self.array.item())
+
+    def __float__(self) -> float:
+        return float(self.array.item())
+
+    def __repr__(self) -> str:
+        return f"Tensor(shape={list(self.shape)}, dtype={_shown(self.kind)}, value={self.array})"
+
+    def __str__(self) -> str:
+        return str(self.array)
+
+
+class Parameter(Tensor):
+    """A tensor with a name: what a checkpoint is made of.
+
+    Args:
+        default_input: the value, as for `Tensor`. An integer becomes int32 here, as in MindSpore.
+        name: `Parameter#0` and so on if it is not given, as in MindSpore.
+        requires_grad: kept and handed out; nothing is trained here.
+        layerwise_parallel: kept and handed out: this parameter is split by the network itself (r1.5).
+        parallel_optimizer: kept and handed out.
+        storage_format: accepted; says how a device arranges the bytes.
+        device: accepted; everything is in the memory of the host.
+
+    Raises:
+        TypeError: the value is no array of numbers.
+        ValueError: the name is no string.
+
+    >>> weight = Parameter(Tensor(np.ones((4, 8), np.float32)), "weight")
+    >>> weight
+    Parameter (name=weight, shape=(4, 8), dtype=Float32, requires_grad=True)
+    >>> weight.set_data(Tensor(np.zeros((2, 8), np.float32)), True)
+    Parameter (name=weight, shape=(2, 8), dtype=Float32, requires_grad=True)
+    """
+
+    __slots__ = ("_name", "layerwise_parallel", "parallel_optimizer", "requires_grad", "sliced")
+
+    def __init__(
+        self,
+        default_input: Any,
+        name: str | None = None,
+        requires_grad: bool = True,
+        layerwise_parallel: bool = False,
+        parallel_optimizer: bool = True,
+        storage_format: str = "",  # noqa: ARG002 -- as above
+        device: str | None = None,  # noqa: ARG002 -- as above
+    ) -> None:
+        is_integer = isinstance(default_input, int) and not isinstance(default_input, bool)
+        super().__init__(default_input, int32 if is_integer else None)
+        self.name = name
+        self.requires_grad = requires_grad
+        self.layerwise_parallel = layerwise_parallel
+        self.parallel_optimizer = parallel_optimizer
+        self.sliced = False
+
+    @classmethod
+    def over(cls, tensor: Tensor, name: str) -> Parameter:
+        """Return a parameter that shares the array of a tensor; `Parameter(tensor, name)` copies it."""
+        parameter = cls.__new__(cls)
+        parameter.array, parameter.kind = tensor.array, tensor.kind
+        parameter.name = name
+        parameter.requires_grad = parameter.parallel_optimizer = True
+        parameter.layerwise_parallel = parameter.sliced = False
+        return parameter
+
+    @property
+    def name(self) -> str:
+        """The name, without blanks around it."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str | None) -> None:
+        if not isinstance(name, str | None):
+            raise ValueError(f"a Parameter's name is a string; got {type(name).__name__} {name!r}")  # noqa: TRY004 -- as MindSpore
+        self._name = (name or "").strip() or f"Parameter#{next(_unnamed)}"
+
+    @property
+    def data(self) -> Tensor:
+        """The value as a Tensor, which shares its array with this parameter."""
+        tensor = Tensor.__new__(Tensor)
+        tensor.array, tensor.kind = self.array, self.kind
+        return tensor
+
+    def value(self) -> Tensor:
+        """Return the value as a Tensor."""
+        return self.data
+
+    def set_data(self, data: Tensor | float, slice_shape: bool = False) -> Parameter:
+        """Give this parameter another value, converted to the parameter's dtype.
+
+        The shape may be another one, whatever `slice_shape` is: MindSpore's page says that shapes are compared unless
+        `slice_shape` is true, MindSpore 2.10 does not compare them, and scripts that run there shall run here.
+
+        Args:
+            data: the value. A Tensor's array is shared where its dtype is the parameter's.
+            slice_shape: the value is one device's slice; kept as `sliced`.
+
+        Raises:
+            TypeError: the value is neither a Tensor nor a number, or a float for a parameter of integers.
+        """
+        if not isinstance(data, Tensor | int | float):
+            raise TypeError(
+                f"parameter {self.name!r}: its data is set from a Tensor, an int or a float; got "
+                f"{type(data).__name__} (make it a Tensor)"
+            )
+        if isinstance(data, float) and self.array.dtype.kind in "iub":
+            raise TypeError(f"parameter {self.name!r} is of {self.dtype}; the float {data} cannot be converted to it")
+        if not isinstance(data, Tensor) or data.dtype != self.dtype:
+            data = Tensor(data, self.dtype)
+        self.array, self.kind = data.array, data.kind
+        self.sliced = slice_shape
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"Parameter (name={self.name}, shape={self.shape}, dtype={_shown(self.kind)}, "
+            f"requires_grad={self.requires_grad})"
+        )
+
+    __str__ = __repr__
+
+
+def _converted(array: Array, dtype: np.dtype[Any]) -> tuple[Array, DType]:
+    """Return an array in another dtype, in the machine's byte order, and that dtype's entry in the table."""
+    if dtype == qint4x2:
+        return array.view(np.int8) if array.dtype == qint4x2 else array.astype(np.int8), INT4
+    kind = BY_NAME.get(dtype.name)
+    if kind is None or dtype.kind in "US":
+        raise TypeError(f"no checkpoint holds elements of dtype {dtype}; known are {', '.join(DTYPE_NAMES)}")
+    return array.astype(dtype.newbyteorder("="), copy=False), kind
+
+
+def _shown(kind: DType) -> str:
+    """Return a dtype's name as MindSpore prints it.
+
+    >>> _shown(BY_NAME["bfloat16"]), _shown(BY_NAME["bool"]), _shown(BY_NAME["float8_e5m2"])
+    ('BFloat16', 'Bool', 'Float8E5M2')
+    """
+    return kind.mindspore or _SHOWN_DTYPES.get(kind.name, kind.name)
+
+
+def as_tensor(value: Any, name: str) -> Tensor:
+    """Return a parameter, tensor or array of any library as a Tensor, over the same memory where that can be.
+
+    Args:
+        value: a Tensor or Parameter, a numpy array, a `torch.Tensor`, a MindSpore Tensor, or anything that numpy takes
+            for an array by its `__array__`.
+        name: its name, for the message.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(value, Tensor):
+        return value.data
+    try:
+        return Tensor.from_numpy(_as_numpy(value))
+    except TypeError as error:
+        raise TypeError(f"{name!r}: {error}") from error
+
+
+def _as_numpy(value: Any) -> Array:
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    if hasattr(value, "asnumpy"):  # MindSpore
+        given: Array = value.asnumpy()
+        return given
+    if hasattr(value, "detach"):  # torch, which knows no bfloat16 in numpy
+        tensor = value.detach().cpu().contiguous()
+        kind = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
+        if kind is not None and kind.itemsize < 4 and not kind.name.startswith(("int", "uint", "bool")):
+            import torch
+
+            carrier = torch.int8 if kind.itemsize == 1 else torch.int16
+            bits: Array = tensor.view(carrier).numpy()
+            return bits.view(kind.numpy())
+        converted: Array = tensor.numpy()
+        return converted
+    if hasattr(value, "__array__"):
+        return np.asarray(value)
+    raise TypeError(f"expected a Parameter, a Tensor or an array; got {type(value).__name__}")

@@ -1,0 +1,393 @@
+"""`load_checkpoint` and `save_checkpoint`: one file, whole, in memory; both formats, with CRC and encryption.
+
+Sources: MindSpore 2.10 `train/serialization.py`, whose checks and kinds of errors these are; the bytes written are
+the same, save where a function says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.checkpoint import Entry
+from reshard.cipher import Cipher, DecryptingStore
+from reshard.dtypes import INT4, STR
+from reshard.errors import SourceError, UsageError, names
+from reshard.formats import Content, by_name, index_file
+from reshard.mindspore.network import load_param_into_net, parameters_of
+from reshard.mindspore.parameter import Parameter, Tensor, as_tensor, qint4x2
+from reshard.mindspore.write import FileContents, TensorContents, named_crc, write_file
+from reshard.store import local_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from concurrent.futures import Future
+
+    from reshard.checkpoint import FileIndex
+    from reshard.store import Readable
+
+_log = logging.getLogger("reshard.mindspore")
+
+_FORMATS = ("ckpt", "safetensors")
+_TRAILER_BYTES = 17
+
+
+def load_checkpoint(
+    ckpt_file_name: str | os.PathLike[str] | BytesIO,
+    net: Any = None,
+    strict_load: bool = False,
+    filter_prefix: str | list[str] | tuple[str, ...] | None = None,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    specify_prefix: str | list[str] | tuple[str, ...] | None = None,
+    choice_func: Callable[[str], bool] | None = None,
+    crc_check: bool = False,
+    remove_redundancy: bool = False,
+    format: str = "ckpt",  # noqa: A002 -- MindSpore's signature
+) -> dict[str, Any]:
+    """Load one checkpoint file into memory.
+
+    Unlike MindSpore's, it reads only the tensors that are asked for, never the file as one message; applies the
+    prefixes to safetensors too; gives the parameters of a safetensors file their names; and gives back the text
+    entries of a safetensors file that was written here.
+
+    Args:
+        ckpt_file_name: the file, whose name must end with the format; or a BytesIO (safetensors only).
+        net: what to load the parameters into, as `load_param_into_net` does.
+        strict_load: as for `load_param_into_net`.
+        filter_prefix: leave out the names that begin so; `choice_func` is not asked where a prefix is given.
+        dec_key: the key of an encrypted `.ckpt` file, with the `crypto` extra.
+        dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        specify_prefix: load only the names that begin so.
+        choice_func: tells for a name whether to load it.
+        crc_check: compare the CRC-32 that the file carries; a file without one is reported in the log.
+        remove_redundancy: accepted. MindSpore fetches what a de-duplicated file lacks from the other devices; here
+            those parameters stay unloaded and are listed. Convert the whole set to have every rank's file complete.
+        format: `ckpt` or `safetensors`.
+
+    Returns:
+        The parameters by name, in the file's order (safetensors: by name); text entries are `str`.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: no such file, a name that does not end with the format, nothing left to load, a file that is
+            corrupt, encrypted, or not with this key, a CRC that differs.
+    """
+    prefixes = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
+    cipher = _cipher(dec_key, dec_mode, format, "dec")
+    _expect("crc_check", crc_check, bool)
+    _expect("remove_redundancy", remove_redundancy, bool)
+    path, store = _opened(ckpt_file_name, format, cipher)
+    index = read_index(path, store)
+    if crc_check:
+        _check_crc(path, index, store)
+    for name, reason in index.unreadable:
+        _log.warning("%s: %r %s; it is left out", path, name, reason)
+    loaded: dict[str, Any] = {}
+    for name in index.entries if index.format == "ckpt" else sorted(index.entries):
+        if _is_wanted(name, *prefixes, choice_func):
+            entry = index.entries[name]
+            loaded[name] = entry.text if entry.text is not None else Parameter.over(_tensor(path, entry, store), name)
+    if not loaded:
+        raise UsageError(
+            f"{path}: nothing is left to load of its {len(index.entries)} entries "
+            f"({names(index.entries, most=3)}); check filter_prefix, specify_prefix and choice_func"
+        )
+    if net is not None:
+        load_param_into_net(net, loaded, strict_load, remove_redundancy)
+    return loaded
+
+
+def load_checkpoint_async(
+    ckpt_file_name: str | os.PathLike[str],
+    net: Any = None,
+    strict_load: bool = False,
+    filter_prefix: str | list[str] | tuple[str, ...] | None = None,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    specify_prefix: str | list[str] | tuple[str, ...] | None = None,
+    choice_func: Callable[[str], bool] | None = None,
+) -> ParamDictFuture:
+    """Load one checkpoint file in a thread; its `result()` waits and returns what `load_checkpoint` returns.
+
+    The format is told by the name's end. Arguments and errors are those of `load_checkpoint`; errors come from
+    `result()`.
+    """
+    format = "safetensors" if os.fspath(ckpt_file_name).endswith(".safetensors") else "ckpt"  # noqa: A001 -- as above
+    executor = ThreadPoolExecutor(1, thread_name_prefix="reshard-load")
+    future = executor.submit(
+        load_checkpoint, ckpt_file_name, net, strict_load, filter_prefix, dec_key, dec_mode, specify_prefix,
+        choice_func, format=format,
+    )  # fmt: skip
+    executor.shutdown(wait=False)  # the thread ends with its work
+    return ParamDictFuture(future)
+
+
+class ParamDictFuture:
+    """A checkpoint that is being loaded."""
+
+    def __init__(self, future: Future[dict[str, Any]]) -> None:
+        self._future = future
+
+    def result(self) -> dict[str, Any]:
+        """Wait, and return the parameters by name; raise what `load_checkpoint` raises."""
+        return self._future.result()
+
+
+def save_checkpoint(
+    save_obj: Any,
+    ckpt_file_name: str | os.PathLike[str],
+    integrated_save: bool = True,
+    async_save: bool | str = False,
+    append_dict: Mapping[str, Any] | None = None,
+    enc_key: bytes | None = None,
+    enc_mode: str = "AES-GCM",
+    choice_func: Callable[[str], bool] | None = None,
+    crc_check: bool = False,
+    format: str = "ckpt",  # noqa: A002 -- MindSpore's signature
+    **kwargs: Any,
+) -> None:
+    """Save parameters to one file, which gets its name when it is complete and replaces one of that name.
+
+    Unlike MindSpore's: text entries can be saved to safetensors too; a CRC of an encrypted file is inside the
+    encryption, where MindSpore finds it when it loads (its own is behind it, and it cannot read that); a tensor
+    without elements is kept; directories are made where they are missing.
+
+    Args:
+        save_obj: a dict of name to Parameter, Tensor, array or text (what `load_checkpoint` returns); a list of
+            Parameters or of `{"name": ..., "data": ...}`; a network: anything with `parameters_and_names()`, or a
+            `torch.nn.Module`.
+        ckpt_file_name: the file; `.ckpt` or `.safetensors` is appended unless the name ends with the format.
+        integrated_save: accepted; MindSpore gathers the slices of a parameter from the devices, here each is whole.
+        async_save: accepted (a bool, `thread` or `process`); the file is there when this returns.
+        append_dict: more entries: numbers, bools, text, Parameters or Tensors by name.
+        enc_key: encrypt the file with this key (`ckpt` only), with the `crypto` extra.
+        enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        choice_func: tells for a name of `save_obj` whether to save it.
+        crc_check: store the CRC-32 of the contents in the file.
+        format: `ckpt` or `safetensors`.
+        kwargs: `remove_redundancy` (a bool) marks a safetensors file as de-duplicated or not; `incremental` and
+            `global_step_num` are accepted, they are for map parameters and a store that only devices have.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a value that no checkpoint holds.
+        ValueError: an unknown format or mode, a key of the wrong length, a key for safetensors.
+        IsADirectoryError: the file is a directory.
+    """
+    path = _target_path(save_obj, ckpt_file_name, format)
+    _expect("integrated_save", integrated_save, bool, TypeError)
+    _expect("async_save", async_save, (bool, str), TypeError)
+    if isinstance(async_save, str) and async_save not in {"process", "thread"}:
+        raise UsageError(f"save_checkpoint: async_save is {async_save!r}; expected a bool, 'process' or 'thread'")
+    cipher = _cipher(enc_key, enc_mode, format, "enc")
+    _expect("crc_check", crc_check, bool)
+    remove_redundancy = kwargs.pop("remove_redundancy", None)
+    _expect("remove_redundancy", remove_redundancy, (bool, type(None)))
+    unknown = set(kwargs) - {"incremental", "global_step_num"}
+    if unknown:
+        _log.warning("save_checkpoint: no argument is called %s; ignored", names(sorted(unknown)))
+
+    saved = {name: value for name, value in _named(save_obj) if choice_func is None or choice_func(name)}
+    saved.update(_appended(append_dict))
+    texts = {name: value for name, value in saved.items() if isinstance(value, str)}
+    tensors = {name: as_tensor(value, name) for name, value in saved.items() if name not in texts}
+    contents = [
+        Content(name, STR, (), texts[name]) if name in texts else Content(name, tensors[name].kind, tensors[name].shape)
+        for name in saved
+    ]
+    metadata = {"format": "ms"} if contents else {}
+    if remove_redundancy is not None:
+        metadata["remove_redundancy"] = str(remove_redundancy)
+    source = TensorContents(tensors)
+    if crc_check and format == "safetensors":
+        entries = {name: Entry(t.kind, t.shape, ((0, t.nbytes),)) for name, t in tensors.items()}
+        metadata["crc_num"] = str(named_crc(entries, source))
+    layout = by_name(format).lay_out(contents, metadata)
+    write_file(path, layout, source, crc=crc_check and format == "ckpt", cipher=cipher)
+
+
+def read_index(path: str, store: Readable) -> FileIndex:
+    """Return what a file holds; nothing is written before this is back.
+
+    Raises:
+        SourceError: the file is corrupt, or was decrypted with the wrong key.
+    """
+    try:
+        return index_file(path, store=store)
+    except SourceError as error:
+        if isinstance(store, DecryptingStore) and "key" not in str(error):
+            # A wrong key passes the padding of a CBC block once in 256 times; what comes out is then no checkpoint.
+            raise SourceError(f"{error}; decrypted, so it may be that the key is wrong") from error
+        raise
+
+
+def source_store(cipher: Cipher | None) -> Readable:
+    """Return what reads a file: as it is, or decrypted."""
+    return local_store() if cipher is None else DecryptingStore(cipher)
+
+
+class _InMemory:
+    """The one file that a BytesIO is."""
+
+    def __init__(self, content: BytesIO) -> None:
+        self._content = content.getbuffer()
+
+    def size(self, path: str) -> int:  # noqa: ARG002 -- there is one
+        return len(self._content)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        if offset + len(buffer) > len(self._content):
+            raise SourceError(f"{path}: ends at byte {len(self._content)}; {len(buffer)} bytes from {offset} expected")
+        buffer[:] = self._content[offset : offset + len(buffer)]
+
+
+def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Readable]:  # noqa: A002 -- as above
+    """Check the file's name, and return it with what reads it."""
+    if format not in _FORMATS:
+        raise UsageError(f"load_checkpoint: format is {format!r}; expected 'ckpt' or 'safetensors'")
+    if isinstance(file, BytesIO):
+        if format == "ckpt":
+            raise TypeError("load_checkpoint: a BytesIO can be loaded with format='safetensors' only")
+        return "<BytesIO>", _InMemory(file)
+    if not isinstance(file, str | os.PathLike):
+        raise TypeError(f"load_checkpoint: ckpt_file_name is a {type(file).__name__}; expected a path")
+    path: str = os.fspath(file)
+    if not path.endswith(format):
+        raise UsageError(f"load_checkpoint: {path} does not end with {format!r}; give format= as its name ends")
+    if not Path(path).exists():
+        raise SourceError(f"{path}: does not exist")
+    return os.path.realpath(path), source_store(cipher)
+
+
+def _tensor(path: str, entry: Entry, store: Readable) -> Tensor:
+    """Read a tensor."""
+    raw = np.empty(entry.nbytes, np.uint8)
+    position = 0
+    for offset, nbytes in entry.runs:
+        store.read_into(path, offset, raw[position : position + nbytes].data)
+        position += nbytes
+    dtype = qint4x2 if entry.dtype is INT4 else entry.dtype.numpy()
+    return Tensor.from_numpy(raw.view(dtype).reshape(entry.shape))
+
+
+def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
+    """Compare the CRC that a file carries with that of its contents."""
+    if index.crc is None:
+        _log.warning("%s: carries no CRC to check", path)
+        return
+    if index.format == "ckpt":
+        whole = Entry(STR, (), ((0, store.size(path) - _TRAILER_BYTES),))
+        found = 0
+        for piece in FileContents(path, {"": whole}, store).read("", 0, whole.nbytes):
+            found = zlib.crc32(piece, found)
+        is_sound = found == index.crc
+    else:
+        entries = {name: entry for name, entry in index.entries.items() if entry.text is None}
+        contents = FileContents(path, entries, store)
+        is_sound = any(index.crc == named_crc(entries, contents, as_mindspore=way) for way in (True, False))
+    if not is_sound:
+        raise SourceError(f"{path}: its contents do not have the CRC that it carries ({index.crc}); it is damaged")
+
+
+def _prefixes(given: object, argument: str) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, str | list | tuple):
+        raise TypeError(f"load_checkpoint: {argument} is a {type(given).__name__}; expected strings")
+    prefixes = (given,) if isinstance(given, str) else tuple(given)
+    for prefix in prefixes:
+        if not isinstance(prefix, str):
+            raise TypeError(f"load_checkpoint: {argument} holds a {type(prefix).__name__}; expected strings")
+    if not prefixes or "" in prefixes:
+        raise UsageError(f"load_checkpoint: {argument} is empty or holds an empty string; expected beginnings of names")
+    return prefixes
+
+
+def _is_wanted(
+    name: str,
+    specified: tuple[str, ...] | None,
+    filtered: tuple[str, ...] | None,
+    choice_func: Callable[[str], bool] | None,
+) -> bool:
+    if specified is None and filtered is None:
+        return choice_func is None or bool(choice_func(name))
+    return (specified is None or name.startswith(specified)) and not (filtered and name.startswith(filtered))
+
+
+def _cipher(key: object, mode: object, format: str, which: str) -> Cipher | None:  # noqa: A002 -- as above
+    _expect(f"{which}_key", key, (bytes, type(None)))
+    _expect(f"{which}_mode", mode, str)
+    if format == "safetensors" and (key is not None or mode != "AES-GCM"):
+        raise UsageError(f"safetensors files are not encrypted; leave {which}_key and {which}_mode out")
+    return Cipher(mode, key) if isinstance(key, bytes) and isinstance(mode, str) else None
+
+
+def _expect(argument: str, value: object, kinds: type | tuple[type, ...], error: type[Exception] = UsageError) -> None:
+    """Check an argument's type; MindSpore raises ValueError for most, TypeError for some."""
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        raise error(f"{argument} is a {type(value).__name__}; expected {wanted}")
+
+
+def _target_path(save_obj: object, ckpt_file_name: object, format: str) -> str:  # noqa: A002 -- as above
+    if format not in _FORMATS:
+        raise UsageError(f"save_checkpoint: format is {format!r}; expected 'ckpt' or 'safetensors'")
+    if isinstance(save_obj, str | bytes | int | float | None):
+        raise TypeError(
+            f"save_checkpoint: save_obj is a {type(save_obj).__name__}; expected a dict, a list or a network"
+        )
+    if not isinstance(ckpt_file_name, str | os.PathLike):
+        raise TypeError(f"save_checkpoint: ckpt_file_name is a {type(ckpt_file_name).__name__}; expected a path")
+    path: str = os.path.realpath(ckpt_file_name)
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"save_checkpoint: {path} is a directory; expected the name of a file")
+    return path if path.endswith(format) else f"{path}.{format}"
+
+
+def _named(save_obj: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of what is to be saved."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(save_obj, list | tuple):
+        items = [_item(number, item) for number, item in enumerate(save_obj)]
+    else:
+        items = parameters_of(save_obj, "save_obj").items()
+    for name, value in items:
+        if not isinstance(name, str):
+            raise TypeError(f"save_checkpoint: a name is a {type(name).__name__} ({name!r}); expected a string")
+        yield name, value
+
+
+def _item(number: int, item: Any) -> tuple[Any, Any]:
+    if isinstance(item, dict) and {"name", "data"} <= set(item):
+        return item["name"], item["data"]
+    if isinstance(item, Parameter):
+        return item.name, item
+    raise TypeError(
+        f"save_checkpoint: save_obj[{number}] is a {type(item).__name__}; expected a Parameter or a dict with 'name' "
+        "and 'data'"
+    )
+
+
+def _appended(append_dict: Any) -> dict[str, Any]:
+    """Return the entries of `append_dict` as what is saved."""
+    if append_dict is None:
+        return {}
+    if not isinstance(append_dict, dict):
+        raise TypeError(f"save_checkpoint: append_dict is a {type(append_dict).__name__}; expected a dict")
+    found: dict[str, Any] = {}
+    for name, value in append_dict.items():
+        if not isinstance(name, str) or not isinstance(value, int | float | str | Tensor | np.ndarray | np.generic):
+            raise TypeError(
+                f"save_checkpoint: append_dict[{name!r}] is a {type(value).__name__}; expected names as strings and "
+                "numbers, bools, strings, Parameters or Tensors"
+            )
+        if name != "__exception_save__":  # MindSpore's own sign between its parts
+            found[name] = value if isinstance(value, str) else Tensor(value)
+    return found

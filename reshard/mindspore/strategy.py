@@ -1,0 +1,376 @@
+"""MindSpore's functions on strategy files: merging them, reading them, and what they say about replicas.
+
+What differs from MindSpore 2.10, beside the errors' texts:
+
+* JSON files work everywhere, their nested layouts included; a format is told by content, not by name.
+* `get_parameter_redundancy` sees every entry of a nested tensor map (MindSpore reads the first and takes different
+  blocks for replicas), keeps the groups of tensors that the optimizer shards over fewer ranks than a stage has
+  (MindSpore leaves some out, and with them the tensor), takes merged files and directories, and scalars.
+* `get_ckpt_path_with_strategy` compares with every parameter, and passes over files that are cut short.
+
+Source: MindSpore 2.10 `parallel/checkpoint_transform.py`, `parallel/_parallel_serialization.py`, `train/_utils.py`,
+`train/serialization.py`; the functions' pages at https://www.mindspore.cn/docs/en/r2.10.0/api_python.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.block import Shape, shape_text
+from reshard.cipher import MAGICS
+from reshard.errors import LayoutError, SourceError, StrategyError
+from reshard.formats import index_file
+from reshard.layout import Layout
+from reshard.mindspore.launch import get_group_size, get_rank
+from reshard.redundancy import Group, by_turns, replica_groups
+from reshard.strategy_file import read_strategy, write_strategy
+
+if TYPE_CHECKING:
+    from reshard.strategy import Placed
+
+PathLike = str | os.PathLike[str]
+
+_MERGED_NAME = re.compile(r"(\d+)-.")
+_RANK = re.compile(r"rank_\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Some integers of a layout, readable as MindSpore's messages are: `layout.dev_matrix[0].dim`."""
+
+    dim: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayouts:
+    """One tensor's layout, with the fields of MindSpore's protobuf message of this name.
+
+    Attributes:
+        dev_matrix: one element, the extents of the device axes.
+        tensor_map: one element, or one a dimension where an entry names several axes.
+        param_split_shape: one element, uneven sizes of dimension 0 a slice; empty where slices are equal.
+        indices_offset: one element.
+        field: rows interleaved as (field, device, rows); 0 where they are not.
+        opt_weight_shard_step: stride of the ranks that share the block; 0 without optimizer sharding.
+        opt_weight_shard_size: pieces that the optimizer cuts the block into; -1 for one a rank, 0 for none.
+        tensor_shape: the whole shape where the file has it (JSON, in which nested entries stand expanded). MindSpore's
+            message has no such field, which is why it cannot read its own nested JSON.
+    """
+
+    dev_matrix: tuple[Dims, ...]
+    tensor_map: tuple[Dims, ...]
+    param_split_shape: tuple[Dims, ...]
+    indices_offset: tuple[Dims, ...]
+    field: int
+    opt_weight_shard_step: int
+    opt_weight_shard_size: int
+    tensor_shape: Shape | None = None
+
+    @classmethod
+    def of(cls, placed: Placed) -> ParallelLayouts:
+        """Return a layout of the core as MindSpore's message would have it."""
+        layout = placed.layout
+        if any(len(axes) > 1 for axes in layout.tensor_map):
+            tensor_map = tuple(Dims(axes or (-1,)) for axes in layout.tensor_map)
+            if len(tensor_map) == 1:
+                tensor_map += (Dims(()),)  # how a nested map of one dimension is told from a flat one
+        else:
+            tensor_map = (Dims(tuple(axes[0] if axes else -1 for axes in layout.tensor_map)),)
+        return cls(
+            (Dims(layout.dev_matrix),),
+            tensor_map,
+            (Dims(layout.param_split_shape),),
+            (Dims(layout.indices_offset),),
+            layout.field,
+            layout.opt_weight_shard_step,
+            layout.opt_weight_shard_size,
+            placed.shape,
+        )
+
+
+def layout_of(given: Any) -> tuple[Layout, Shape | None]:
+    """Return the core's layout for one in MindSpore's terms, and the whole shape where that is known.
+
+    Args:
+        given: a value of `build_searched_strategy`, MindSpore's own message, or the core's `Layout`.
+
+    Raises:
+        ValueError: it is none of these, or contradicts itself.
+
+    >>> from reshard.strategy import Placed
+    >>> message = ParallelLayouts.of(Placed(0, Layout.of([2, 2], [(1, 0)])))
+    >>> [part.dim for part in message.tensor_map], str(layout_of(message)[0])
+    ([(1, 0), ()], '[2, 2] map [(1, 0)]')
+    """
+    if isinstance(given, Layout):
+        return given, None
+    try:
+        parts = [list(part.dim) for part in given.tensor_map]
+        layout = Layout.of(
+            [extent for part in given.dev_matrix for extent in part.dim],
+            parts[0] if len(parts) == 1 else [part for part in parts if part],
+            int(given.opt_weight_shard_size),
+            opt_weight_shard_step=int(given.opt_weight_shard_step),
+            param_split_shape=[n for part in given.param_split_shape for n in part.dim],
+            indices_offset=[n for part in given.indices_offset for n in part.dim],
+            field=int(given.field),
+        )
+    except (AttributeError, TypeError) as error:
+        raise StrategyError(
+            f"a layout is {type(given).__name__} {given!r:.60}, which lacks what a value of "
+            f"build_searched_strategy has ({error})"
+        ) from None
+    shape = getattr(given, "tensor_shape", None)
+    return layout, None if shape is None else tuple(shape)
+
+
+def merge_pipeline_strategys(src_strategy_dirs: PathLike, dst_strategy_file: PathLike) -> None:
+    """Merge the strategy files of all stages of a pipeline into one file.
+
+    Every stage from 0 on must be there, once or from several ranks that agree (MindSpore takes whatever comes first).
+    The names get their stage, `<stage>-<name>`, also where there is only one. The file is JSON if its name ends with
+    `.json`, else protobuf (MindSpore writes the format of the sources whatever the name, and does not read it back).
+
+    Args:
+        src_strategy_dirs: the directory of strategy files, at least one of each stage.
+        dst_strategy_file: the file to write; its directory is made.
+
+    Raises:
+        NotADirectoryError: `src_strategy_dirs` is not a directory.
+        ValueError: both formats are there, a file is empty, a stage is missing, or ranks disagree.
+    """
+    source = Path(_path(src_strategy_dirs, "src_strategy_dirs"))
+    target = _path(dst_strategy_file, "dst_strategy_file")
+    if not source.is_dir():
+        raise NotADirectoryError(f"src_strategy_dirs {source} is not a directory; expected one of strategy files")
+    write_strategy(replace(read_strategy(source), merged=True, current_stage=1), target)
+
+
+def build_searched_strategy(strategy_filename: PathLike | None) -> dict[str, ParallelLayouts] | None:
+    """Read a strategy file: the layout of every parameter by its name.
+
+    Args:
+        strategy_filename: the file, protobuf or JSON, or a directory of the files of a pipeline's ranks. The names of
+            a merged file are `<stage>-<name>`. None gives None, as in MindSpore.
+
+    Raises:
+        ValueError: the file is missing, empty, no strategy file, or names no parameter (for which MindSpore returns
+            an empty dict, and merges slices as if they were not laid out at all).
+        TypeError: `strategy_filename` is not a path.
+
+    >>> import reshard, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     reshard.write_strategy(reshard.Strategy.of({"w": Layout.of([2, 4], [1, -1])}), folder + "/strategy.ckpt")
+    ...     strategy = build_searched_strategy(folder + "/strategy.ckpt")
+    >>> strategy["w"].dev_matrix[0].dim, strategy["w"].tensor_map[0].dim, strategy["w"].opt_weight_shard_size
+    ((2, 4), (1, -1), 0)
+    """
+    if strategy_filename is None:
+        return None
+    path = Path(_path(strategy_filename, "strategy_filename"))
+    if path.is_file() and not path.stat().st_size:
+        raise StrategyError(f"{path}: is empty; a strategy file was expected (was saving it interrupted?)")
+    strategy = read_strategy(path)
+    return {
+        f"{stage}-{name}" if strategy.merged else name: ParallelLayouts.of(placed)
+        for stage in strategy.stages
+        for name, places in strategy.tensors.items()
+        for placed in places
+        if placed.stage == stage
+    }
+
+
+def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
+    """Return the ranks whose checkpoints have the same contents as the rank's that saved a group info file.
+
+    MindSpore writes such a file where the environment variable GROUP_INFO_FILE says.
+
+    Args:
+        group_info_file_name: the file.
+
+    Raises:
+        ValueError: the file is missing, empty, or lists no ranks.
+        TypeError: `group_info_file_name` is not a path.
+    """
+    from google.protobuf.message import DecodeError
+
+    from reshard.proto import message_class
+
+    path = Path(_path(group_info_file_name, "group_info_file_name"))
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StrategyError(f"{path}: the group info file cannot be read: {error.strerror or error}") from None
+    if not content:
+        raise StrategyError(f"{path}: is empty; a group info file was expected (was saving it interrupted?)")
+    message: Any = message_class("mindspore.straspb.ParallelGroupMap")()
+    try:
+        message.ParseFromString(content)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise StrategyError(f"{path}: is no group info file ({error})") from None
+    if not message.HasField("ckpt_restore_rank_list"):
+        raise StrategyError(f"{path}: has no ckpt_restore_rank_list; it is cut short, or no group info file")
+    return list(message.ckpt_restore_rank_list.dim)
+
+
+def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -> dict[str, tuple[Group, ...]]:
+    """Return, for each parameter, the groups of ranks that hold the same block of it.
+
+    Args:
+        layout_obj: a strategy file, protobuf or JSON, or a directory of those of a pipeline's ranks; a dict by name of
+            what `build_searched_strategy` returns, of `Layout`, or of MindSpore's `parameter_layout_dict` (a parameter
+            with an optimizer group needs its slice shape and full shape there, which tell the number of pieces); or
+            a network that was not compiled in parallel (anything with `parameters_and_names`), whose parameters
+            every process has whole.
+        initial_rank: the rank from which a stage's ranks are counted. By default that of this process's stage. Of
+            a merged file it is that of stage 0, by default 0, and every stage has its own ranks (MindSpore puts all
+            stages on the same).
+
+    Returns:
+        The groups of each parameter, sorted by its name; `<stage>-<name>` of a merged file.
+
+    Raises:
+        ValueError: the file cannot be read, a layout contradicts itself, or does not tell the optimizer's pieces.
+        TypeError: `layout_obj` is of another kind.
+
+    >>> get_parameter_redundancy({"bias": Layout.of([2, 2], [-1]), "weight": Layout.of([2, 2], [-1, 0])})
+    {'bias': ((0, 1, 2, 3),), 'weight': ((0, 2), (1, 3))}
+    """
+    if isinstance(layout_obj, str | os.PathLike):
+        layout_obj = build_searched_strategy(layout_obj)
+    elif hasattr(layout_obj, "parameters_and_names"):
+        everyone = (tuple(range(get_group_size())),)
+        return dict.fromkeys(sorted(parameter.name for _, parameter in layout_obj.parameters_and_names()), everyone)
+    if not isinstance(layout_obj, Mapping):
+        raise TypeError(
+            f"layout_obj is {type(layout_obj).__name__}; expected the name of a strategy file, a dict of layouts or a "
+            "network"
+        )
+    merged = bool(layout_obj) and all(_MERGED_NAME.match(name) for name in layout_obj)
+    found = {}
+    for name in sorted(layout_obj):
+        try:
+            layout = _any_layout(layout_obj[name])
+            match = _MERGED_NAME.match(name) if merged else None
+            if match:
+                first_rank = (initial_rank or 0) + int(match[1]) * layout.devices
+            elif initial_rank is None:
+                first_rank = get_rank() // layout.devices * layout.devices
+            else:
+                first_rank = initial_rank
+            found[name] = replica_groups(layout, first_rank)
+        except LayoutError as error:
+            raise LayoutError(f"parameter {name!r}: {error}") from None
+    return found
+
+
+def remove_param_redundancy(
+    param_redundancy_dict: Mapping[str, tuple[Group, ...]], keep_redundancy: int = 1
+) -> dict[int, set[str]]:
+    """Choose which ranks store which parameter when each block is stored once: each group's ranks take turns.
+
+    Args:
+        param_redundancy_dict: what `get_parameter_redundancy` returns.
+        keep_redundancy: how many replicas of each block are stored.
+
+    Returns:
+        The parameters that each rank stores; a rank that stores none is not there.
+
+    >>> remove_param_redundancy({"a": ((0, 1),), "b": ((0, 1),), "c": ((0,), (1,))}) == {0: {"a", "c"}, 1: {"b", "c"}}
+    True
+    """
+    stored: dict[int, set[str]] = defaultdict(set)
+    groups = {name: [tuple(group) for group in held] for name, held in param_redundancy_dict.items()}
+    for name, chosen in by_turns(groups, copies=keep_redundancy).items():
+        for ranks in chosen:
+            for rank in ranks:
+                stored[rank].add(name)
+    return dict(stored)
+
+
+def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: PathLike) -> str | None:
+    """Find a checkpoint file for this process's rank: its own, or that of a rank which holds the very same blocks.
+
+    The path says `rank_<r>` somewhere, in which the other ranks' numbers are tried, ascending; a path that does not
+    is returned itself if it exists. The rank is this process's (`get_rank`).
+
+    MindSpore takes any file that exists. Here one that is cut short, as a failed node leaves it, is passed over with
+    a warning; only contents are not looked at. And a rank counts as holding the same only if it does for every
+    parameter but `accu_grads*` and `inputs*`, whatever the groups are; MindSpore gives up where no group is within
+    all others, and overlooks parameters whose groups it lost (`get_parameter_redundancy`).
+
+    Args:
+        cur_ckpt_path: the file that this rank needs.
+        cur_strategy_path: the strategy file of this rank, or a merged one.
+
+    Returns:
+        The path of a file, or None if there is none.
+
+    Raises:
+        ValueError: the strategy file cannot be read.
+    """
+    path = _path(cur_ckpt_path, "cur_ckpt_path")
+    rank = get_rank()
+    own = path if re.search(rf"rank_{rank}(?!\d)", path) else None
+    if own and _is_complete(own):
+        return own
+    alike = None
+    for name, groups in get_parameter_redundancy(cur_strategy_path).items():
+        parameter = name.partition("-")[2] if _MERGED_NAME.match(name) else name
+        if parameter.startswith(("accu_grads", "inputs")):
+            continue
+        for group in groups:
+            if rank in group:
+                alike = set(group) if alike is None else alike & set(group)
+    replicas = [_RANK.sub(f"rank_{other}", path) for other in sorted(alike or {rank})]
+    return next((found for found in replicas if found != own and _is_complete(found)), None)
+
+
+def _any_layout(given: Any) -> Layout:
+    """Return a layout of any of the kinds that `get_parameter_redundancy` takes."""
+    if not isinstance(given, list | tuple):
+        return layout_of(given)[0]
+    if len(given) < 2:
+        raise LayoutError(f"its layout is {given!r:.60}; expected (dev_matrix, tensor_map, slice_shape, …)")
+    layout = Layout.of(given[0], given[1])
+    group = given[5] if len(given) > 5 else ""
+    if not group:
+        return layout
+    sizes = [prod(shape) for shape in (given[2], given[6] if len(given) > 6 else ())]
+    pieces, rest = divmod(sizes[1], sizes[0] * prod(layout.splits)) if all(sizes) else (0, 0)
+    if pieces < 2 or rest:
+        raise LayoutError(
+            f"its layout names the optimizer's group {group!r}, and slice shape {shape_text(given[2])} does not tell "
+            "into how many pieces that cuts it; give the strategy file instead"
+        )
+    return replace(layout, opt_weight_shard_size=pieces)
+
+
+def _is_complete(path: str) -> bool:
+    """Tell whether a checkpoint file is there, and whole as far as its header tells."""
+    if not Path(path).is_file():
+        return False
+    try:
+        index_file(path)
+    except SourceError as error:
+        with Path(path).open("rb") as file:
+            if int.from_bytes(file.read(4), "little") in MAGICS:
+                return True  # what is inside shows only with the key
+        warnings.warn(f"passed over: {error}", stacklevel=3)
+        return False
+    return True
+
+
+def _path(given: object, argument: str) -> str:
+    """Return an argument that is a path as text."""
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"{argument} is {type(given).__name__} {given!r:.60}; expected the path of a file")
+    return os.fspath(given)

@@ -1,0 +1,372 @@
+"""Making a plan: from a checkpoint and a target strategy to files, moves and tasks.
+
+For every tensor that is selected:
+
+1. the target strategy's grid says which ranks get which block, and the volumes in which file of a rank it goes;
+2. source shards and wanted blocks make a recipe (`bands`), with a source file for each shard: a *way*;
+3. every wanted block becomes an entry of its files, which the format then lays out;
+4. rows are shared out into tasks of about equal weight.
+
+Tensors with the same shape, shards and wanted blocks have one way, and target files with the same entries one layout.
+Such things are remembered by identity: to hash a grid of 4,096 blocks for every tensor would cost more than the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from reshard.bands import Recipe, is_grid
+from reshard.block import Block
+from reshard.checkpoint import Shard
+from reshard.errors import Faults, LayoutError, SourceError, UsageError, names
+from reshard.formats import Content, FileLayout, by_name
+from reshard.plan import BAND_BYTES, Move, Piece, Plan, Stats, TargetFile
+from reshard.selection import select
+from reshard.target_files import Stored
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from reshard.block import Shape
+    from reshard.checkpoint import Checkpoint, Tensor
+    from reshard.selection import Selection
+    from reshard.strategy import Strategy
+    from reshard.target_files import TargetFiles
+
+TASK_BYTES = 64 << 20
+"""How much a task moves, at least: few, fat tasks, because a scheduler takes 25 µs to 1.5 ms for each."""
+
+MOST_TASKS = 4096
+
+IMPORTED_BYTES = 60 << 20
+"""Resident memory of the interpreter with everything that a run imports; measured on CPython 3.11."""
+
+THREADS = 4
+"""How many threads the prediction of memory is for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """The blocks of a tensor that are wanted, and the target files that get each."""
+
+    blocks: tuple[Block, ...]
+    files: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """What moves between equal grids have in common.
+
+    Attributes:
+        recipe: see `Move`.
+        holders: see `Move`.
+        wanted: the target blocks and their files.
+        written: elements to be written, replicas included.
+        shapes: the distinct shapes of target blocks, with all files that get a block of that shape.
+    """
+
+    recipe: Recipe
+    holders: tuple[int, ...]
+    wanted: _Wanted
+    written: int
+    shapes: tuple[tuple[Shape, tuple[int, ...]], ...]
+
+
+class Planner:
+    """Makes one plan; what is worked out for one tensor is remembered here for the next alike."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        target: Strategy | None,
+        *,
+        format: str | None,  # noqa: A002 -- as in `plan`
+        files: TargetFiles,
+        ranks: Iterable[int] | None,
+        wishes: Selection,
+        remove_redundancy: bool,
+    ) -> None:
+        self.source, self.target, self.wishes = source, target, wishes
+        self.format = by_name(format or source.format or "safetensors")
+        self.ranks = _wanted_ranks(target, ranks)
+        self.selected = select(source, target, wishes)
+        self.volumes = files.volumes([self._stored(*names) for names in self.selected.kept], self.format.EXTENSION)
+        self.first_files = {rank: place * len(self.volumes.paths) for place, rank in enumerate(self.ranks)}
+        self.remove_redundancy = remove_redundancy
+        self.faults = Faults(source.root)
+        self._wanted: dict[object, tuple[_Wanted, object]] = {}
+        self._ways: dict[tuple[Shape, int, int], _Way] = {}
+
+    def plan(self) -> Plan:
+        """Make the plan."""
+        kept = [(self.source.tensors[name], new) for name, new in self.selected.kept]
+        texts = [(tensor, new) for tensor, new in kept if tensor.text is not None]
+        varying = [(t, new) for t, new in kept if t.text is None and t.varies and not self._names(new)]
+        set_aside = {new for _, new in (*texts, *varying)}
+        moves: list[tuple[Move, _Way]] = []
+        for tensor, new in kept:
+            if new not in set_aside:
+                moves += self._moves(tensor, new)
+        self.faults.raise_if_any(SourceError)
+        read_for = self._ranks_read([move for move, _ in moves]) if varying else {}
+        for tensor, new in varying:
+            moves += self._copies(tensor, new, read_for)
+        files = self._files(moves, texts)
+        tasks = _shared_out(moves)
+        return Plan(
+            self.source,
+            files,
+            tuple(move for move, _ in moves),
+            tasks,
+            _stats(files, moves, len(tasks)),
+            self.format.NAME,
+            self.ranks,
+            self.selected.dropped,
+            self.selected.missing,
+            {new: tensor.text or "" for tensor, new in texts},
+            self.source.notices,
+        )
+
+    def _stored(self, name: str, new: str) -> Stored:
+        tensor = self.source.tensors[name]
+        itemsize = self.wishes.target_dtype(tensor.spec.dtype).itemsize
+        nbytes = prod(tensor.spec.shape) * itemsize if tensor.text is None else 0
+        return Stored(new, nbytes, tensor.listed or self._names(new))
+
+    def _names(self, new: str) -> bool:
+        """Tell whether the target strategy names a tensor."""
+        return self.target is not None and new in self.target.tensors
+
+    # --- where each goes ---
+
+    def _moves(self, tensor: Tensor, new: str) -> list[tuple[Move, _Way]]:
+        """Plan one tensor; nothing where no wanted rank gets any of it, or a fault was found."""
+        try:
+            wanted = self._wanted_of(tensor, new)
+        except LayoutError as error:
+            self.faults.add(f"tensor {new!r}", str(error).removeprefix(f"tensor {new!r}: "))
+            return []
+        if not wanted.blocks:
+            return []
+        key = (tensor.spec.shape, id(tensor.shards), id(wanted))
+        way = self._ways.get(key)
+        if way is None:
+            way = _way(tensor.spec.shape, tensor.shards, wanted)
+            if way is None:
+                self._tell_absent(tensor, wanted)
+                return []
+            self._ways[key] = way
+        return [(self._move(tensor, new, way), way)]
+
+    def _move(self, tensor: Tensor, new: str, way: _Way) -> Move:
+        spec = tensor.spec
+        target_dtype = self.wishes.target_dtype(spec.dtype)
+        axis = way.recipe.axis(BAND_BYTES // max(spec.dtype.itemsize, target_dtype.itemsize))
+        return Move(new, spec.name, spec.dtype, target_dtype, way.recipe, axis, way.holders, way.wanted.files)
+
+    def _wanted_of(self, tensor: Tensor, new: str) -> _Wanted:
+        """Return the blocks that the wanted ranks get, with their files."""
+        shape = tensor.spec.shape
+        volume = self.volumes.of[new]
+        if self.target is None or not self._names(new):
+            key: object = (shape, volume)
+            if key not in self._wanted:
+                everywhere = tuple(first + volume for first in self.first_files.values())
+                self._wanted[key] = _Wanted((Block.whole(shape),), (everywhere,)), None
+            return self._wanted[key][0]
+        grid = self.target.grid(new, shape)
+        key = (id(grid), volume)
+        if key not in self._wanted:
+            wanted = [
+                (block, tuple(self.first_files[rank] + volume for rank in ranks if rank in self.first_files))
+                for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
+            ]
+            kept = [(block, files) for block, files in wanted if files]
+            # The grid is kept too, so that no other one can get its identity.
+            self._wanted[key] = _Wanted(tuple(b for b, _ in kept), tuple(f for _, f in kept)), grid
+        return self._wanted[key][0]
+
+    def _tell_absent(self, tensor: Tensor, wanted: _Wanted) -> None:
+        """Say which ranks of the source are needed for a tensor and not there."""
+        spec, strategy = tensor.spec, self.source.strategy
+        for shard in tensor.shards:
+            if not shard.holders and any(shard.block & block for block in wanted.blocks):
+                grid = strategy.grid(spec.name, spec.shape) if strategy else None
+                ranks = (
+                    next((r for b, r in zip(grid.blocks, grid.ranks, strict=True) if b == shard.block), ())
+                    if grid
+                    else ()
+                )
+                self.faults.add(
+                    f"tensor {spec.name!r}",
+                    f"block {shard.block} is in no file that is there; rank {names(ranks)} has it",
+                )
+
+    def _copies(self, tensor: Tensor, new: str, read_for: Mapping[int, set[int]]) -> list[tuple[Move, _Way]]:
+        """Plan a copy whose value differs between source ranks: each target rank gets that of one of them.
+
+        It is source rank `r mod n` if a move reads it for rank r anyway, else the lowest rank so read that has it,
+        else the lowest that has it.
+        """
+        shard = tensor.shards[0]
+        by_rank = {self.source.ranks[number]: number for number in reversed(shard.holders)}
+        count = max(self.source.ranks) + 1
+        chosen: dict[int, list[int]] = {}
+        for rank, first in self.first_files.items():
+            read = read_for.get(rank, set()) & set(by_rank)
+            holder = by_rank[rank % count if rank % count in read else min(read or by_rank)]
+            chosen.setdefault(holder, []).append(first + self.volumes.of[new])
+        whole = (Block.whole(tensor.spec.shape),)
+        ways = [
+            _way(tensor.spec.shape, (Shard(shard.block, (holder,)),), _Wanted(whole, (tuple(files),)))
+            for holder, files in sorted(chosen.items())
+        ]
+        return [(self._move(tensor, new, way), way) for way in ways if way is not None]
+
+    def _ranks_read(self, moves: Sequence[Move]) -> dict[int, set[int]]:
+        """Return, for each target rank, the source ranks whose files are read for it."""
+        found: dict[int, set[int]] = {}
+        done = set()
+        for move in moves:
+            key = (id(move.recipe), move.holders, move.targets)
+            if key in done:
+                continue
+            done.add(key)
+            for target, files in zip(move.recipe.targets, move.targets, strict=True):
+                ranks = {
+                    self.source.ranks[holder]
+                    for block, holder in zip(move.recipe.sources, move.holders, strict=True)
+                    if block & target
+                }
+                for file in files:
+                    found.setdefault(self.ranks[file // len(self.volumes.paths)], set()).update(ranks)
+        return found
+
+    # --- files ---
+
+    def _files(self, moves: Sequence[tuple[Move, _Way]], texts: Sequence[tuple[Tensor, str]]) -> tuple[TargetFile, ...]:
+        """Lay out every target file; files with equal contents share one layout."""
+        count = len(self.volumes.paths)
+        contents: list[list[Content]] = [[] for _ in range(len(self.ranks) * count)]
+        shared: dict[tuple[str, Shape], Content] = {}
+        for move, way in moves:
+            for shape, files in way.shapes:
+                content = shared.setdefault((move.name, shape), Content(move.name, move.target_dtype, shape))
+                for number in files:
+                    contents[number].append(content)
+        for tensor, new in texts:
+            content = Content(new, tensor.spec.dtype, (), tensor.text)
+            for first in self.first_files.values():
+                contents[first + self.volumes.of[new]].append(content)
+        layouts: dict[tuple[int, ...], FileLayout] = {}
+        metadata = self._metadata()
+        found = []
+        order = {new: place for place, (_, new) in enumerate(self.selected.kept)}
+        for number, listed in enumerate(contents):
+            listed.sort(key=lambda content: order[content.name])
+            key = tuple(map(id, listed))
+            if key not in layouts:
+                layouts[key] = self.format.lay_out(listed, metadata)
+            rank = self.ranks[number // count]
+            path = self.volumes.paths[number % count].replace("{rank}", str(rank))
+            found.append(TargetFile(rank, path, layouts[key]))
+        if self.volumes.index:
+            path, content_bytes = self.volumes.index
+            layout = FileLayout(len(content_bytes), ((0, content_bytes),), {})
+            found.append(TargetFile(self.ranks[0], path, layout, last=True))
+        return tuple(found)
+
+    def _metadata(self) -> Mapping[str, str]:
+        """Keep the notes of the source files; MindSpore marks its safetensors files with `format`."""
+        notes = {"format": "ms"}
+        for file in reversed(self.source.files):
+            notes.update(file.index.metadata)
+        if self.remove_redundancy:
+            notes["remove_redundancy"] = "True"
+        return notes
+
+
+def _wanted_ranks(target: Strategy | None, ranks: Iterable[int] | None) -> tuple[int, ...]:
+    every = target.ranks if target else range(1)
+    wanted = tuple(every if ranks is None else sorted(set(ranks)))
+    outside = [rank for rank in wanted if rank not in every]
+    if outside or not wanted:
+        raise UsageError(
+            f"rank {names(outside) or 'none'} is asked for; the target has ranks {every.start} to {every.stop - 1}"
+        )
+    return wanted
+
+
+def _way(shape: Shape, shards: Sequence[Shard], wanted: _Wanted) -> _Way | None:
+    """Return the way from shards to wanted blocks; None where a shard that is needed has no holder."""
+    if not is_grid(shape, wanted.blocks):  # some ranks only: take the shards that they need
+        shards = [shard for shard in shards if any(shard.block & block for block in wanted.blocks)]
+    if not all(shard.holders for shard in shards):
+        return None
+    recipe = Recipe.of(shape, [shard.block for shard in shards], wanted.blocks)
+    written = 0
+    shapes: dict[Shape, list[int]] = {}
+    for block, files in zip(wanted.blocks, wanted.files, strict=True):
+        written += block.size * len(files)
+        shapes.setdefault(block.shape, []).extend(files)
+    return _Way(
+        recipe,
+        tuple(shard.holders[0] for shard in shards),
+        wanted,
+        written,
+        tuple((extent, tuple(files)) for extent, files in shapes.items()),
+    )
+
+
+def _shared_out(moves: Sequence[tuple[Move, _Way]]) -> tuple[tuple[Piece, ...], ...]:
+    """Share the rows of all moves out into tasks of about equal weight."""
+    weights = [max(prod(way.recipe.shape), way.written) * move.dtype.itemsize for move, way in moves]
+    limit = max(TASK_BYTES, -(-sum(weights) // MOST_TASKS))
+    tasks: list[tuple[Piece, ...]] = []
+    task: list[Piece] = []
+    room = limit
+    for number, ((move, _), weight) in enumerate(zip(moves, weights, strict=True)):
+        rows = move.recipe.rows(move.axis) if weight else 0
+        start = 0
+        while start < rows:
+            count = min(rows - start, max(1, rows * room // weight))
+            task.append(Piece(number, start, start + count))
+            start += count
+            room -= weight * count // rows
+            if room <= limit // 16:
+                tasks.append(tuple(task))
+                task, room = [], limit
+    if task:
+        tasks.append(tuple(task))
+    return tuple(tasks)
+
+
+def _stats(files: Sequence[TargetFile], moves: Sequence[tuple[Move, _Way]], tasks: int) -> Stats:
+    """Add up what a plan costs."""
+    costs: dict[tuple[int, int], tuple[int, int]] = {}
+    needed = read = band = 0
+    for move, way in moves:
+        key = (id(way), move.axis)
+        if key not in costs:
+            elements = way.recipe.elements_read(move.axis)
+            costs[key] = (elements, min(elements, sum(block.size for block in way.recipe.targets)))
+        elements, distinct = costs[key]
+        read += elements * move.dtype.itemsize
+        needed += distinct * move.dtype.itemsize
+        # The bytes of a band as they are read, as they are put together, and cast where they are.
+        widest = max(move.dtype.itemsize, move.target_dtype.itemsize)
+        buffers = 2 if move.dtype is move.target_dtype else 3
+        band = max(band, buffers * min(BAND_BYTES, elements * widest))
+    return Stats(
+        tensors=len({move.name for move, _ in moves}),
+        bytes_needed=needed,
+        bytes_read=read,
+        bytes_written=sum(way.written * move.target_dtype.itemsize for move, way in moves),
+        target_bytes=sum(file.layout.size for file in files),
+        source_files=len({number for move, _ in moves for number in move.holders}),
+        target_files=len(files),
+        tasks=tasks,
+        peak_memory=IMPORTED_BYTES + THREADS * band,
+    )

@@ -1,0 +1,231 @@
+"""`Tensor`, `Parameter` and who-am-I of `reshard.mindspore`: what the tutorials' scripts do with them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import reshard.mindspore as ms
+from reshard.errors import UsageError
+from reshard.mindspore import Parameter, Tensor
+from reshard.mindspore.communication import get_group_size, get_rank, init
+from reshard.mindspore.parameter import as_tensor
+
+WEIGHT = np.arange(16, dtype=np.float32).reshape(2, 8)
+
+
+def test_the_tutorials_lines_of_integrating_run_as_printed() -> None:
+    """r1.5: convert `param_dict` to `param_list`."""
+    param_dict = {"weight": Parameter(Tensor(WEIGHT), "weight"), "plain": Parameter(WEIGHT, "plain")}
+    param_list = []
+    for key, value in param_dict.items():
+        each_param: dict[str, Any] = {}
+        each_param["name"] = key
+        param_data = value.data if isinstance(value.data, Tensor) else Tensor(value.data)
+        each_param["data"] = param_data
+        param_list.append(each_param)
+    assert [item["name"] for item in param_list] == ["weight", "plain"]
+    assert all(type(item["data"]) is Tensor and (item["data"].asnumpy() == WEIGHT).all() for item in param_list)
+
+
+def test_the_tutorials_lines_of_dividing_run_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """r1.5: divide a parameter and keep this rank's slice."""
+    monkeypatch.setenv("RANK_ID", "1")
+    monkeypatch.setenv("RANK_SIZE", "2")
+    init()
+    new_param = Parameter(Tensor(WEIGHT), "weight")
+    slice_list = np.split(new_param.data.asnumpy(), 2, axis=0)
+    rank = get_rank()
+    tensor_slice = Tensor(slice_list[rank])
+    new_param.set_data(tensor_slice, True)
+    assert new_param.shape == (1, 8)
+    assert new_param.sliced
+    assert new_param.asnumpy().tolist() == [list(range(8, 16))]
+
+
+def test_a_parameter_shows_itself_as_mindspores_does() -> None:
+    parameter = Parameter(Tensor(WEIGHT.astype(ml_dtypes.bfloat16)), name="w", requires_grad=False)
+    assert repr(parameter) == str(parameter) == "Parameter (name=w, shape=(2, 8), dtype=BFloat16, requires_grad=False)"
+    assert repr(Tensor(True)) == "Tensor(shape=[], dtype=Bool, value=True)"
+    assert str(Tensor([1, 2])) == "[1 2]"
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(1, "int64"), (2.5, "float32"), (True, "bool"), (np.float64(3), "float64"), ([1, 2], "int64"),
+     ([1.5, 2], "float32"), (np.zeros(2), "float64"), (np.zeros(2, ">i4"), "int32"),
+     (np.zeros(2, ml_dtypes.float8_e5m2), "float8_e5m2")],
+)  # fmt: skip
+def test_dtypes_are_those_that_mindspore_gives(value: object, dtype: str) -> None:
+    assert Tensor(value).dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+
+def test_an_integer_parameter_is_int32_as_in_mindspore() -> None:
+    assert (Parameter(3).dtype, Parameter(2.5).dtype, Parameter([1, 2]).dtype) == (ms.int32, ms.float32, ms.int64)
+
+
+def test_mindspores_dtype_names_are_there_and_compare() -> None:
+    assert Tensor(WEIGHT).dtype == ms.float32 == "float32"
+    assert Tensor(WEIGHT, ms.bfloat16).dtype == ms.bfloat16 == ml_dtypes.bfloat16
+    assert Tensor(WEIGHT).astype(ms.float16).asnumpy().dtype == np.float16
+    assert Tensor([1, 0], ms.bool_).asnumpy().tolist() == [True, False]
+
+
+def test_int4_keeps_its_bits() -> None:
+    tensor = Tensor(np.array([1, -2, 119], np.int8), ms.qint4x2)
+    assert (tensor.dtype, tensor.kind.name, tensor.asnumpy().dtype) == (ms.qint4x2, "int4", np.int8)
+    assert tensor.asnumpy().tolist() == tensor[:].asnumpy().tolist() == Tensor(tensor).array.tolist() == [1, -2, 119]
+    assert "Int4" in repr(Parameter(tensor, "q"))
+    assert tensor.astype(np.int32).kind.name == "int32"
+
+
+def test_tensors_copy_what_they_are_made_of_and_from_numpy_shares() -> None:
+    array = np.zeros(3, np.float32)
+    copied, shared = Tensor(array), Tensor.from_numpy(array)
+    array[0] = 1
+    assert copied.asnumpy().tolist() == [0, 0, 0]
+    assert shared.asnumpy().tolist() == [1, 0, 0]
+    parameter = Parameter(shared, "p")
+    assert parameter.data.asnumpy() is parameter.asnumpy()
+    assert not np.shares_memory(parameter.asnumpy(), array)
+    strided = Tensor.from_numpy(WEIGHT.T)
+    assert strided.asnumpy().flags.c_contiguous
+    assert (strided.asnumpy() == WEIGHT.T).all()
+
+
+def test_numpy_takes_tensors_for_arrays() -> None:
+    tensor = Tensor(WEIGHT)
+    assert np.concatenate([tensor, tensor]).shape == (4, 8)
+    assert np.asarray(tensor) is tensor.asnumpy()
+    assert np.array(tensor, dtype=np.float64).dtype == np.float64
+    assert np.array(tensor) is not tensor.asnumpy()
+    assert (tensor == WEIGHT).all()
+    assert not (tensor != Tensor(WEIGHT)).any()
+    assert (len(tensor), tensor.size, tensor.ndim, tensor.nbytes) == (2, 16, 2, 64)
+    assert (tensor[1, 2].shape, float(tensor[1, 2]), int(tensor[1, 2]), bool(tensor[1, 2])) == ((), 10.0, 10, True)
+    with pytest.raises(TypeError, match="no length"):
+        len(tensor[1, 2])
+    with pytest.raises(ValueError, match="without a copy"):
+        np.array(tensor, dtype=np.float64, copy=False)
+
+
+def test_parameters_are_hashed_by_identity_and_travel() -> None:
+    parameter = Parameter(Tensor(WEIGHT), "w", layerwise_parallel=True)
+    assert len({parameter, Parameter(Tensor(WEIGHT), "w")}) == 2
+    pickled = pickle.loads(pickle.dumps(parameter))  # noqa: S301 -- its own
+    for other in (pickled, copy.deepcopy(parameter)):
+        assert repr(other) == repr(parameter)
+        assert (other == parameter).all()
+        assert other.layerwise_parallel
+
+
+def test_a_parameter_has_a_name_whatever_happens() -> None:
+    unnamed = Parameter(WEIGHT)
+    assert unnamed.name.startswith("Parameter#")
+    assert unnamed.name != Parameter(WEIGHT).name
+    unnamed.name = " w "
+    assert unnamed.name == "w"
+    with pytest.raises(ValueError, match="a Parameter's name is a string; got int 3"):
+        Parameter(WEIGHT, 3)  # type: ignore[arg-type]
+
+
+def test_set_data_keeps_the_dtype() -> None:
+    parameter = Parameter(np.zeros(2, np.int32), "i")
+    assert parameter.set_data(Tensor([1.5, 2.5])) is parameter
+    assert (parameter.dtype, parameter.asnumpy().tolist(), parameter.sliced) == (ms.int32, [1, 2], False)
+    parameter.set_data(4)
+    assert (parameter.shape, int(parameter)) == ((), 4)
+    with pytest.raises(TypeError, match="the float 4.5 cannot be converted"):
+        parameter.set_data(4.5)
+    with pytest.raises(TypeError, match=r"got ndarray \(make it a Tensor\)"):
+        parameter.set_data(np.zeros(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["text", b"bytes", np.array(["a"]), np.array([None]), [{}], np.zeros(2, "M8[s]")])
+def test_what_no_checkpoint_holds_is_refused(value: object) -> None:
+    with pytest.raises(TypeError):
+        Tensor(value)
+
+
+def test_arrays_of_other_libraries_become_tensors() -> None:
+    class OfMindSpore:
+        def asnumpy(self) -> np.ndarray[Any, Any]:
+            return WEIGHT
+
+    class OfAnother:
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray[Any, Any]:
+            return WEIGHT
+
+    for value in (OfMindSpore(), OfAnother(), WEIGHT, Parameter(WEIGHT, "w")):
+        tensor = as_tensor(value, "w")
+        assert type(tensor) is Tensor
+        assert (tensor == WEIGHT).all()
+    with pytest.raises(TypeError, match="'w': expected a Parameter, a Tensor or an array; got list"):
+        as_tensor([1.0], "w")
+
+
+# --- launch ---
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without a launcher."""
+    from reshard.mindspore.launch import _LAUNCHERS
+
+    for pair in _LAUNCHERS:
+        for variable in pair:
+            monkeypatch.delenv(variable, raising=False)
+    return monkeypatch
+
+
+def test_without_a_launcher_there_is_one_process(launched: pytest.MonkeyPatch) -> None:
+    init("hccl")
+    assert (get_rank(), get_group_size()) == (0, 1)
+    assert (ms.get_rank, ms.communication.get_rank) == (get_rank, get_rank)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RANK_ID": "3", "RANK_SIZE": "4"}, (3, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, (5, 8)),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, (1, 8)),
+        # mpirun inside a Slurm job, where every child inherits the script's own number
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, (2, 4)),
+        # RANK_SIZE set for all in an image, the rank by mpirun
+        ({"RANK_SIZE": "8", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, (2, 4)),
+        ({"RANK_SIZE": "8"}, (0, 8)),
+        ({"RANK_ID": "3"}, (3, 1)),  # as MindSpore has it
+    ],
+)
+def test_the_launcher_says_who_this_is(
+    launched: pytest.MonkeyPatch, environment: dict[str, str], expected: tuple[int, int]
+) -> None:
+    for variable, value in environment.items():
+        launched.setenv(variable, value)
+    assert (get_rank(), get_group_size()) == expected
+
+
+def test_a_senseless_environment_is_refused(launched: pytest.MonkeyPatch) -> None:
+    launched.setenv("RANK_ID", "first")
+    with pytest.raises(UsageError, match="RANK_ID is 'first' in the environment"):
+        get_rank()
+    launched.setenv("RANK_ID", "4")
+    launched.setenv("RANK_SIZE", "4")
+    with pytest.raises(UsageError, match="RANK_ID is 4 and RANK_SIZE is 4; expected a rank below the size"):
+        get_rank()
+
+
+def test_every_name_is_there_and_only_on_demand() -> None:
+    for name in ms.__all__:
+        assert getattr(ms, name) is not None
+    assert {"Parameter", "load_checkpoint", "communication"} <= set(dir(ms))
+    with pytest.raises(AttributeError, match="no attribute 'nn'"):
+        ms.nn  # noqa: B018
