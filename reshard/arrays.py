@@ -28,9 +28,9 @@ from dask.base import normalize_token, tokenize
 
 from reshard.block import Block
 from reshard.checkpoint import ranges
+from reshard.cipher import Cipher, store_of
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import SourceError, names
-from reshard.store import local_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +75,7 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, holder: int | None = None
         raise SourceError(f"tensor {name!r}: block {names(absent)} is in no file of {checkpoint.root}")
     files = [checkpoint.files[shard.holders[0] if holder is None else holder] for shard in tensor.shards]
     pieces = tuple(
-        _Piece(shard.block, file.path, file.index.entries[name].runs)
+        _Piece(shard.block, file.path, file.index.entries[name].runs, checkpoint.cipher)
         for shard, file in zip(tensor.shards, files, strict=True)
     )
     token = tokenize(
@@ -160,6 +160,7 @@ class _Piece:
     block: Block
     path: str
     runs: Runs
+    cipher: Cipher | None = None
 
     def read(self, begin: int, buffer: memoryview) -> None:
         """Fill a buffer with the block's bytes from `begin` on, be they in one run of the file or several."""
@@ -167,7 +168,7 @@ class _Piece:
         if missing > 0:
             raise SourceError(f"{self.path}: block {self.block} is {missing} bytes longer than what the file has of it")
         for offset, start, stop in ranges(self.runs, begin, len(buffer)):
-            local_store().read_into(self.path, offset, buffer[start:stop])
+            store_of(self.cipher).read_into(self.path, offset, buffer[start:stop])
 
     def read_items(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> None:
         """Fill `out` with the block's items at these indices along each dimension, none of them empty."""

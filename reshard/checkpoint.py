@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.block import Block, Shape
+    from reshard.cipher import Cipher
     from reshard.dtypes import DType
     from reshard.strategy import Strategy
 
@@ -160,6 +161,7 @@ class Checkpoint(Mapping[str, Any]):
         part: the pipeline stage, where the source is one stage of a longer pipeline; else None.
         notices: what was noticed when it was opened and is no error.
         unreadable: names in the files that cannot be converted, with the reason.
+        cipher: decrypts the files; None where they are plain.
     """
 
     root: str
@@ -170,6 +172,7 @@ class Checkpoint(Mapping[str, Any]):
     part: int | None = None
     notices: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    cipher: Cipher | None = None
 
     @property
     def format(self) -> str | None:

@@ -21,12 +21,13 @@ import struct
 import threading
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, SourceError, UsageError
-from reshard.store import LocalStore
+from reshard.store import LocalStore, local_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -321,3 +322,13 @@ def _library() -> Any:
             "encrypted checkpoints need the library cryptography; pip install 'reshard[crypto]'"
         ) from error
     return SimpleNamespace(InvalidTag=InvalidTag, Cipher=Cipher, algorithms=algorithms, modes=modes)
+
+
+@lru_cache(maxsize=8)
+def _decrypting(cipher: Cipher) -> DecryptingStore:
+    return DecryptingStore(cipher)
+
+
+def store_of(cipher: Cipher | None) -> LocalStore:
+    """Return this process's store for files that a cipher encrypted, or for plain ones."""
+    return local_store() if cipher is None else _decrypting(cipher)

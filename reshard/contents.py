@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import ranges
 from reshard.errors import Faults, SourceError, names
 from reshard.join import UNLISTED
-from reshard.store import local_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.checkpoint import SourceFile, Tensor
+    from reshard.store import Readable
 
 _SMALL = 64 * 1024  # tensors up to this size are compared whole
 _SAMPLE = 4096  # of larger ones, this much at the beginning, in the middle and at the end
@@ -36,6 +36,7 @@ def compare_contents(
     tensors: Mapping[str, Tensor],
     ruled: Mapping[str, str],
     notices: list[str],
+    store: Readable,
 ) -> dict[str, Tensor]:
     """Look at the contents of tensors; return them, with `varies` set on those whose copies differ.
 
@@ -46,11 +47,12 @@ def compare_contents(
         tensors: as the headers and the strategy say.
         ruled: the rules of the tensors whose layouts the user gave.
         notices: gets what is no error.
+        store: reads the files.
 
     Raises:
         SourceError: a tensor is split but not listed, or listed but whole, or a rule cannot be right; all at once.
     """
-    look = _Look(files, ranks, Faults(root), notices)
+    look = _Look(files, ranks, Faults(root), notices, store)
     found = {}
     for name, tensor in tensors.items():
         found[name] = tensor if tensor.listed else look.copies(tensor, own_values=ruled.get(name) == "copy")
@@ -65,8 +67,10 @@ def compare_contents(
 class _Look:
     """Compares contents, collecting faults and notices."""
 
-    def __init__(self, files: Sequence[SourceFile], ranks: Sequence[int], faults: Faults, notices: list[str]) -> None:
-        self.files, self.ranks, self.faults, self.notices = files, ranks, faults, notices
+    def __init__(
+        self, files: Sequence[SourceFile], ranks: Sequence[int], faults: Faults, notices: list[str], store: Readable
+    ) -> None:
+        self.files, self.ranks, self.faults, self.notices, self.store = files, ranks, faults, notices, store
 
     def copies(self, tensor: Tensor, *, own_values: bool) -> Tensor:
         """Compare what the ranks have of a tensor that no strategy names."""
@@ -141,6 +145,6 @@ class _Look:
         view, place = memoryview(found), 0
         for begin, length in wanted:
             for offset, start, stop in ranges(entry.runs, begin, length):
-                local_store().read_into(self.files[number].path, offset, view[place + start : place + stop])
+                self.store.read_into(self.files[number].path, offset, view[place + start : place + stop])
             place += length
         return bytes(found)

@@ -14,6 +14,7 @@ from dask.base import DaskMethodsMixin, tokenize
 from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
+from reshard.cipher import store_of
 from reshard.errors import TargetError
 from reshard.move import move_pieces
 from reshard.store import local_store
@@ -58,7 +59,7 @@ def create_files(plan: Plan, files: range, directory: str) -> Receipt:
 def move_task(plan: Plan, number: int, directory: str, _made: object) -> Receipt:
     """Move the pieces of one task."""
     began = time.perf_counter()
-    moved = move_pieces(plan, plan.tasks[number], directory, local_store())
+    moved = move_pieces(plan, plan.tasks[number], directory, store_of(plan.source.cipher))
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began)
 
 

@@ -18,11 +18,12 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.bands import Recipe, is_grid
-from reshard.block import Block
+from reshard.block import Block, shape_text
 from reshard.checkpoint import Shard
 from reshard.errors import Faults, LayoutError, SourceError, UsageError, names
 from reshard.formats import Content, FileLayout, by_name
 from reshard.plan import BAND_BYTES, Move, Piece, Plan, Stats, TargetFile
+from reshard.redundancy import stored_once
 from reshard.selection import select
 from reshard.target_files import Stored
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from reshard.block import Shape
     from reshard.checkpoint import Checkpoint, Tensor
+    from reshard.layout import Grid
     from reshard.selection import Selection
     from reshard.strategy import Strategy
     from reshard.target_files import TargetFiles
@@ -96,6 +98,7 @@ class Planner:
         self.first_files = {rank: place * len(self.volumes.paths) for place, rank in enumerate(self.ranks)}
         self.remove_redundancy = remove_redundancy
         self.faults = Faults(source.root)
+        self.grids = self._grids()
         self._wanted: dict[object, tuple[_Wanted, object]] = {}
         self._ways: dict[tuple[Shape, int, int], _Way] = {}
 
@@ -135,6 +138,32 @@ class Planner:
         nbytes = prod(tensor.spec.shape) * itemsize if tensor.text is None else 0
         return Stored(new, nbytes, tensor.listed or self._names(new))
 
+    def _grids(self) -> dict[str, Grid]:
+        """Return the grids of the target's tensors where not every rank of them stores its block; else none."""
+        if not self.remove_redundancy or self.target is None:
+            return {}
+        listed = [(self.source.tensors[name].spec, new) for name, new in self.selected.kept if self._names(new)]
+        grids = {new: self._grid(new, spec.shape) for spec, new in listed}
+        itemsizes = {new: self.wishes.target_dtype(spec.dtype).itemsize for spec, new in listed}
+        found = {new: grid for new, grid in grids.items() if grid is not None}
+        return stored_once(found, devices=self.target.devices, itemsizes=itemsizes)
+
+    def _grid(self, new: str, shape: Shape) -> Grid | None:
+        """Return which ranks of the target hold which block; None where the layout does not fit, which is told."""
+        assert self.target is not None  # noqa: S101 -- it names the tensor
+        try:
+            grid = self.target.grid(new, shape)
+        except LayoutError as error:
+            self.faults.add(f"tensor {new!r}", str(error).removeprefix(f"tensor {new!r}: "))
+            return None
+        stated = [p.shape for p in self.target.tensors[new] if p.shape is not None and not p.expanded]
+        if stated and stated[0] != shape:
+            self.faults.add(
+                f"tensor {new!r}", f"has shape {shape_text(shape)}; the target strategy says {shape_text(stated[0])}"
+            )
+            return None
+        return grid
+
     def _names(self, new: str) -> bool:
         """Tell whether the target strategy names a tensor."""
         return self.target is not None and new in self.target.tensors
@@ -143,12 +172,8 @@ class Planner:
 
     def _moves(self, tensor: Tensor, new: str) -> list[tuple[Move, _Way]]:
         """Plan one tensor; nothing where no wanted rank gets any of it, or a fault was found."""
-        try:
-            wanted = self._wanted_of(tensor, new)
-        except LayoutError as error:
-            self.faults.add(f"tensor {new!r}", str(error).removeprefix(f"tensor {new!r}: "))
-            return []
-        if not wanted.blocks:
+        wanted = self._wanted_of(tensor, new)
+        if wanted is None or not wanted.blocks:
             return []
         key = (tensor.spec.shape, id(tensor.shards), id(wanted))
         way = self._ways.get(key)
@@ -166,8 +191,8 @@ class Planner:
         axis = way.recipe.axis(BAND_BYTES // max(spec.dtype.itemsize, target_dtype.itemsize))
         return Move(new, spec.name, spec.dtype, target_dtype, way.recipe, axis, way.holders, way.wanted.files)
 
-    def _wanted_of(self, tensor: Tensor, new: str) -> _Wanted:
-        """Return the blocks that the wanted ranks get, with their files."""
+    def _wanted_of(self, tensor: Tensor, new: str) -> _Wanted | None:
+        """Return the blocks that the wanted ranks get, with their files; None where a fault was found."""
         shape = tensor.spec.shape
         volume = self.volumes.of[new]
         if self.target is None or not self._names(new):
@@ -176,7 +201,9 @@ class Planner:
                 everywhere = tuple(first + volume for first in self.first_files.values())
                 self._wanted[key] = _Wanted((Block.whole(shape),), (everywhere,)), None
             return self._wanted[key][0]
-        grid = self.target.grid(new, shape)
+        grid = self.grids.get(new) or self._grid(new, shape)
+        if grid is None:
+            return None
         key = (id(grid), volume)
         if key not in self._wanted:
             wanted = [

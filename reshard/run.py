@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from reshard.cipher import store_of
 from reshard.errors import ReshardError, TargetError, UsageError, names
 from reshard.graph import Graph, Receipt, check_sources
 from reshard.store import local_store
@@ -117,6 +118,7 @@ def run(
         raise
     finally:
         local_store().close()
+        store_of(plan.source.cipher).close()
     return Report(
         root,
         tuple(file.path for file in plan.files),

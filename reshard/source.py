@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint, FileIndex, SourceFile
+from reshard.cipher import Cipher, store_of
 from reshard.contents import compare_contents
 from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError
 from reshard.formats import index_file
@@ -35,6 +36,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     layouts: Mapping[str, str] | None = None,
     stage: int | None = None,
     partial: bool = False,
+    cipher: Cipher | None = None,
 ) -> Checkpoint:
     """Open a checkpoint, reading headers only.
 
@@ -49,13 +51,14 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             tensors of which every rank has a value of its own.
         stage: only this stage of a pipeline. A strategy file of one stage, with no other, means the same.
         partial: the files of some ranks are enough; a plan that needs others is refused.
+        cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra.
 
     Raises:
         SourceError: no files, no step that every rank has, missing ranks, headers that contradict the strategy;
             all faults at once.
         StrategyError: the strategy cannot be read.
     """
-    files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
+    files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     root = str(Path(next(iter(path.values()), ".")).parent) if isinstance(path, Mapping) else str(path)
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
@@ -67,9 +70,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")
     tensors = join(root, files, ranks, strategy, partial=partial)
-    tensors = compare_contents(root, files, ranks, tensors, ruled, notices)
+    tensors = compare_contents(root, files, ranks, tensors, ruled, notices, store_of(cipher))
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    return Checkpoint(root, tensors, files, ranks, strategy, part, tuple(notices), unreadable)
+    return Checkpoint(root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher)
 
 
 def read_headers(
@@ -77,6 +80,7 @@ def read_headers(
     *,
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
+    cipher: Cipher | None = None,
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...], list[str]]:
     """Return the files of a checkpoint, the rank of each, and what was noticed; no strategy is needed for that.
 
@@ -85,13 +89,13 @@ def read_headers(
     """
     notices: list[str] = []
     if isinstance(path, Mapping):
-        return *_indexed({rank: [Path(path[rank])] for rank in sorted(path)}), notices
+        return *_indexed({rank: [Path(path[rank])] for rank in sorted(path)}, cipher), notices
     root = Path(path)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
-        return *_indexed(rank_files(root, rank_pattern, suffix, notices)), notices
+        return *_indexed(rank_files(root, rank_pattern, suffix, notices), cipher), notices
     paths, weight_map = unified
-    files, ranks = _indexed({0: paths})
+    files, ranks = _indexed({0: paths}, cipher)
     held = {paths[number].name: file.index.entries for number, file in enumerate(files)}
     faults = Faults(str(root))
     for name, file_name in weight_map.items():
@@ -139,7 +143,9 @@ def _left_out(strategy: Strategy, ranks: int) -> str:
     )
 
 
-def _indexed(chosen: Mapping[int, Sequence[Path]]) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
+def _indexed(
+    chosen: Mapping[int, Sequence[Path]], cipher: Cipher | None
+) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
     """Index every file. Ranks with equal headers share one index, or 4,096 of them would not fit into memory."""
     files: list[SourceFile] = []
     ranks: list[int] = []
@@ -149,7 +155,7 @@ def _indexed(chosen: Mapping[int, Sequence[Path]]) -> tuple[tuple[SourceFile, ..
             status = path.stat()
             # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
             empty = not status.st_size and path.suffix == ".ckpt"
-            index = FileIndex("ckpt", {}) if empty else index_file(str(path))
+            index = FileIndex("ckpt", {}) if empty else index_file(str(path), store=store_of(cipher))
             alike = distinct.setdefault(len(index.entries), [])
             try:
                 index = alike[alike.index(index)]

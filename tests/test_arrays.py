@@ -88,7 +88,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(len(buffer))
             local_store().read_into(path, offset, buffer)
 
-    monkeypatch.setattr(arrays, "local_store", Counting)
+    monkeypatch.setattr(arrays, "store_of", lambda cipher: Counting())
     return sizes
 
 

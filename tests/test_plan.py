@@ -161,6 +161,13 @@ def test_a_layout_that_does_not_fit_names_tensor_dimension_and_sizes(source: res
     assert "tensor 'moments.w': dimension 0 of size 8 does not divide into 3" in str(caught.value)
 
 
+def test_a_shape_that_the_target_strategy_contradicts(source: reshard.Checkpoint) -> None:
+    """Frozen zero biases that are split and not listed look whole; the target's JSON file knows better."""
+    target = Strategy.of({"w": ROWS, "moments.w": ROWS, "b": Layout.of([4], [0])}, shapes={"b": (32,)})
+    with pytest.raises(SourceError, match=r"tensor 'b': has shape \[8\]; the target strategy says \[32\]"):
+        reshard.plan(source, target)
+
+
 @pytest.mark.parametrize("prefix", ["../x", "a/b", "x\n", "\0"])
 def test_a_prefix_cannot_leave_the_target(source: reshard.Checkpoint, prefix: str) -> None:
     with pytest.raises(UsageError, match="prefix"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import helpers
 import numpy as np
 import pytest
 from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 
 import reshard
 from reshard import Layout, Strategy, graph, move, plan, planner, store
-from reshard.errors import BudgetError, TargetError, UsageError
+from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.formats import ckpt
 
 ROWS = Strategy.of({"w": Layout.of([8], [0, -1]), "b": Layout.of([8], [-1]), "c": Layout.of([2, 4], [1, 0])})
@@ -245,6 +246,42 @@ def test_a_source_cut_short_after_opening_leaves_nothing(source: reshard.Checkpo
     with pytest.raises(TargetError, match=r"checkpoint_2\.ckpt: changed since it was opened"):
         reshard.plan(source, TARGET).run(tmp_path / "out")
     assert tree(tmp_path / "out") == {}
+
+
+def test_replicas_stored_once(tmp_path: Path) -> None:
+    """Every block is in one file, as many bytes in each as can be, and what is written opens and converts as all do."""
+    shapes = {f"w{i}": (16, 8 + 8 * (i % 3)) for i in range(12)} | {"b": (8,)}
+    full = numbers(shapes)
+    spread = Strategy.of({name: Layout.of([2, 4], [0] + [-1] * (len(shape) - 1)) for name, shape in shapes.items()})
+    path = write_file(tmp_path / "whole.ckpt", {**full, "global_step": np.array(7, np.int32)}, "ckpt")
+    for format in ("safetensors", "ckpt"):
+        made = reshard.plan(reshard.open(path), spread, format=format, remove_redundancy=True)
+        assert made.stats.bytes_written == sum(array.nbytes for array in full.values()) + 8 * 4
+        made.run(tmp_path / format)
+        sizes = [sum(p.stat().st_size for p in (tmp_path / format / f"rank_{r}").iterdir()) for r in range(8)]
+        assert max(sizes) < 1.5 * min(sizes)
+        again = reshard.open(tmp_path / format, strategy=spread)
+        if format == "safetensors":
+            assert all(file.index.deduplicated for file in again.files)
+        reshard.plan(again, format="ckpt").run(tmp_path / f"{format}_back")
+        assert helpers.read_rank_file(tmp_path / f"{format}_back/rank_0/checkpoint_0.ckpt") == helpers.read_rank_file(
+            path
+        )
+
+
+def test_an_encrypted_source(tmp_path: Path, mindspore_data: Path) -> None:
+    pytest.importorskip("cryptography")
+    from reshard.cipher import Cipher
+
+    path = mindspore_data / "encrypted" / "aes-gcm.ckpt"
+    with pytest.raises(SourceError, match="is encrypted"):
+        reshard.open(path)
+    source = reshard.open(path, cipher=Cipher("AES-GCM", b"0123456789ABCDEF"))
+    full = np.load(mindspore_data / "encrypted" / "full.npz")
+    assert np.array_equal(source["w.f32"].compute(), full["w.f32"])
+    reshard.plan(source, Strategy.of({"w.f32": Layout.of([3], [0, -1])})).run(tmp_path)
+    written = reshard.open(tmp_path / "rank_1" / "checkpoint_1.ckpt")
+    assert np.array_equal(written["w.f32"].compute(), full["w.f32"][2:4])
 
 
 def test_a_source_that_changes_under_the_run_is_refused(
