@@ -43,7 +43,7 @@ class Receipt(NamedTuple):
     seconds: float
 
 
-def create_files(plan: Plan, files: range, directory: str) -> Receipt:
+def create_files(plan: Plan, files: Sequence[int], directory: str) -> Receipt:
     """Make unfinished target files with the space for them, and write all that is not contents."""
     began = time.perf_counter()
     store = local_store()
@@ -53,7 +53,7 @@ def create_files(plan: Plan, files: range, directory: str) -> Receipt:
         store.create(path, file.layout.size)
         for offset, content in file.layout.literals:
             store.write_at(path, offset, memoryview(content))
-    return Receipt(f"create {files.start}", 0, 0, time.perf_counter() - began)
+    return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
 def move_task(plan: Plan, number: int, directory: str, _made: object) -> Receipt:
@@ -80,20 +80,24 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
     return []
 
 
-def sync_files(plan: Plan, files: range, directory: str, _moved: object) -> Receipt:
+def sync_files(plan: Plan, files: Sequence[int], directory: str, _moved: object) -> Receipt:
     """Have finished target files on the disk, before any gets its name: that is slow, and naming all is quick."""
     began = time.perf_counter()
     for number in files:
         local_store().sync(f"{directory}/{plan.files[number].path}")
-    return Receipt(f"sync {files.start}", 0, 0, time.perf_counter() - began)
+    return Receipt(f"sync {files[0]}", 0, 0, time.perf_counter() - began)
 
 
-def commit_files(plan: Plan, files: range, directory: str, sync: bool, _ready: object) -> Receipt:
+def commit_files(plan: Plan, files: Sequence[int], directory: str, sync: bool, _ready: object) -> Receipt:
     """Give finished target files their names."""
     began = time.perf_counter()
     for number in files:
-        local_store().commit(f"{directory}/{plan.files[number].path}", sync=sync)
-    return Receipt(f"commit {files.start}", 0, 0, time.perf_counter() - began)
+        file = plan.files[number]
+        if file.link is not None:
+            local_store().link(f"{directory}/{file.link}", f"{directory}/{file.path}", sync=sync)
+        else:
+            local_store().commit(f"{directory}/{file.path}", sync=sync)
+    return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began)
 
 
 def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
@@ -123,8 +127,6 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     def __dask_graph__(self) -> dict[str, Any]:
         """Return the tasks by key."""
         name, plan, directory = self._name, self.plan, self.directory
-        batches = _batches(0, len(plan.files))
-        first_last = len(plan.files) - plan.last_files
         whole = TaskRef(f"{name}-plan")
         graph: dict[str, Any] = {whole.key: DataNode(whole.key, plan)}
 
@@ -136,19 +138,21 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             graph[every] = Task(every, collect, List(*map(TaskRef, keys)))
             return TaskRef(every)
 
-        made = add("create", create_files, [(files, directory) for files in batches])
+        written = [number for number, file in enumerate(plan.files) if file.link is None]
+        last = [number for number, file in enumerate(plan.files) if file.last]
+        links = [number for number, file in enumerate(plan.files) if file.link is not None]
+        made = add("create", create_files, [(files, directory) for files in _batches(written)])
         tasks = [(number, directory, made) for number in range(len(plan.tasks))]
         moved = add("move", move_task, tasks) if tasks else made
         unchanged = f"{name}-check"
         graph[unchanged] = Task(unchanged, check_sources, whole, moved)
         done = [made, moved, TaskRef(unchanged)]
         if self.fsync:
-            done.append(add("sync", sync_files, [(files, directory, done[-1]) for files in batches]))
-        ready = done[-1]
-        done.append(add("commit", commit_files, [(f, directory, self.fsync, ready) for f in _batches(0, first_last)]))
-        if plan.last_files:
-            named, last = done[-1], _batches(first_last, len(plan.files))
-            done.append(add("index", commit_files, [(files, directory, self.fsync, named) for files in last]))
+            done.append(add("sync", sync_files, [(files, directory, done[-1]) for files in _batches(written)]))
+        first = [number for number in written if number not in set(last)]
+        for kind, numbers in (("commit", first), ("link", links), ("index", last)):
+            if numbers:
+                done.append(add(kind, commit_files, [(f, directory, self.fsync, done[-1]) for f in _batches(numbers)]))
         graph[self.key] = Task(self.key, collect, *done)
         return graph
 
@@ -171,8 +175,8 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return f"<Graph: {len(self.plan.tasks)} tasks to write {len(self.plan.files)} files below {self.directory}>"
 
 
-def _batches(start: int, stop: int) -> list[range]:
-    return [range(i, min(i + FILES_A_TASK, stop)) for i in range(start, stop, FILES_A_TASK)]
+def _batches(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(numbers[i : i + FILES_A_TASK]) for i in range(0, len(numbers), FILES_A_TASK)]
 
 
 def _first(results: Sequence[Any]) -> Any:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reshard.checkpoint import ranges
-from reshard.plan import BAND_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +39,7 @@ class _Buffers(threading.local):
 
     def get(self, which: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         if len(self._held[which]) < nbytes:
-            self._held[which] = np.empty(max(nbytes, BAND_BYTES), np.uint8)
+            self._held[which] = np.empty(nbytes, np.uint8)
         return self._held[which][:nbytes]
 
 
@@ -64,9 +63,15 @@ def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Stor
         TargetError, BudgetError: a target file cannot be written.
     """
     read = written = 0
+    # Tensors alike, which follow each other in a model's layers, have the same segments.
+    known: dict[tuple[int, int, int, int], list[Segment]] = {}
     for piece in pieces:
         mover = _Mover(plan, piece.move, directory, store)
-        for segment in mover.move.recipe.segments(mover.move.axis, piece.start, piece.stop):
+        recipe, axis = mover.move.recipe, mover.move.axis
+        key = (id(recipe), axis, piece.start, piece.stop)
+        if key not in known:
+            known[key] = list(recipe.segments(axis, piece.start, piece.stop))
+        for segment in known[key]:
             mover.segment(segment)
         read += mover.read
         written += mover.written
@@ -78,6 +83,7 @@ class _Mover:
 
     def __init__(self, plan: Plan, number: int, directory: str, store: Store) -> None:
         self.move = move = plan.moves[number]
+        self.band_bytes = plan.band_bytes
         self.store = store
         self.carrier = move.dtype.carrier()
         self.sources = [
@@ -97,7 +103,7 @@ class _Mover:
         source_rows = [prod(shape) * itemsize for shape in columns.source_shapes]
         target_itemsize = self.move.target_dtype.itemsize
         target_rows = [prod(shape) * target_itemsize for shape in columns.target_shapes]
-        most_rows = max(1, BAND_BYTES // (max(itemsize, target_itemsize) * columns.row_elements))
+        most_rows = max(1, self.band_bytes // (max(itemsize, target_itemsize) * columns.row_elements))
         for start in range(segment.start, segment.stop, most_rows):
             rows = min(most_rows, segment.stop - start)
             done = start - segment.start

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from reshard.strategy import Strategy
     from reshard.target_files import TargetFiles
 
-BAND_BYTES = 4 << 20
-"""The most bytes of a tensor that a thread holds at once; measured best between 1 and 16 MB."""
-
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
@@ -41,12 +38,14 @@ class TargetFile:
         path: where it goes, below the target directory.
         layout: its size, its own bytes and the places of the contents; shared by ranks with equal contents.
         last: it gets its name after all others: the index of a unified set.
+        link: the path of the file that it is a link to, where replicas are linked; nothing is written then.
     """
 
     rank: int
     path: str
     layout: FileLayout
     last: bool = False
+    link: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class Stats:
         target_bytes: size of all target files, headers included.
         source_files, target_files: how many files are read and written.
         tasks: how many tasks move bytes.
-        peak_memory: resident memory predicted for four threads, the most by default.
+        peak_memory: resident memory predicted, for as many threads as `Plan.threads`.
     """
 
     tensors: int
@@ -143,6 +142,8 @@ class Plan:
         stats: what it costs.
         format: name of the target files' format.
         ranks: the ranks of the target that are written.
+        band_bytes: the most bytes of a tensor that a thread reads at once.
+        threads: the most threads that the prediction of memory allows.
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
         texts: target name to value of the `str` entries, which every rank gets.
@@ -156,15 +157,12 @@ class Plan:
     stats: Stats
     format: str
     ranks: tuple[int, ...]
+    band_bytes: int
+    threads: int
     dropped: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
-
-    @property
-    def last_files(self) -> int:
-        """How many files get their names after all others; they stand at the end of `files`."""
-        return sum(file.last for file in self.files)
 
     def source_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose files are read, ascending."""
@@ -246,6 +244,8 @@ def plan(
     drop: Iterable[str] = (),
     allow_missing: Iterable[str] = (),
     remove_redundancy: bool = False,
+    link_replicas: bool = False,
+    memory: int | None = None,
 ) -> Plan:
     """Plan how a checkpoint becomes that of another strategy.
 
@@ -261,10 +261,14 @@ def plan(
         drop: globs of weights that the target may lack though the source has them; beside the selection's.
         allow_missing: globs of weights that the source may lack though the target has them; likewise.
         remove_redundancy: store each block of a listed tensor on one of the ranks that would hold it.
+        link_replicas: make target files that are equal in every byte links to one file: copies that share their
+            blocks where the file system has them, else hard links.
+        memory: resident memory in bytes that a run may take at its peak; by default about 80 MB are enough.
 
     Raises:
         SourceError: weights are missing or would be dropped; all at once.
-        LayoutError: a target layout does not fit a tensor's shape.
+            Also a target layout that does not fit a tensor's shape.
+        BudgetError: `memory` is too little; the least that works is told.
         UsageError: unknown format, rank or an unsound prefix.
     """
     if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
@@ -277,5 +281,13 @@ def plan(
     if files is None:
         files = RankFiles(prefix, "" if source.part is None else f"_part{source.part}")
     return Planner(
-        source, target, format=format, files=files, ranks=ranks, wishes=wishes, remove_redundancy=remove_redundancy
+        source,
+        target,
+        format=format,
+        files=files,
+        ranks=ranks,
+        wishes=wishes,
+        remove_redundancy=remove_redundancy,
+        link_replicas=link_replicas,
+        memory=memory,
     ).plan()

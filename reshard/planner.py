@@ -13,16 +13,16 @@ Such things are remembered by identity: to hash a grid of 4,096 blocks for every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.bands import Recipe, is_grid
 from reshard.block import Block, shape_text
 from reshard.checkpoint import Shard
-from reshard.errors import Faults, LayoutError, SourceError, UsageError, names
+from reshard.errors import BudgetError, Faults, LayoutError, SourceError, UsageError, names
 from reshard.formats import Content, FileLayout, by_name
-from reshard.plan import BAND_BYTES, Move, Piece, Plan, Stats, TargetFile
+from reshard.plan import Move, Piece, Plan, Stats, TargetFile
 from reshard.redundancy import stored_once
 from reshard.selection import select
 from reshard.target_files import Stored
@@ -42,11 +42,20 @@ TASK_BYTES = 64 << 20
 
 MOST_TASKS = 4096
 
-IMPORTED_BYTES = 60 << 20
-"""Resident memory of the interpreter with everything that a run imports; measured on CPython 3.11."""
+BAND_BYTES = 4 << 20
+"""The most bytes of a tensor that a thread reads at once; measured best between 1 and 16 MB."""
+
+LEAST_BAND_BYTES = 64 << 10
+"""The least; below it a run is mostly calls."""
 
 THREADS = 4
-"""How many threads the prediction of memory is for."""
+"""How many threads the prediction of memory is for, unless less memory is given."""
+
+IMPORTED_BYTES = 48 << 20
+"""Resident memory of the interpreter with everything that a run imports; measured on CPython 3.11."""
+
+ENTRY_BYTES = 700
+"""Resident memory of a tensor's entry in an index, in a file layout and in the moves; measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +98,8 @@ class Planner:
         ranks: Iterable[int] | None,
         wishes: Selection,
         remove_redundancy: bool,
+        link_replicas: bool,
+        memory: int | None,
     ) -> None:
         self.source, self.target, self.wishes = source, target, wishes
         self.format = by_name(format or source.format or "safetensors")
@@ -97,8 +108,10 @@ class Planner:
         self.volumes = files.volumes([self._stored(*names) for names in self.selected.kept], self.format.EXTENSION)
         self.first_files = {rank: place * len(self.volumes.paths) for place, rank in enumerate(self.ranks)}
         self.remove_redundancy = remove_redundancy
+        self.threads, self.band_bytes = self._within(memory)
         self.faults = Faults(source.root)
         self.grids = self._grids()
+        self.originals = self._originals() if link_replicas else {rank: rank for rank in self.ranks}
         self._wanted: dict[object, tuple[_Wanted, object]] = {}
         self._ways: dict[tuple[Shape, int, int], _Way] = {}
 
@@ -123,9 +136,11 @@ class Planner:
             files,
             tuple(move for move, _ in moves),
             tasks,
-            _stats(files, moves, len(tasks)),
+            self._stats(files, moves, len(tasks)),
             self.format.NAME,
             self.ranks,
+            self.band_bytes,
+            self.threads,
             self.selected.dropped,
             self.selected.missing,
             {new: tensor.text or "" for tensor, new in texts},
@@ -168,7 +183,52 @@ class Planner:
         """Tell whether the target strategy names a tensor."""
         return self.target is not None and new in self.target.tensors
 
-    # --- where each goes ---
+    def _within(self, memory: int | None) -> tuple[int, int]:
+        """Return how many threads, and bytes in a band, keep a run within a budget."""
+        if memory is None:
+            return THREADS, BAND_BYTES
+        fixed = IMPORTED_BYTES + self._plan_bytes()
+        for threads in (THREADS, 2, 1):
+            band = min(BAND_BYTES, (memory - fixed) // (threads * self._buffers()))
+            if band >= (BAND_BYTES if threads > 1 else LEAST_BAND_BYTES):
+                return threads, band
+        least = fixed + LEAST_BAND_BYTES * self._buffers()
+        stored = [tensor for _, tensor in sorted((t.spec.nbytes, t.spec.name) for t in self.source.tensors.values())]
+        raise BudgetError(
+            f"{memory} bytes of memory are too little; the least that works is {least}: {fixed} for the program and "
+            f"its plan of {len(stored)} tensors, and the rest to hold a band of tensor {stored[-1] if stored else ''!r}"
+        )
+
+    def _buffers(self) -> int:
+        """Return how many bands a thread holds: as read, as put together, and cast."""
+        return 3 if self.wishes.cast else 2
+
+    def _plan_bytes(self) -> int:
+        """Return about how much memory the source's indexes and the plan take."""
+        indexes = {id(file.index): len(file.index.entries) for file in self.source.files}
+        return ENTRY_BYTES * sum(indexes.values()) + 100 * len(self.ranks) * len(self.selected.kept) // 8
+
+    def _written_ranks(self) -> list[int]:
+        """Return the ranks whose files are written, not linked."""
+        return [rank for rank in self.ranks if self.originals[rank] == rank]
+
+    def _originals(self) -> dict[int, int]:
+        """Return, for each rank, the lowest one that gets the same file, byte for byte."""
+        kept = [(self.source.tensors[name], new) for name, new in self.selected.kept]
+        if any(tensor.varies for tensor, _ in kept):
+            return {rank: rank for rank in self.ranks}
+        grids = {}
+        for tensor, new in kept:
+            grid = (self.grids.get(new) or self._grid(new, tensor.spec.shape)) if self._names(new) else None
+            if grid is not None:
+                grids[id(grid)] = grid
+        held: dict[int, list[int]] = {rank: [] for rank in self.ranks}
+        for grid in grids.values():
+            by_rank = {rank: number for number, ranks in enumerate(grid.ranks) for rank in ranks}
+            for rank, numbers in held.items():
+                numbers.append(by_rank.get(rank, -1))
+        first: dict[tuple[int, ...], int] = {}
+        return {rank: first.setdefault(tuple(numbers), rank) for rank, numbers in held.items()}
 
     def _moves(self, tensor: Tensor, new: str) -> list[tuple[Move, _Way]]:
         """Plan one tensor; nothing where no wanted rank gets any of it, or a fault was found."""
@@ -188,7 +248,7 @@ class Planner:
     def _move(self, tensor: Tensor, new: str, way: _Way) -> Move:
         spec = tensor.spec
         target_dtype = self.wishes.target_dtype(spec.dtype)
-        axis = way.recipe.axis(BAND_BYTES // max(spec.dtype.itemsize, target_dtype.itemsize))
+        axis = way.recipe.axis(self.band_bytes // max(spec.dtype.itemsize, target_dtype.itemsize))
         return Move(new, spec.name, spec.dtype, target_dtype, way.recipe, axis, way.holders, way.wanted.files)
 
     def _wanted_of(self, tensor: Tensor, new: str) -> _Wanted | None:
@@ -198,7 +258,7 @@ class Planner:
         if self.target is None or not self._names(new):
             key: object = (shape, volume)
             if key not in self._wanted:
-                everywhere = tuple(first + volume for first in self.first_files.values())
+                everywhere = tuple(self.first_files[rank] + volume for rank in self._written_ranks())
                 self._wanted[key] = _Wanted((Block.whole(shape),), (everywhere,)), None
             return self._wanted[key][0]
         grid = self.grids.get(new) or self._grid(new, shape)
@@ -207,7 +267,7 @@ class Planner:
         key = (id(grid), volume)
         if key not in self._wanted:
             wanted = [
-                (block, tuple(self.first_files[rank] + volume for rank in ranks if rank in self.first_files))
+                (block, tuple(self.first_files[rank] + volume for rank in ranks if self.originals.get(rank) == rank))
                 for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
             ]
             kept = [(block, files) for block, files in wanted if files]
@@ -241,7 +301,8 @@ class Planner:
         by_rank = {self.source.ranks[number]: number for number in reversed(shard.holders)}
         count = max(self.source.ranks) + 1
         chosen: dict[int, list[int]] = {}
-        for rank, first in self.first_files.items():
+        for rank in self._written_ranks():
+            first = self.first_files[rank]
             read = read_for.get(rank, set()) & set(by_rank)
             holder = by_rank[rank % count if rank % count in read else min(read or by_rank)]
             chosen.setdefault(holder, []).append(first + self.volumes.of[new])
@@ -271,8 +332,6 @@ class Planner:
                     found.setdefault(self.ranks[file // len(self.volumes.paths)], set()).update(ranks)
         return found
 
-    # --- files ---
-
     def _files(self, moves: Sequence[tuple[Move, _Way]], texts: Sequence[tuple[Tensor, str]]) -> tuple[TargetFile, ...]:
         """Lay out every target file; files with equal contents share one layout."""
         count = len(self.volumes.paths)
@@ -285,8 +344,8 @@ class Planner:
                     contents[number].append(content)
         for tensor, new in texts:
             content = Content(new, tensor.spec.dtype, (), tensor.text)
-            for first in self.first_files.values():
-                contents[first + self.volumes.of[new]].append(content)
+            for rank in self._written_ranks():
+                contents[self.first_files[rank] + self.volumes.of[new]].append(content)
         layouts: dict[tuple[int, ...], FileLayout] = {}
         metadata = self._metadata()
         found = []
@@ -297,13 +356,27 @@ class Planner:
             if key not in layouts:
                 layouts[key] = self.format.lay_out(listed, metadata)
             rank = self.ranks[number // count]
-            path = self.volumes.paths[number % count].replace("{rank}", str(rank))
-            found.append(TargetFile(rank, path, layouts[key]))
+            found.append(TargetFile(rank, self._path(rank, number % count), layouts[key]))
+        found = self._linked(found)
         if self.volumes.index:
             path, content_bytes = self.volumes.index
             layout = FileLayout(len(content_bytes), ((0, content_bytes),), {})
             found.append(TargetFile(self.ranks[0], path, layout, last=True))
         return tuple(found)
+
+    def _path(self, rank: int, volume: int) -> str:
+        return self.volumes.paths[volume].replace("{rank}", str(rank))
+
+    def _linked(self, files: list[TargetFile]) -> list[TargetFile]:
+        """Make the files of replicas links to those of the rank that is written."""
+        count = len(self.volumes.paths)
+        found = []
+        for number, file in enumerate(files):
+            original = files[self.first_files[self.originals[file.rank]] + number % count]
+            found.append(
+                file if original is file else replace(original, path=file.path, rank=file.rank, link=original.path)
+            )
+        return found
 
     def _metadata(self) -> Mapping[str, str]:
         """Keep the notes of the source files; MindSpore marks its safetensors files with `format`."""
@@ -313,6 +386,31 @@ class Planner:
         if self.remove_redundancy:
             notes["remove_redundancy"] = "True"
         return notes
+
+    def _stats(self, files: Sequence[TargetFile], moves: Sequence[tuple[Move, _Way]], tasks: int) -> Stats:
+        """Add up what a plan costs."""
+        costs: dict[tuple[int, int], tuple[int, int]] = {}
+        needed = read = band = 0
+        for move, way in moves:
+            key = (id(way), move.axis)
+            if key not in costs:
+                elements = way.recipe.elements_read(move.axis)
+                costs[key] = (elements, min(elements, sum(block.size for block in way.recipe.targets)))
+            elements, distinct = costs[key]
+            read += elements * move.dtype.itemsize
+            needed += distinct * move.dtype.itemsize
+            band = max(band, min(self.band_bytes, elements * max(move.dtype.itemsize, move.target_dtype.itemsize)))
+        return Stats(
+            tensors=len({move.name for move, _ in moves}),
+            bytes_needed=needed,
+            bytes_read=read,
+            bytes_written=sum(way.written * move.target_dtype.itemsize for move, way in moves),
+            target_bytes=sum(file.layout.size for file in files if file.link is None),
+            source_files=len({number for move, _ in moves for number in move.holders}),
+            target_files=len(files),
+            tasks=tasks,
+            peak_memory=IMPORTED_BYTES + self._plan_bytes() + self.threads * self._buffers() * band,
+        )
 
 
 def _wanted_ranks(target: Strategy | None, ranks: Iterable[int] | None) -> tuple[int, ...]:
@@ -368,32 +466,3 @@ def _shared_out(moves: Sequence[tuple[Move, _Way]]) -> tuple[tuple[Piece, ...], 
     if task:
         tasks.append(tuple(task))
     return tuple(tasks)
-
-
-def _stats(files: Sequence[TargetFile], moves: Sequence[tuple[Move, _Way]], tasks: int) -> Stats:
-    """Add up what a plan costs."""
-    costs: dict[tuple[int, int], tuple[int, int]] = {}
-    needed = read = band = 0
-    for move, way in moves:
-        key = (id(way), move.axis)
-        if key not in costs:
-            elements = way.recipe.elements_read(move.axis)
-            costs[key] = (elements, min(elements, sum(block.size for block in way.recipe.targets)))
-        elements, distinct = costs[key]
-        read += elements * move.dtype.itemsize
-        needed += distinct * move.dtype.itemsize
-        # The bytes of a band as they are read, as they are put together, and cast where they are.
-        widest = max(move.dtype.itemsize, move.target_dtype.itemsize)
-        buffers = 2 if move.dtype is move.target_dtype else 3
-        band = max(band, buffers * min(BAND_BYTES, elements * widest))
-    return Stats(
-        tensors=len({move.name for move, _ in moves}),
-        bytes_needed=needed,
-        bytes_read=read,
-        bytes_written=sum(way.written * move.target_dtype.itemsize for move, way in moves),
-        target_bytes=sum(file.layout.size for file in files),
-        source_files=len({number for move, _ in moves for number in move.holders}),
-        target_files=len(files),
-        tasks=tasks,
-        peak_memory=IMPORTED_BYTES + THREADS * band,
-    )

@@ -17,21 +17,29 @@ strategy goes by the new names.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING
 
-from reshard.dtypes import DType, by_name
+from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.strategy import weight_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from reshard.checkpoint import Checkpoint
+    from reshard.checkpoint import Checkpoint, Tensor
     from reshard.strategy import Strategy
 
 _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
+
+# What optimizers, loss scaling and callbacks of MindSpore 2.10 keep as parameters or `append_dict` entries of their own.
+_TRAINING_STATE = {
+    "global_step", "learning_rate", "momentum", "weight_decay", "beta1", "beta2", "beta1_power", "beta2_power",
+    "loss_scale", "scale_sense", "epoch_num", "step_num", "current_iterator_step", "last_overflow_iterator_step",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +52,16 @@ class Selection:
     Attributes:
         include: only tensors that one of these matches; all where there is none.
         exclude: no tensors that one of these matches.
-        weights_only: no optimizer states.
+        weights_only: no optimizer states, nor what else only training needs (`global_step`, `learning_rate`, text).
         names: old name to new name, applied at once, so that two may be swapped. An old name may be a glob, whose
-            stars stand in the new name too, in order. Optimizer states follow their weights.
-        cast: source dtype to target dtype, by name; rounding is ml_dtypes' (to nearest, ties to even).
+            stars stand in the new name too, in order; the first that matches counts, exact names before globs.
+            Optimizer states follow their weights, unless a name or the beginning of a glob is the state's own.
+        cast: source dtype to target dtype, by name, as numpy's and ml_dtypes' `astype`: to nearest, ties to even.
         drop: globs of weights that the target strategy may lack.
         allow_missing: globs of weights that the source may lack.
+
+    Raises:
+        UsageError: an unknown dtype, a cast or a map of names that cannot be meant; all at once.
 
     >>> Selection(names={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
     {'layers.3.wq': 'model.3.q_proj', 'adam_m.layers.3.wq': 'adam_m.model.3.q_proj'}
@@ -64,12 +76,18 @@ class Selection:
     allow_missing: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for old, new in self.cast.items():
-            by_name(old, UsageError), by_name(new, UsageError)
-            if "str" in {old, new}:
-                raise UsageError(f"cast {old}={new}: text is no number")
         for attribute in ("include", "exclude", "drop", "allow_missing"):
             object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
+        faults = Faults("selection")
+        for old, new in self.cast.items():
+            if fault := _cast_fault(by_name(old, UsageError), by_name(new, UsageError)):
+                faults.add(f"cast {old}={new}", fault)
+        for old, new in self.names.items():
+            if new.count("*") > old.count("*"):
+                faults.add(f"name {old!r}", f"becomes {new!r}, which has more stars; each stands for one of the old name")
+            if not old or not new:
+                faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty")
+        faults.raise_if_any(UsageError)
 
     def target_dtype(self, dtype: DType) -> DType:
         """Return what elements of a dtype become."""
@@ -105,49 +123,51 @@ class _Renaming:
 
     def __init__(self, new_names: Mapping[str, str], known: set[str]) -> None:
         self.new_names, self.known = new_names, known
-        self.globs = [
-            (re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL), new)
-            for old, new in new_names.items()
-            if "*" in old
-        ]
+        self.globs = {
+            old: re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL) for old in new_names if "*" in old
+        }
 
     def __call__(self, name: str) -> str:
-        for prefix, base in self._readings(name):
-            if base in self.new_names:
-                return prefix + self.new_names[base]
-            for regex, new in self.globs:
-                match = regex.fullmatch(base)
-                if match:
-                    return prefix + _filled(new, match.groups())
-        return name
+        if name in self.new_names:
+            return self.new_names[name]
+        weight = weight_of(name, self.known)
+        if weight is not None:
+            prefix = name.removesuffix(weight)
+            own = self._by_glob(name, prefix)  # `adam_m.*` is about states, `*.wq` is not
+            followed = self(weight)
+            if own is not None or followed != weight:
+                return own or prefix + followed
+        return self._by_glob(name) or name
 
-    def _readings(self, name: str) -> Iterable[tuple[str, str]]:
-        """Yield the ways to read a name as a prefix of the optimizer and a weight's name; first the name itself."""
-        yield "", name
-        dot = name.find(".")
-        while dot >= 0:
-            if name[dot + 1 :] in self.known:
-                yield name[: dot + 1], name[dot + 1 :]
-            dot = name.find(".", dot + 1)
+    def _by_glob(self, name: str, beginning: str = "") -> str | None:
+        """Return the name that the first glob gives which matches, of those that begin so."""
+        for old, regex in self.globs.items():
+            if old.startswith(beginning) and (match := regex.fullmatch(name)):
+                pieces = self.new_names[old].split("*")
+                return pieces[0] + "".join(a + b for a, b in zip(match.groups(), pieces[1:], strict=False))
+        return None
 
     def unused(self) -> list[str]:
         """Return the old names that no tensor has."""
-        exact = [old for old in self.new_names if "*" not in old and old not in self.known]
-        olds = [old for old in self.new_names if "*" in old]
-        globs = [
+        return [
             old
-            for old, (regex, _) in zip(olds, self.globs, strict=True)
-            if not any(regex.fullmatch(name) for name in self.known)
+            for old in self.new_names
+            if old not in self.known
+            and not (old in self.globs and any(map(self.globs[old].fullmatch, self.known)))
         ]
-        return exact + globs
 
 
-def _filled(new: str, taken: tuple[str, ...]) -> str:
-    """Put what the stars of the old name stood for in place of those of the new one."""
-    pieces = new.split("*")
-    if len(taken) < len(pieces) - 1:
-        raise UsageError(f"name map: new name {new!r} has more stars than the old name, which has {len(taken)}")
-    return pieces[0] + "".join(a + b for a, b in zip(taken, pieces[1:], strict=False))
+def _cast_fault(old: DType, new: DType) -> str | None:
+    """Tell why elements of a dtype cannot become those of another."""
+    if "str" in {old.name, new.name}:
+        return "text is no number"
+    if new is INT4:
+        return "int4 is four bits of a byte, of which nobody says how they would be rounded"
+    kinds = ("bool", "int", "float", "complex")
+    ranks = [next((place for place, kind in enumerate(kinds) if kind in d.name), 1) for d in (old, new)]
+    if ranks[0] > ranks[1]:
+        return f"{kinds[ranks[1]]} cannot hold what {kinds[ranks[0]]} can; only the other way round is cast"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,52 +199,62 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
     """
     strategy = source.strategy
     wanted = target.tensors if target else {}
-    known = {**source.tensors, **(strategy.tensors if strategy else {})}
-    chosen = _chosen(source, wishes, known)
+    known = {**source.tensors, **source.unreadable, **(strategy.tensors if strategy else {})}
+    states = optimizer_states({**known, **wanted})
+    chosen = _chosen(source, wishes, states)
+    rename = _Renaming(wishes.names, set(source.tensors))
     renamed = wishes.renamed([name for name in source.tensors if name in chosen], source.tensors)
     faults = Faults(source.root)
     dropped = []
     for name, new in renamed.items():
         if target is not None and source.tensors[name].listed and new not in wanted:
             dropped.append(name)
-            if not is_optimizer_state(name, known) and not matches(name, wishes.drop):
+            if name not in states and not matches(name, wishes.drop):
                 faults.add(f"tensor {name!r}", f"is not in the target strategy; to leave it out give --drop '{name}'")
     for name, reason in source.unreadable.items():
-        dropped.append(name)
-        if not matches(name, wishes.drop):
-            faults.add(f"tensor {name!r}", f"{reason}; to leave it out give --drop '{name}'")
+        if name in chosen:
+            dropped.append(name)
+            if not matches(name, wishes.drop):
+                faults.add(f"tensor {name!r}", f"{reason}; to leave it out give --drop '{name}'")
     if target is not None:
-        rename = _Renaming(wishes.names, set(source.tensors))
-        left_out = {rename(name) for name in source.tensors if name not in chosen}
-        absent = [name for name in wanted if name not in left_out and name not in set(renamed.values())]
+        had = {*renamed.values(), *(rename(name) for name in source.tensors if name not in chosen)}
     else:
-        absent = [name for name in (strategy.tensors if strategy else ()) if name not in source.tensors]
-    missing = _missing(source, absent, {*wanted, *known}, wishes, faults)
+        wanted, had = strategy.tensors if strategy else {}, set(source.tensors)
+    absent = [name for name in wanted if name not in had and _may_be_asked_for(name, wishes, states)]
+    missing = _missing(source, absent, states, wishes, faults)
     faults.raise_if_any(SourceError)
+    left_out = set(dropped)
     kept = [
         (name, renamed[name])
         for name in _in_message_order(source, {old for old, new in renamed.items() if new in wanted})
-        if name in renamed and name not in set(dropped)
+        if name in renamed and name not in left_out
     ]
     return Selected(tuple(kept), tuple(dropped), tuple(missing))
 
 
-def _chosen(source: Checkpoint, wishes: Selection, known: Collection[str]) -> set[str]:
-    """Return the tensors that the user asks for, having checked the patterns."""
+def _chosen(source: Checkpoint, wishes: Selection, states: Collection[str]) -> set[str]:
+    """Return the names that the user asks for, having checked the patterns."""
     faults = Faults("selection")
-    included = _matched(source, wishes.include, "--include", faults) if wishes.include else set(source.tensors)
-    excluded = _matched(source, wishes.exclude, "--exclude", faults)
+    every = {**source.tensors, **source.unreadable}
+    included = _matched(every, wishes.include, "--include", faults) if wishes.include else set(every)
+    excluded = _matched(every, wishes.exclude, "--exclude", faults)
     faults.raise_if_any(UsageError)
     chosen = included - excluded
-    return {n for n in chosen if not is_optimizer_state(n, known)} if wishes.weights_only else chosen
+    if wishes.weights_only:
+        chosen = {n for n in chosen if n not in states and not _is_training_state(n, source.tensors.get(n))}
+    if not chosen:
+        raise UsageError("selection: leaves no tensor of the source")
+    return chosen
 
 
-def _matched(source: Checkpoint, patterns: Iterable[str], option: str, faults: Faults) -> set[str]:
+def _matched(every: Iterable[str], patterns: Iterable[str], option: str, faults: Faults) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
         counted = _COUNTED.match(pattern)
-        some = {name for name in source.tensors if fnmatchcase(name, counted["glob"] if counted else pattern)}
-        if counted and len(some) != int(counted["count"]):
+        some = {name for name in every if matches(name, [counted["glob"] if counted else pattern])}
+        if counted and pattern in every:  # a name may end so
+            some.add(pattern)
+        elif counted and len(some) != int(counted["count"]):
             faults.add(f"{option} {pattern}", f"matches {len(some)} tensors; expected {counted['count']}")
         elif not some:
             faults.add(f"{option} {pattern}", "matches no tensor of the source")
@@ -232,14 +262,28 @@ def _matched(source: Checkpoint, patterns: Iterable[str], option: str, faults: F
     return found
 
 
+def _may_be_asked_for(name: str, wishes: Selection, states: Collection[str]) -> bool:
+    """Tell whether a tensor that the source does not have would be taken if it did."""
+    globs = [[_COUNTED.sub(r"\g<glob>", pattern) for pattern in some] for some in (wishes.include, wishes.exclude)]
+    included = not wishes.include or matches(name, globs[0])
+    return included and not matches(name, globs[1]) and not (wishes.weights_only and name in states)
+
+
+def _is_training_state(name: str, tensor: Tensor | None) -> bool:
+    """Tell what is neither weight nor state of one: text, and single numbers of well-known names."""
+    if tensor is None:
+        return False
+    return tensor.text is not None or (prod(tensor.spec.shape) == 1 and name.rpartition(".")[2] in _TRAINING_STATE)
+
+
 def _missing(
-    source: Checkpoint, absent: list[str], known: Collection[str], wishes: Selection, faults: Faults
+    source: Checkpoint, absent: list[str], states: Collection[str], wishes: Selection, faults: Faults
 ) -> list[str]:
     """Return the names that are wanted and absent; weights that no pattern covers are faults."""
     if source.part is not None and source.strategy:  # one stage says nothing of the tensors of the others
         absent = [name for name in absent if name in source.strategy.tensors]
     for name in absent:
-        if not is_optimizer_state(name, known) and not matches(name, wishes.allow_missing):
+        if name not in states and not matches(name, wishes.allow_missing):
             faults.add(
                 f"tensor {name!r}",
                 f"is in the strategy and in no source file; to go on without it give --allow-missing '{name}'",
@@ -261,6 +305,34 @@ def _in_message_order(source: Checkpoint, wanted: set[str]) -> list[str]:
     kept = [name for name in found if name in source.tensors]
     laid_out = {name for name in kept if source.tensors[name].listed or name in wanted}
     return [name for name in kept if name in laid_out] + [name for name in kept if name not in laid_out]
+
+
+def optimizer_states(known: Collection[str]) -> set[str]:
+    """Return those of some names that are of optimizer states: a prefix and a weight's name; `accu_grads.*` are, too.
+
+    A prefix of the optimizer stands before weights' names only: `backbone.fc` is no state of `fc` if there is a
+    `backbone.conv` and no `conv`.
+
+    >>> sorted(optimizer_states({"fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1"}))
+    ['adam_m.conv', 'adam_m.fc']
+    """
+    splits = {name: list(_splits(name)) for name in known}
+    every = Counter(prefix for some in splits.values() for prefix, _ in some)
+    before_weight = Counter(prefix for some in splits.values() for prefix, rest in some if rest in known)
+    prefixes = {prefix for prefix, count in before_weight.items() if 2 * count > every[prefix]}
+    return {
+        name
+        for name, some in splits.items()
+        if name.startswith("accu_grads.") or any(prefix in prefixes and rest in known for prefix, rest in some)
+    }
+
+
+def _splits(name: str) -> Iterator[tuple[str, str]]:
+    """Yield what stands before and behind each dot of a name."""
+    dot = name.find(".")
+    while dot >= 0:
+        yield name[:dot], name[dot + 1 :]
+        dot = name.find(".", dot + 1)
 
 
 def is_optimizer_state(name: str, known: Collection[str]) -> bool:

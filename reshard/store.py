@@ -10,6 +10,7 @@ file systems.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import threading
@@ -27,6 +28,7 @@ PARTIAL = ".partial"
 
 _SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
 _MOST_HANDLES = 1024
+_FICLONE = 0x40049409  # linux/fs.h
 
 
 class Readable(Protocol):
@@ -53,6 +55,9 @@ class Store(Readable, Protocol):
 
     def commit(self, path: str, *, sync: bool) -> None:
         """Give an unfinished file its final name, for good if `sync`."""
+
+    def link(self, original: str, path: str, *, sync: bool) -> None:
+        """Make a file with the bytes of another that has its final name."""
 
     def discard(self, path: str) -> None:
         """Remove an unfinished file, if it is there."""
@@ -143,13 +148,25 @@ class LocalStore:
         try:
             os.replace(partial, path)
             if sync:
-                directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    os.fsync(directory)
-                finally:
-                    os.close(directory)
+                _sync_directory(path)
         except OSError as error:
             raise TargetError(f"{partial}: cannot be given its final name: {error.strerror}") from error
+
+    def link(self, original: str, path: str, *, sync: bool) -> None:
+        """Make `path` a file with the bytes of another: a copy that shares its blocks, or else a hard link."""
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        self.discard(path)
+        self._forget(path)
+        try:
+            if not _share_blocks(original, path + PARTIAL):
+                os.link(original, path + PARTIAL)
+            os.replace(path + PARTIAL, path)
+            if sync:
+                _sync_directory(path)
+        except OSError as error:
+            raise TargetError(f"{path}: cannot be linked to {original}: {error.strerror}") from error
+        finally:
+            self.discard(path)  # renaming one link of a file to another leaves both
 
     def discard(self, path: str) -> None:
         """Remove the unfinished file beside `path`, if it is there."""
@@ -231,6 +248,26 @@ def _allocate(fd: int, size: int) -> None:
         if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}:
             raise
         os.ftruncate(fd, size)
+
+
+def _sync_directory(path: str) -> None:
+    """Have the name of a file on the disk."""
+    directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _share_blocks(original: str, path: str) -> bool:
+    """Make a file that shares the blocks of another (FICLONE); False where the file system has no such thing."""
+    with open(original, "rb") as source, open(path, "xb") as target:
+        try:
+            fcntl.ioctl(target.fileno(), _FICLONE, source.fileno())
+        except OSError:
+            os.unlink(path)
+            return False
+        return True
 
 
 def _write_error(path: str, error: OSError, nbytes: int) -> BudgetError | TargetError:

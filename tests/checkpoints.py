@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from reshard.block import Block
     from reshard.strategy import Strategy
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -62,6 +63,17 @@ def blocks(full: Mapping[str, Array], strategy: Strategy, rank: int) -> dict[str
                 }
                 found[name] = full[name][helpers.slices(side, full[name].shape, local)]
     return found
+
+
+def blocks_of(shapes: Mapping[str, tuple[int, ...]], strategy: Strategy, rank: int) -> dict[str, Block]:
+    """What part of each tensor a rank of a strategy holds."""
+    stage, local = divmod(rank, strategy.devices)
+    return {
+        name: placed.layout.grid(shapes[name]).by_rank()[local]
+        for name, places in strategy.tensors.items()
+        for placed in places
+        if placed.stage == stage
+    }
 
 
 def write_ranks(

@@ -13,7 +13,7 @@ from hypothesis import given
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.errors import SourceError, UsageError
+from reshard.errors import BudgetError, SourceError, UsageError
 from reshard.planner import MOST_TASKS, TASK_BYTES
 from reshard.selection import is_optimizer_state
 
@@ -166,6 +166,21 @@ def test_a_shape_that_the_target_strategy_contradicts(source: reshard.Checkpoint
     target = Strategy.of({"w": ROWS, "moments.w": ROWS, "b": Layout.of([4], [0])}, shapes={"b": (32,)})
     with pytest.raises(SourceError, match=r"tensor 'b': has shape \[8\]; the target strategy says \[32\]"):
         reshard.plan(source, target)
+
+
+def test_memory_is_predicted_and_refused_before_anything_is_read(source: reshard.Checkpoint) -> None:
+    assert reshard.plan(source, SOURCE, memory=1 << 30).threads == 4
+    tight = reshard.plan(source, SOURCE, memory=56 << 20)
+    assert (tight.threads, tight.band_bytes < 4 << 20) == (1, True)
+    assert tight.stats.peak_memory <= 56 << 20
+    with pytest.raises(
+        BudgetError, match=r"too little; the least that works is (\d+): .* a band of tensor 'w'"
+    ) as caught:
+        reshard.plan(source, SOURCE, memory=20 << 20)
+    least = int(str(caught.value).split("works is ")[1].split(":")[0])
+    assert reshard.plan(source, SOURCE, memory=least).stats.peak_memory <= least
+    with pytest.raises(BudgetError):
+        reshard.plan(source, SOURCE, memory=least - 1)
 
 
 @pytest.mark.parametrize("prefix", ["../x", "a/b", "x\n", "\0"])

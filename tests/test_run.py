@@ -18,7 +18,7 @@ from generators import Model, models
 from hypothesis import HealthCheck, given, settings
 
 import reshard
-from reshard import Layout, Strategy, graph, move, plan, planner, store
+from reshard import Layout, Strategy, graph, plan, planner, store
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.formats import ckpt
 
@@ -37,7 +37,6 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the work so fine that a small model has many bands and tasks."""
     monkeypatch.setattr(planner, "TASK_BYTES", 512)
     monkeypatch.setattr(planner, "BAND_BYTES", 256)
-    monkeypatch.setattr(move, "BAND_BYTES", 256)
     monkeypatch.setattr(graph, "FILES_A_TASK", 2)
 
 
@@ -267,6 +266,22 @@ def test_replicas_stored_once(tmp_path: Path) -> None:
         assert helpers.read_rank_file(tmp_path / f"{format}_back/rank_0/checkpoint_0.ckpt") == helpers.read_rank_file(
             path
         )
+
+
+def test_replicas_linked(tmp_path: Path) -> None:
+    """64 ranks of which 2 differ: two files are written, the others are the same files, or share their blocks."""
+    path = write_file(tmp_path / "whole.safetensors", FULL)
+    target = Strategy.of({name: Layout.of([2, 32], [1] + [-1] * (array.ndim - 1)) for name, array in FULL.items()})
+    plain = reshard.plan(reshard.open(path), target)
+    linked = reshard.plan(reshard.open(path), target, link_replicas=True)
+    assert linked.stats.bytes_written * 32 == plain.stats.bytes_written
+    plain.run(tmp_path / "plain", fsync=False)
+    for overwrite in (False, True):
+        linked.run(tmp_path / "linked", fsync=False, overwrite=overwrite)
+        assert tree(tmp_path / "linked") == tree(tmp_path / "plain")
+    inodes = {p.stat().st_ino for p in (tmp_path / "linked").rglob("*.safetensors")}
+    assert len(inodes) in {2, 64}
+    assert plain.stats.bytes_read == linked.stats.bytes_read  # one read whatever the number of replicas
 
 
 def test_an_encrypted_source(tmp_path: Path, mindspore_data: Path) -> None:
