@@ -20,8 +20,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "Block": "block",
     "Checkpoint": "checkpoint",
+    "Cipher": "cipher",
+    "HuggingFaceSet": "formats.unified",
     "Layout": "layout",
+    "MindSporeSet": "formats.unified",
     "ReshardError": "errors",
+    "Selection": "selection",
     "Strategy": "strategy",
     "merge_strategies": "strategy_file",
     "open": "source",
@@ -32,9 +36,13 @@ _HOMES = {
 __all__ = [
     "Block",
     "Checkpoint",
+    "Cipher",
+    "HuggingFaceSet",
     "Layout",
+    "MindSporeSet",
     "Plan",
     "ReshardError",
+    "Selection",
     "Strategy",
     "merge_strategies",
     "open",
@@ -46,8 +54,11 @@ __all__ = [
 if TYPE_CHECKING:
     from reshard.block import Block
     from reshard.checkpoint import Checkpoint
+    from reshard.cipher import Cipher
     from reshard.errors import ReshardError
+    from reshard.formats.unified import HuggingFaceSet, MindSporeSet
     from reshard.layout import Layout
+    from reshard.selection import Selection
     from reshard.source import open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.strategy import Strategy
     from reshard.strategy_file import merge_strategies, read_strategy, write_strategy

@@ -25,14 +25,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+_ROWS = slice(None)  # all rows of a band
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Columns that one source block gives to one target block.
 
     Attributes:
         read: position of the source block among `Columns.sources`.
-        taken: where the columns are in the source block's columns.
-        put: where they go in the target block's columns.
+        taken: where the columns are in the rows of the source block; empty where they are all of the target's.
+        put: where they go in the rows of the target block.
     """
 
     read: int
@@ -221,7 +224,7 @@ def _columns(recipe: Recipe, axis: int, sources: tuple[int, ...], targets: tuple
         tuple(
             Part(place[i], (), ())
             if given[i] == target
-            else Part(place[i], common.within(given[i]), common.within(target))
+            else Part(place[i], (_ROWS, *common.within(given[i])), (_ROWS, *common.within(target)))
             for i, common in pieces
         )
         for _, target, pieces in found

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from reshard.errors import Faults, UsageError
+from reshard.selection import Selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MOST_RANKS = 1 << 20
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """How a command is to run, and what it is to say: the values of `run_options`."""
+
+    dry_run: bool
+    overwrite: bool
+    fsync: bool
+    threads: int | None
+    scheduler: str | None
+    as_json: bool
+    quiet: bool
 
 
 def rank_list(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -39,6 +59,60 @@ def _rules(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -
     return found
 
 
+def _casts(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for value in values:
+        old, equals, new = value.partition("=")
+        if not (old and equals and new):
+            raise click.BadParameter(f"{value!r} is not OLD=NEW, such as float32=bfloat16", param=param)
+        if found.setdefault(old, new) != new:
+            raise click.BadParameter(f"{old} cannot become both {found[old]} and {new}", param=param)
+    return found
+
+
+def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means, as dask reads it."""
+    if value is None:
+        return None
+    match = _SIZE.fullmatch(value.strip())
+    if not match:
+        raise click.BadParameter(f"{value!r} is no size; expected one such as 4GB or 512MiB", param=param)
+    power = "kmgtp".index(match[2].lower()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def _name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:
+    """Read a JSON object of old names to new names.
+
+    Raises:
+        UsageError: it is none; all faults at once.
+    """
+    if path is None:
+        return {}
+    faults = Faults(f"name map {path}")
+
+    def checked(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for old, new in pairs:
+            if old in found:
+                faults.add(f"name {old!r}", "is there twice")
+            elif not isinstance(new, str):
+                faults.add(f"name {old!r}", f"becomes a JSON {type(new).__name__}; expected the new name")
+            found[old] = new
+        return found
+
+    try:
+        content = json.loads(path.read_bytes(), object_pairs_hook=checked)
+    except OSError as error:
+        raise UsageError(f"name map {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"name map {path}: is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f'name map {path}: is a JSON {type(content).__name__}; expected {{"old name": "new name"}}')
+    faults.raise_if_any(UsageError)
+    return content
+
+
 PATH = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -49,10 +123,27 @@ source_strategy_option = click.option(
     help="Strategy file of the source, or the directory of its ranks' strategy files.",
 )
 
+suffix_option = click.option(
+    "--suffix",
+    metavar="SUFFIX",
+    help="Of several checkpoints in a rank's directory, take that whose name ends so.",
+)
+rank_pattern_option = click.option(
+    "--rank-pattern",
+    metavar="PATTERN",
+    default="rank_{rank}/*",
+    show_default=True,
+    help="Where a rank's files are below SOURCE, such as 'node{rank}/*.ckpt'.",
+)
+
 
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say what the source is."""
     for option in (
+        click.option(
+            "--partial", is_flag=True, help="The source may lack ranks; blocks that are needed must still be there."
+        ),
+        click.option("--stage", type=click.IntRange(min=0), metavar="N", help="Only this stage of a pipeline source."),
         click.option(
             "--layout",
             "layouts",
@@ -60,21 +151,113 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME=RULE",
             callback=_rules,
             help="How the tensors of this name (or glob) are cut, whatever the strategy says: whole, split:DIM or "
-            "DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1. May be repeated.",
+            "DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect` shows it. May be repeated.",
         ),
-        click.option(
-            "--suffix",
-            metavar="SUFFIX",
-            help="Of several checkpoints in a rank's directory, take that whose name ends so.",
-        ),
-        click.option(
-            "--rank-pattern",
-            metavar="PATTERN",
-            default="rank_{rank}/*",
-            show_default=True,
-            help="Where a rank's files are below SOURCE, such as 'node{rank}/*.ckpt'.",
-        ),
+        suffix_option,
+        rank_pattern_option,
         source_strategy_option,
     ):
         command = option(command)
     return command
+
+
+def drop_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option that lets tensors be left out, with what it means for a command."""
+    return click.option("--drop", multiple=True, metavar="GLOB", help=text)
+
+
+def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say which tensors are wanted, and pass them as one `selection`."""
+
+    @functools.wraps(command)
+    def selecting(
+        *args: Any,
+        include: tuple[str, ...],
+        exclude: tuple[str, ...],
+        weights_only: bool,
+        name_map: dict[str, str],
+        casts: dict[str, str],
+        drop: tuple[str, ...],
+        allow_missing: tuple[str, ...],
+        **others: Any,
+    ) -> Any:
+        selection = Selection(include, exclude, weights_only, name_map, casts, drop, allow_missing)
+        return command(*args, selection=selection, **others)
+
+    wrapped: Callable[..., Any] = selecting
+    for option in (
+        click.option(
+            "--allow-missing", multiple=True, metavar="GLOB", help="Weights that the source may lack. May be repeated."
+        ),
+        drop_option("Weights that the target may lack. May be repeated."),
+        click.option(
+            "--cast",
+            "casts",
+            multiple=True,
+            callback=_casts,
+            metavar="OLD=NEW",
+            help="Make all of one dtype another, such as float32=bfloat16, rounded to nearest. May be repeated.",
+        ),
+        click.option(
+            "--name-map",
+            type=PATH,
+            callback=_name_map,
+            metavar="FILE",
+            help='JSON object of old to new names: {"layers.*.wq": "model.*.q_proj"}. Optimizer states follow.',
+        ),
+        click.option(
+            "--exclude", multiple=True, metavar="GLOB[@COUNT]", help="No tensors of these names. May be repeated."
+        ),
+        click.option(
+            "--include",
+            multiple=True,
+            metavar="GLOB[@COUNT]",
+            help="Only tensors of these names; with @COUNT, exactly so many. May be repeated.",
+        ),
+        click.option("--weights-only", is_flag=True, help="No optimizer states, global_step and the like."),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say how to run, and pass them as one `running`."""
+
+    @functools.wraps(command)
+    def runs(
+        *args: Any,
+        dry_run: bool,
+        overwrite: bool,
+        fsync: bool,
+        threads: int | None,
+        scheduler: str | None,
+        as_json: bool,
+        quiet: bool,
+        **others: Any,
+    ) -> Any:
+        running = Running(dry_run, overwrite, fsync, threads, scheduler, as_json, quiet)
+        return command(*args, running=running, **others)
+
+    wrapped: Callable[..., Any] = runs
+    for option in (
+        click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
+        json_option,
+        click.option(
+            "--scheduler", type=click.Choice(["threads", "synchronous"]), help="Of the dask graph.  [default: threads]"
+        ),
+        click.option(
+            "--threads",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="How many.  [default: one a processor, at most 4]",
+        ),
+        click.option(
+            "--fsync/--no-fsync",
+            default=True,
+            help="Have each file on the disk before it gets its name.  [default: yes]",
+        ),
+        click.option("--overwrite", is_flag=True, help="Replace target files that exist."),
+        click.option("--dry-run", is_flag=True, help="Print what would be read and written, and write nothing."),
+    ):
+        wrapped = option(wrapped)
+    return wrapped

@@ -53,12 +53,13 @@ class Checked:
     nbytes: int
 
 
-def demo(directory: Path, say: Callable[[str], object] = print) -> None:
+def demo(directory: Path, say: Callable[[str], object] = print, command: str = "reshard") -> None:
     """Make the demo in a folder, check it, and tell what was done and what to type next.
 
     Args:
         directory: where; it may be a demo's folder already.
         say: gets the lines.
+        command: what to type for `reshard`.
 
     Raises:
         TargetError: the folder is there and is no demo's.
@@ -82,7 +83,7 @@ def demo(directory: Path, say: Callable[[str], object] = print) -> None:
         "are equal to numpy slices of the whole tensors."
     )
     say("")
-    say(_next(directory))
+    say(_next(directory, command))
 
 
 def make(directory: Path) -> int:
@@ -184,7 +185,7 @@ def _compare(path: Path, found: Mapping[str, Stored], expected: Mapping[str, Sto
             )
 
 
-def _next(directory: Path) -> str:
+def _next(directory: Path, command: str) -> str:
     """Return what to type next."""
 
     def quoted(name: str) -> str:
@@ -196,15 +197,15 @@ def _next(directory: Path) -> str:
 What to type next:
 
   # the tensors of the source, and how they are cut
-  reshard inspect {source}
-  reshard strategy show {quoted("dst_strategy.ckpt")}
+  {command} inspect {source}
+  {command} strategy show {quoted("dst_strategy.ckpt")}
 
   # what a transformation would read and write; then do it, as safetensors
-  reshard transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors --dry-run
-  reshard transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors
+  {command} transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors --dry-run
+  {command} transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors
 
   # one file of whole tensors: leave the target strategy out
-  reshard transform {quoted("src_checkpoints")} {quoted("whole")} --source-strategy {quoted("src_strategy.ckpt")}
+  {command} transform {quoted("src_checkpoints")} {quoted("whole")} --source-strategy {quoted("src_strategy.ckpt")}
 
 The same from Python:
 

@@ -17,6 +17,7 @@ of ten thousand tensors has a few dozen distinct pairs of the two.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations, product
@@ -36,6 +37,8 @@ MOST_DEVICES = 1 << 20
 
 
 _MOST_FOLDINGS = 1000
+_SHOWN = re.compile(r"\[(?P<devices>[0-9, ]+)\] map \[(?P<map>[-0-9(), ]*)\](?: opt (?P<opt>-?[0-9]+))?")
+_NESTED = re.compile(r"\(([^()]*)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,8 @@ class Layout:
 
         Args:
             rule: `whole` (every rank holds it all), `split:DIM` (evenly over all devices along a dimension), or
-                `DEV_MATRIX:TENSOR_MAP[:OPT_SIZE]` in a strategy file's numbers, nested entries joined by `+`.
+                `DEV_MATRIX:TENSOR_MAP[:OPT_SIZE]` in a strategy file's numbers, nested entries joined by `+`. A layout
+                as it is shown is understood too.
             ndim: dimensions of the tensor.
             devices: ranks in a stage.
 
@@ -143,15 +147,17 @@ class Layout:
         [8] map [-1, 0]
         [2, 2, 2] map [(1, 0), -1] opt -1
         (None, None)
+        >>> Layout.parse("[2, 2, 2] map [(1, 0), -1] opt -1", 2, 8) == Layout.parse("2,2,2:1+0,-1:-1", 2, 8)
+        True
         """
-        kind, *rest = rule.split(":")
+        kind, *rest = _as_rule(rule).split(":")
         try:
             if kind == "whole" and not rest:
                 return whole(ndim, devices)
             if kind == "split" and len(rest) == 1 and 0 <= int(rest[0]) < ndim:
                 return cls.of([devices], [0 if dim == int(rest[0]) else -1 for dim in range(ndim)])
             if 1 <= len(rest) <= 2 and kind != "split":
-                entries = [[int(value) for value in entry.split("+")] for entry in rest[0].split(",")]
+                entries = [[int(value) for value in entry.split("+")] for entry in rest[0].split(",") if rest[0]]
                 return cls.of([int(n) for n in kind.split(",")], entries, *map(int, rest[1:]))
         except ValueError as error:
             raise LayoutError(f"rule {rule!r}: {error}") from None
@@ -408,6 +414,15 @@ def foldings(layout: Layout, shape: Shape, ndim: int) -> list[tuple[Layout, Shap
             open_group = dim in chosen
         found.append((replace(layout, tensor_map=tuple(axes)), tuple(sizes)))
     return found
+
+
+def _as_rule(text: str) -> str:
+    """Return a layout as `str` shows it in the words of a rule; any other text as it is."""
+    match = _SHOWN.fullmatch(text.strip())
+    if not match:
+        return text
+    entries = _NESTED.sub(lambda nested: nested[1].replace(",", "+"), match["map"])
+    return ":".join([match["devices"], entries, *([match["opt"]] if match["opt"] else [])])
 
 
 def map_text(tensor_map: tuple[Axes, ...]) -> str:

@@ -7,9 +7,10 @@ release the interpreter's lock, so threads run side by side.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from reshard.store import Store
 
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bits = np.ndarray[Any, np.dtype[Any]]
+
+
 class Moved(NamedTuple):
     """How many bytes of contents a task read and wrote."""
 
@@ -34,10 +39,13 @@ class Moved(NamedTuple):
 class _Buffers(threading.local):
     """Three buffers a thread, kept from band to band: memory touched for the first time costs more than the copy."""
 
+    _threads = itertools.count()
+
     def __init__(self) -> None:
+        self.thread = next(self._threads)
         self._held = [np.empty(0, np.uint8) for _ in range(3)]
 
-    def get(self, which: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def get(self, which: int, nbytes: int) -> Bytes:
         if len(self._held[which]) < nbytes:
             self._held[which] = np.empty(nbytes, np.uint8)
         return self._held[which][:nbytes]
@@ -70,12 +78,18 @@ def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Stor
         recipe, axis = mover.move.recipe, mover.move.axis
         key = (id(recipe), axis, piece.start, piece.stop)
         if key not in known:
-            known[key] = list(recipe.segments(axis, piece.start, piece.stop))
+            known[key] = _turned(list(recipe.segments(axis, piece.start, piece.stop)))
         for segment in known[key]:
             mover.segment(segment)
         read += mover.read
         written += mover.written
     return Moved(read, written)
+
+
+def _turned(some: list[Any]) -> list[Any]:
+    """Begin in another place in every thread: two that write to one file wait for each other."""
+    start = len(some) * (_buffers.thread % 4) // 2 % len(some) if some else 0
+    return some[start:] + some[:start]
 
 
 class _Mover:
@@ -98,69 +112,73 @@ class _Mover:
 
     def segment(self, segment: Segment) -> None:
         """Move a run of rows with equal columns, a band at a time."""
-        itemsize = self.move.dtype.itemsize
         columns = segment.columns
+        itemsize, target_itemsize = self.move.dtype.itemsize, self.move.target_dtype.itemsize
         source_rows = [prod(shape) * itemsize for shape in columns.source_shapes]
-        target_itemsize = self.move.target_dtype.itemsize
         target_rows = [prod(shape) * target_itemsize for shape in columns.target_shapes]
         most_rows = max(1, self.band_bytes // (max(itemsize, target_itemsize) * columns.row_elements))
+        places = _turned(list(range(len(columns.targets))))
         for start in range(segment.start, segment.stop, most_rows):
             rows = min(most_rows, segment.stop - start)
             done = start - segment.start
-            views = self._gathered(segment, source_rows, rows, done)
-            for place, target in enumerate(columns.targets):
-                content = self._cast(self._content(columns, place, views, rows))
+            given = self._gathered(segment, source_rows, rows, done)
+            for place in places:
+                content = self._content(columns, place, given, rows)
+                if self.move.dtype is not self.move.target_dtype:
+                    content = self._cast(content)
                 begin = segment.target_offsets[place] * target_itemsize + done * target_rows[place]
-                for path, runs in self.targets[target]:
+                for path, runs in self.targets[columns.targets[place]]:
                     self._write(path, runs, begin, content)
 
-    def _gathered(self, segment: Segment, source_rows: Sequence[int], rows: int, done: int) -> list[memoryview]:
-        """Read the rows of every source block into one buffer; return each block's part of it."""
-        sizes = [rows * row for row in source_rows]
-        buffer = _buffers.get(0, sum(sizes)).data
-        views = []
+    def _gathered(self, segment: Segment, source_rows: Sequence[int], rows: int, done: int) -> list[Bits]:
+        """Read the rows of every source block into one buffer; return them as arrays."""
+        buffer = _buffers.get(0, rows * sum(source_rows))
+        found = []
         place = 0
-        for source, offset, row, size in zip(
-            segment.columns.sources, segment.source_offsets, source_rows, sizes, strict=True
+        for source, offset, row, shape in zip(
+            segment.columns.sources, segment.source_offsets, source_rows, segment.columns.source_shapes, strict=True
         ):
-            view = buffer[place : place + size]
+            part = buffer[place : place + rows * row]
             path, runs = self.sources[source]
-            self._read(path, runs, offset * self.move.dtype.itemsize + done * row, view)
-            views.append(view)
-            place += size
-        return views
+            self._read(path, runs, offset * self.move.dtype.itemsize + done * row, part.data)
+            found.append(part.view(self.carrier).reshape(rows, *shape))
+            place += rows * row
+        return found
 
-    def _content(self, columns: Columns, place: int, views: Sequence[memoryview], rows: int) -> memoryview:
+    def _content(self, columns: Columns, place: int, given: Sequence[Bits], rows: int) -> memoryview:
         """Return the rows of one target block: a source block's as they are, or columns put together."""
         parts = columns.parts[place]
-        if not parts[0].taken and len(parts) == 1:
-            return views[parts[0].read]
+        if len(parts) == 1 and not parts[0].taken:
+            return given[parts[0].read].reshape(-1).view(np.uint8).data
         shape = (rows, *columns.target_shapes[place])
         buffer = _buffers.get(1, prod(shape) * self.move.dtype.itemsize)
         gathered = buffer.view(self.carrier).reshape(shape)
         for part in parts:
-            given = np.frombuffer(views[part.read], self.carrier).reshape(rows, *columns.source_shapes[part.read])
-            np.copyto(gathered[:, *part.put], given[:, *part.taken])
+            gathered[part.put] = given[part.read][part.taken]
         return buffer.data
 
     def _cast(self, content: memoryview) -> memoryview:
         """Return the elements as the target's dtype; rounding is numpy's and ml_dtypes', to nearest, ties to even."""
-        move = self.move
-        if move.dtype is move.target_dtype:
-            return content
-        elements = np.frombuffer(content, move.dtype.numpy())
-        buffer = _buffers.get(2, len(elements) * move.target_dtype.itemsize)
+        elements = np.frombuffer(content, self.move.dtype.numpy())
+        dtype = self.move.target_dtype
+        buffer = _buffers.get(2, len(elements) * dtype.itemsize)
         with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
-            np.copyto(buffer.view(move.target_dtype.numpy()), elements, casting="unsafe")
+            np.copyto(buffer.view(dtype.numpy()), elements, casting="unsafe")
         return buffer.data
 
     def _read(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
         """Fill a buffer with the contents of a file from `begin`, which may lie in several runs."""
         self.read += len(view)
+        if len(runs) == 1:
+            self.store.read_into(path, runs[0][0] + begin, view)
+            return
         for offset, start, stop in ranges(runs, begin, len(view)):
             self.store.read_into(path, offset, view[start:stop])
 
     def _write(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
         self.written += len(view)
+        if len(runs) == 1:
+            self.store.write_at(path, runs[0][0] + begin, view)
+            return
         for offset, start, stop in ranges(runs, begin, len(view)):
             self.store.write_at(path, offset, view[start:stop])

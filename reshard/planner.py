@@ -151,7 +151,7 @@ class Planner:
         tensor = self.source.tensors[name]
         itemsize = self.wishes.target_dtype(tensor.spec.dtype).itemsize
         nbytes = prod(tensor.spec.shape) * itemsize if tensor.text is None else 0
-        return Stored(new, nbytes, tensor.listed or self._names(new))
+        return Stored(new, nbytes, tensor.listed or self._names(new), is_text=tensor.text is not None)
 
     def _grids(self) -> dict[str, Grid]:
         """Return the grids of the target's tensors where not every rank of them stores its block; else none."""
@@ -362,6 +362,8 @@ class Planner:
             path, content_bytes = self.volumes.index
             layout = FileLayout(len(content_bytes), ((0, content_bytes),), {})
             found.append(TargetFile(self.ranks[0], path, layout, last=True))
+        if len({file.path for file in found}) < len(found):
+            raise UsageError(f"file names {names(self.volumes.paths)} give not one file for each rank; add {{rank}}")
         return tuple(found)
 
     def _path(self, rank: int, volume: int) -> str:
@@ -383,6 +385,7 @@ class Planner:
         notes = {"format": "ms"}
         for file in reversed(self.source.files):
             notes.update(file.index.metadata)
+        notes.update(self.volumes.notes)
         if self.remove_redundancy:
             notes["remove_redundancy"] = "True"
         return notes

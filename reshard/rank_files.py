@@ -67,7 +67,8 @@ def _every_file(root: Path, rank_pattern: str) -> dict[int, list[Path]]:
     matches = re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
     found: dict[int, list[Path]] = {}
     spelled: dict[int, str] = {}
-    for path in sorted(root.glob(rank_pattern.replace("{rank}", "[0-9]*"))):
+    # Two stars in one component are an error to glob, and mean the same as one here.
+    for path in sorted(root.glob(re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*")))):
         match = matches.fullmatch(path.relative_to(root).as_posix())
         if not match or not path.is_file() or not _is_checkpoint_name(path, any_extension=any_extension):
             continue
@@ -106,8 +107,11 @@ def _same_checkpoint(root: Path, found: dict[int, list[Path]], notices: list[str
     steps = {next(iter(known))[1]: files for files, known in by_files.items()}
     if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):
         listed = sorted({path.name for files in by_files for path in files})
+        extensions = sorted({files[0].suffix for files in by_files})
+        by_extension = f" {extensions[-1]}" if len(extensions) == len(by_files) else ""
         raise SourceError(
             f"{root}: the ranks have several checkpoints ({names(listed)}); expected one; choose with --suffix"
+            f"{by_extension}"
         )
     newest = max(steps, key=lambda step: step or (0, 0))
     later = {step for _, step, _ in families if step and newest and step > newest}

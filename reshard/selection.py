@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.strategy import weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
 
-# What optimizers, loss scaling and callbacks of MindSpore 2.10 keep as parameters or `append_dict` entries of their own.
+# What optimizers, loss scaling and callbacks of MindSpore 2.10 keep as parameters or `append_dict` entries.
 _TRAINING_STATE = {
     "global_step", "learning_rate", "momentum", "weight_decay", "beta1", "beta2", "beta1_power", "beta2_power",
     "loss_scale", "scale_sense", "epoch_num", "step_num", "current_iterator_step", "last_overflow_iterator_step",
@@ -84,7 +83,7 @@ class Selection:
                 faults.add(f"cast {old}={new}", fault)
         for old, new in self.names.items():
             if new.count("*") > old.count("*"):
-                faults.add(f"name {old!r}", f"becomes {new!r}, which has more stars; each stands for one of the old name")
+                faults.add(f"name {old!r}", f"becomes {new!r}, which has more stars than the old name")
             if not old or not new:
                 faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty")
         faults.raise_if_any(UsageError)
@@ -123,6 +122,7 @@ class _Renaming:
 
     def __init__(self, new_names: Mapping[str, str], known: set[str]) -> None:
         self.new_names, self.known = new_names, known
+        self.states = optimizer_states(known) if new_names else {}
         self.globs = {
             old: re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL) for old in new_names if "*" in old
         }
@@ -130,7 +130,7 @@ class _Renaming:
     def __call__(self, name: str) -> str:
         if name in self.new_names:
             return self.new_names[name]
-        weight = weight_of(name, self.known)
+        weight = self.states.get(name)
         if weight is not None:
             prefix = name.removesuffix(weight)
             own = self._by_glob(name, prefix)  # `adam_m.*` is about states, `*.wq` is not
@@ -152,8 +152,7 @@ class _Renaming:
         return [
             old
             for old in self.new_names
-            if old not in self.known
-            and not (old in self.globs and any(map(self.globs[old].fullmatch, self.known)))
+            if old not in self.known and not (old in self.globs and any(map(self.globs[old].fullmatch, self.known)))
         ]
 
 
@@ -202,7 +201,6 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
     known = {**source.tensors, **source.unreadable, **(strategy.tensors if strategy else {})}
     states = optimizer_states({**known, **wanted})
     chosen = _chosen(source, wishes, states)
-    rename = _Renaming(wishes.names, set(source.tensors))
     renamed = wishes.renamed([name for name in source.tensors if name in chosen], source.tensors)
     faults = Faults(source.root)
     dropped = []
@@ -217,10 +215,12 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
             if not matches(name, wishes.drop):
                 faults.add(f"tensor {name!r}", f"{reason}; to leave it out give --drop '{name}'")
     if target is not None:
+        rename = _Renaming(wishes.names, set(source.tensors))
         had = {*renamed.values(), *(rename(name) for name in source.tensors if name not in chosen)}
     else:
-        wanted, had = strategy.tensors if strategy else {}, set(source.tensors)
-    absent = [name for name in wanted if name not in had and _may_be_asked_for(name, wishes, states)]
+        had = set(source.tensors)
+    expected = wanted if target else strategy.tensors if strategy else {}
+    absent = [name for name in expected if name not in had and _may_be_asked_for(name, wishes, states)]
     missing = _missing(source, absent, states, wishes, faults)
     faults.raise_if_any(SourceError)
     left_out = set(dropped)
@@ -242,7 +242,7 @@ def _chosen(source: Checkpoint, wishes: Selection, states: Collection[str]) -> s
     chosen = included - excluded
     if wishes.weights_only:
         chosen = {n for n in chosen if n not in states and not _is_training_state(n, source.tensors.get(n))}
-    if not chosen:
+    if every and not chosen:
         raise UsageError("selection: leaves no tensor of the source")
     return chosen
 
@@ -307,41 +307,39 @@ def _in_message_order(source: Checkpoint, wanted: set[str]) -> list[str]:
     return [name for name in kept if name in laid_out] + [name for name in kept if name not in laid_out]
 
 
-def optimizer_states(known: Collection[str]) -> set[str]:
-    """Return those of some names that are of optimizer states: a prefix and a weight's name; `accu_grads.*` are, too.
+def optimizer_states(known: Collection[str]) -> dict[str, str]:
+    """Return those of some names that are of optimizer states, each with its weight's name.
 
-    A prefix of the optimizer stands before weights' names only: `backbone.fc` is no state of `fc` if there is a
-    `backbone.conv` and no `conv`.
+    Such a name is a prefix and a weight's name; all of `accu_grads.*` are such. A prefix of the optimizer stands before
+    weights' names only: `backbone.fc` is no state of `fc` if there is a `backbone.conv` and no `conv`.
 
-    >>> sorted(optimizer_states({"fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1"}))
-    ['adam_m.conv', 'adam_m.fc']
+    >>> optimizer_states(["fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1"])
+    {'adam_m.fc': 'fc', 'adam_m.conv': 'conv'}
     """
-    splits = {name: list(_splits(name)) for name in known}
-    every = Counter(prefix for some in splits.values() for prefix, _ in some)
-    before_weight = Counter(prefix for some in splits.values() for prefix, rest in some if rest in known)
-    prefixes = {prefix for prefix, count in before_weight.items() if 2 * count > every[prefix]}
+    every: Counter[str] = Counter()
+    candidates: dict[str, list[tuple[str, str]]] = {}
+    for name in known:
+        for prefix, rest in _splits(name):
+            every[prefix] += 1
+            if rest in known or prefix == "accu_grads":
+                candidates.setdefault(name, []).append((prefix, rest))
+    before_weight = Counter(prefix for some in candidates.values() for prefix, _ in some)
     return {
-        name
-        for name, some in splits.items()
-        if name.startswith("accu_grads.") or any(prefix in prefixes and rest in known for prefix, rest in some)
+        name: rest
+        for name, some in candidates.items()
+        for prefix, rest in reversed(some)  # the longest name counts
+        if 2 * before_weight[prefix] > every[prefix]
     }
 
 
 def _splits(name: str) -> Iterator[tuple[str, str]]:
-    """Yield what stands before and behind each dot of a name."""
+    """Yield what stands before and behind each of the first dots of a name; no optimizer's prefix has more."""
     dot = name.find(".")
-    while dot >= 0:
+    for _ in range(4):
+        if dot < 0:
+            return
         yield name[:dot], name[dot + 1 :]
         dot = name.find(".", dot + 1)
-
-
-def is_optimizer_state(name: str, known: Collection[str]) -> bool:
-    """Tell an optimizer state by its name: it ends with a dot and another tensor's name; `accu_grads.*` are, too.
-
-    >>> is_optimizer_state("adam_m.layers.0.w", {"layers.0.w"}), is_optimizer_state("layers.0.w", {"layers.0.w"})
-    (True, False)
-    """
-    return name.startswith("accu_grads.") or weight_of(name, known) is not None
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

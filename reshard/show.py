@@ -30,7 +30,14 @@ _INTEGER = re.compile(r"([0-9]{1,18})")  # longer runs of digits are cut, becaus
 _MOST_RUNS = 8
 _MOST_FILES = 8
 _MOST_NAMES = 10
+_LEAST_NAME = 24
 _RIGHT = frozenset({"count", "bytes", "bytes in all"})  # columns of numbers
+
+LEGEND = """\
+layout: [extents of the device axes] map [the axis that cuts each dimension: 0 is
+the last, -1 none] opt N: rows are cut once more for the optimizer, into N pieces
+or, with -1, into one for each rank that would hold the same"""
+"""What the text of a layout means."""
 
 KindT = TypeVar("KindT", bound="Hashable")
 
@@ -131,9 +138,44 @@ def _boxes(numbers: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ..
     return boxes
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, numbers to the right."""
-    lines = [header, *rows]
+def _table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None, *, below: int = 0
+) -> list[str]:
+    """Return the lines of a table, numbers to the right.
+
+    Args:
+        header: the titles; the first column is that of names.
+        rows: the cells.
+        width: how long lines may be, if not as long as they are: names are cut in the middle.
+        below: so many columns, the last ones, go to a line of their own where the width does not suffice.
+    """
+    lines = [tuple(header), *map(tuple, rows)]
+    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if width is None or sum(sizes) + 2 * len(sizes) - 2 <= width:
+        return _columns(header, lines)
+    kept = len(header) - below
+    room = max(_LEAST_NAME, width - sum(sizes[1:kept]) - 2 * (kept - 1))
+    above = _columns(header[:kept], [(_shortened(line[0], room), *line[1:kept]) for line in lines])
+    return [
+        text
+        for line, first in zip(lines, above, strict=True)
+        for text in (first, *(["    " + "  ".join(line[kept:])] if below else []))
+    ]
+
+
+def _shortened(name: str, room: int) -> str:
+    """Cut a name in its middle.
+
+    >>> _shortened("model.layers.{0-31}.attention.wq.weight", 24)
+    'model.layer....wq.weight'
+    """
+    if len(name) <= room:
+        return name
+    tail = (room - 3) // 2
+    return f"{name[: room - 3 - tail]}...{name[-tail:]}"
+
+
+def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return [
         "  ".join(
@@ -199,6 +241,10 @@ def strategy_text(strategy: Strategy, title: str) -> str:
     <BLANKLINE>
     [2] map [0, -1]: 2 x 1 blocks, each on 1 rank
       h.{0-3}.w  (4 tensors)
+    <BLANKLINE>
+    layout: [extents of the device axes] map [the axis that cuts each dimension: 0 is
+    the last, -1 none] opt N: rows are cut once more for the optimizer, into N pieces
+    or, with -1, into one for each rank that would hold the same
     """
     stages = count_text(len(strategy.stages), "stage")
     if strategy.stages.start:
@@ -221,7 +267,7 @@ def strategy_text(strategy: Strategy, title: str) -> str:
         lines += ["", f"stage {stage}: {layout_text(layout)}" if several else layout_text(layout)]
         for name, _, count in fold((name, None) for name in found):
             lines.append(f"  {printable(name)}" + (f"  ({count_text(count, 'tensor')})" if count > 1 else ""))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *LEGEND.splitlines()])
 
 
 def strategy_data(strategy: Strategy) -> dict[str, object]:
@@ -253,8 +299,13 @@ def files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) ->
     )
 
 
-def checkpoint_text(checkpoint: Checkpoint) -> str:
-    """Write a checkpoint as a table of its tensors, repeated layers folded, with sums."""
+def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
+    """Write a checkpoint as a table of its tensors, repeated layers folded, with sums.
+
+    Args:
+        checkpoint: what is shown.
+        width: how many columns the terminal has; None for any number.
+    """
     counted: dict[int, str] = {}
     rows = [
         (tensor.spec.name, _kind(checkpoint, tensor, _shards_text(tensor, counted)))
@@ -276,7 +327,10 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
     distinct = {id(file.index): file.index for file in checkpoint.files}  # ranks mostly share theirs
     sizes = {key: sum(entry.nbytes for entry in index.entries.values()) for key, index in distinct.items()}
     stored = sum(sizes[id(file.index)] for file in checkpoint.files)
-    lines = [files_text(checkpoint.root, checkpoint.files, checkpoint.ranks), "", *_table(header, table), ""]
+    lines = [files_text(checkpoint.root, checkpoint.files, checkpoint.ranks), ""]
+    lines += [*_table(header, table, width, below=2), ""]
+    if checkpoint.strategy is not None:
+        lines += [*LEGEND.splitlines(), ""]
     lines.append(
         f"{count_text(len(checkpoint), 'tensor')}, {bytes_text(checkpoint.nbytes)} in whole tensors, "
         f"{bytes_text(stored)} in the files with replicas"
@@ -364,7 +418,7 @@ def _files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -
     }
 
 
-def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> str:
+def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int], *, width: int | None = None) -> str:
     """Write what each rank's files hold, where no strategy tells the whole tensors; ranks that hold the same as one."""
     lines = [files_text(title, files, ranks)]
     for alike, entries in _ranks_alike(files, ranks):
@@ -382,7 +436,7 @@ def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int
             (printable(name), f"{count:,}", dtype, shape_text(shape), bytes_text(nbytes * count))
             for name, (dtype, shape, nbytes), count in fold(found)
         ]
-        lines += _table(("tensor", "count", "dtype", "shape in the file", "bytes"), table)
+        lines += _table(("tensor", "count", "dtype", "shape in the file", "bytes"), table, width)
     return "\n".join(lines)
 
 

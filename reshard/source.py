@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import Checkpoint, FileIndex, SourceFile
 from reshard.cipher import Cipher, store_of
 from reshard.contents import compare_contents
-from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError
+from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError, names
 from reshard.formats import index_file
 from reshard.formats.unified import read_index
 from reshard.join import join
@@ -101,6 +101,13 @@ def read_headers(
     for name, file_name in weight_map.items():
         if name not in held[file_name]:
             faults.add(f"tensor {name!r}", f"is not in {file_name}, where the index says it is")
+    holders: dict[str, list[str]] = {}
+    for file_name, entries in held.items():
+        for name in entries:
+            holders.setdefault(name, []).append(file_name)
+    for name, file_names in holders.items():
+        if len(file_names) > 1:  # one of them may be of an older set
+            faults.add(f"tensor {name!r}", f"is in {names(file_names)}; expected in one file of the set")
     faults.raise_if_any(SourceError)
     return files, ranks, notices
 

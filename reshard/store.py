@@ -15,13 +15,10 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from contextlib import suppress
+from typing import Protocol
 
 from reshard.errors import BudgetError, SourceError, TargetError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PARTIAL = ".partial"
 """What the name of an unfinished target file ends with."""
@@ -125,12 +122,12 @@ class LocalStore:
     def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
         """Write a whole buffer into the unfinished file beside `path`."""
         with self._opened(path + PARTIAL, os.O_RDWR) as fd:
-            done = 0
-            while done < len(buffer):
-                try:
+            try:
+                done = os.pwrite(fd, buffer, offset)
+                while done < len(buffer):
                     done += os.pwrite(fd, buffer[done:], offset + done)
-                except OSError as error:
-                    raise _write_error(path + PARTIAL, error, len(buffer)) from error
+            except OSError as error:
+                raise _write_error(path + PARTIAL, error, len(buffer)) from error
 
     def sync(self, path: str) -> None:
         """Have all bytes of the unfinished file beside `path` on the disk."""
@@ -181,24 +178,26 @@ class LocalStore:
                 if not handle.users:
                     os.close(self._handles.pop(key).fd)
 
-    @contextmanager
-    def _opened(self, path: str, flags: int) -> Iterator[int]:
-        key = (path, flags)
+    def _opened(self, path: str, flags: int) -> _Opened:
+        """Return a context in which a file is open; its value is the descriptor."""
+        return _Opened(self, (path, flags))
+
+    def _acquire(self, key: tuple[str, int]) -> _Handle:
         with self._lock:
             handle = self._handles.get(key)
             if handle is None:
                 self._make_room()
-                handle = self._handles[key] = _Handle(_open(path, flags))
+                handle = self._handles[key] = _Handle(_open(*key))
             else:
                 self._handles.move_to_end(key)
             handle.users += 1
-        try:
-            yield handle.fd
-        finally:
-            with self._lock:
-                handle.users -= 1
-                if handle.forgotten and not handle.users:
-                    os.close(handle.fd)
+            return handle
+
+    def _release(self, handle: _Handle) -> None:
+        with self._lock:
+            handle.users -= 1
+            if handle.forgotten and not handle.users:
+                os.close(handle.fd)
 
     def _make_room(self) -> None:
         excess = len(self._handles) - self._most_open + 1
@@ -220,6 +219,22 @@ class LocalStore:
     def __reduce__(self) -> tuple[type[LocalStore], tuple[()]]:
         """Travel to another process as a fresh store: handles do not."""
         return LocalStore, ()
+
+
+class _Opened:
+    """A file in use. A class, because a generator's context costs as much as a small read."""
+
+    __slots__ = ("_handle", "_key", "_store")
+
+    def __init__(self, store: LocalStore, key: tuple[str, int]) -> None:
+        self._store, self._key = store, key
+
+    def __enter__(self) -> int:
+        self._handle = self._store._acquire(self._key)  # noqa: SLF001 -- a part of the store
+        return self._handle.fd
+
+    def __exit__(self, *_: object) -> None:
+        self._store._release(self._handle)  # noqa: SLF001
 
 
 class _Handle:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from reshard.block import shape_text
 from reshard.errors import Faults, LayoutError, StrategyError
 from reshard.layout import Layout, foldings
-from reshard.selection import is_optimizer_state
+from reshard.selection import optimizer_states
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
@@ -122,7 +122,7 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
     """
     faults = Faults(checkpoint.root)
     notices = []
-    known = {*strategy.tensors, *checkpoint.tensors}
+    states = optimizer_states({**strategy.tensors, **checkpoint.tensors})
     for name, places in strategy.tensors.items():
         tensor = checkpoint.tensors.get(name)
         if tensor is not None:
@@ -135,14 +135,14 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
             if told:
                 strategys = " and ".join(map(shape_text, told))
                 faults.add(f"tensor {name!r}", f"is of shape {shape_text(shape)}; the strategy says {strategys}")
-        elif is_optimizer_state(name, known):
+        elif name in states:
             notices.append(f"optimizer state {name!r} is in the strategy and not in the files")
         else:
             faults.add(f"tensor {name!r}", "is in the strategy and not in the files")
     for name, tensor in checkpoint.tensors.items():
         if name in strategy.tensors:
             continue
-        if checkpoint.strategy is None or is_optimizer_state(name, known):
+        if checkpoint.strategy is None or name in states:
             notices.append(f"tensor {name!r} is in the files and not in the strategy")
         elif tensor.listed:
             faults.add(f"tensor {name!r}", "is in the files and not in the strategy")

@@ -17,6 +17,7 @@ from collections import Counter
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from reshard.block import Shape, shape_text
@@ -39,6 +40,7 @@ _LAYOUT_KEYS = {
 }  # fmt: skip
 _TOP_KEYS = {"current_stage", "parallel_layout_item", "parallel_strategy_item"}
 _MOST_STAGES = 1 << 16
+_LARGEST_FILE = 1 << 30
 
 # What the protobuf fields of these names hold, so that any strategy read from JSON can be written as protobuf too.
 _INT32, _UINT32, _INT64 = range(-(1 << 31), 1 << 31), range(1 << 32), range(-(1 << 63), 1 << 63)
@@ -132,11 +134,19 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
 
 def _read_file(path: Path) -> Strategy:
     try:
+        status = path.stat()
+        if not S_ISREG(status.st_mode):
+            raise StrategyError(f"{path}: is no regular file; expected a strategy file")
+        if status.st_size > _LARGEST_FILE:
+            raise StrategyError(f"{path}: is larger than {_LARGEST_FILE >> 30} GiB, which no strategy file is")
         content = path.read_bytes()
     except OSError as error:
         raise StrategyError(f"{path}: cannot be read: {error.strerror or error}") from None
     if path.suffix == ".json" or content.lstrip()[:1] == b"{":
         return _from_json(content, str(path))
+    # Field 1 of a strategy is a number (0x08), of a checkpoint a message (0x0a); safetensors begin with a length.
+    if content[:1] == b"\n" or (content[8:9] == b"{" and int.from_bytes(content[:8], "little") < len(content)):
+        raise StrategyError(f"{path}: looks like a checkpoint, no strategy file; `reshard inspect` shows its tensors")
     return _from_protobuf(content, str(path))
 
 

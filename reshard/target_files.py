@@ -6,7 +6,7 @@ sets of `formats.unified`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor to be stored: its name, its size in bytes, and whether a strategy names it."""
+    """A tensor to be stored: its name, its size in bytes, whether a strategy names it, whether it is a `str` entry."""
 
     name: str
     nbytes: int
     listed: bool
+    is_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,13 @@ class Volumes:
         paths: the files of a rank, below the target directory; `{rank}` stands for its number.
         of: for each tensor, the number of its file.
         index: path and content of the index file, if there is one.
+        notes: what the files' own notes say, whatever those of the source say.
     """
 
     paths: tuple[str, ...]
     of: Mapping[str, int]
     index: tuple[str, bytes] | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 class TargetFiles(Protocol):
@@ -79,3 +82,36 @@ class NamedFile:
         if path.is_absolute() or ".." in path.parts or not path.name or not self.name.isprintable():
             raise UsageError(f"file name {self.name!r} leads out of the target directory, or is none")
         return Volumes((self.name,), {tensor.name: 0 for tensor in tensors})
+
+
+@dataclass(frozen=True, slots=True)
+class SomeFiles:
+    """Some files of a set that is laid out already: one process's share of the work.
+
+    Attributes:
+        every: how all tensors are shared out to the files of the set.
+        numbers: the files that are written; a plan takes their tensors only.
+        with_index: the index file is written too.
+
+    >>> some = SomeFiles(Volumes(("a", "b"), {"w": 0, "v": 1}), (1,), with_index=False)
+    >>> some.volumes([Stored("v", 8, True)], "")
+    Volumes(paths=('b',), of={'v': 0}, index=None, notes={})
+    """
+
+    every: Volumes
+    numbers: tuple[int, ...]
+    with_index: bool
+
+    def has(self, name: str) -> bool:
+        """Tell whether a tensor is in one of the files that are written."""
+        return self.every.of[name] in self.numbers
+
+    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:  # noqa: ARG002 -- the set has its own
+        """Put the tensors where the set has them."""
+        places = {number: place for place, number in enumerate(self.numbers)}
+        return Volumes(
+            tuple(self.every.paths[number] for number in self.numbers),
+            {tensor.name: places[self.every.of[tensor.name]] for tensor in tensors},
+            self.every.index if self.with_index else None,
+            self.every.notes,
+        )

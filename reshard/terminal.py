@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -170,6 +173,23 @@ def print_json(data: dict[str, object]) -> None:
     import json
 
     click.echo(json.dumps(data, indent=2, ensure_ascii=True))
+
+
+def width() -> int | None:
+    """Return how many columns a table may have on stdout: the terminal's; None, for any number, elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def called_as() -> str:
+    """Return what to type for `reshard`: the name alone where the shell finds it, else how it was called."""
+    called = Path(sys.argv[0]).absolute()
+    if called.parts[-2:] == ("reshard", "__main__.py"):
+        return shlex.join([sys.executable, "-m", "reshard"])
+    if called.name == "dask":
+        return "dask reshard"
+    if called.name == "reshard" and Path(shutil.which("reshard") or "").resolve() != called.resolve():
+        return shlex.quote(str(called))
+    return "reshard"
 
 
 # --- progress ---------------------------------------------------------------------------------------------------

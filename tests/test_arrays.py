@@ -88,7 +88,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(len(buffer))
             local_store().read_into(path, offset, buffer)
 
-    monkeypatch.setattr(arrays, "store_of", lambda cipher: Counting())
+    monkeypatch.setattr(arrays, "store_of", lambda _: Counting())
     return sizes
 
 

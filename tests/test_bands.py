@@ -33,7 +33,7 @@ def carry_out(recipe: Recipe, axis: int, cuts: list[int]) -> list[np.ndarray]:
                 shape = (rows, *columns.target_shapes[place])
                 made = np.zeros(shape, int)
                 for part in columns.parts[place]:
-                    made[:, *part.put] = read[part.read][:, *part.taken]
+                    made[part.put or ...] = read[part.read][part.taken or ...]
                 offset = segment.target_offsets[place]
                 targets[number][offset : offset + made.size] = made.ravel()
                 written[number][offset : offset + made.size] += 1

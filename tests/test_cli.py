@@ -7,16 +7,21 @@ import inspect
 import json
 import os
 import pty
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import helpers
+import numpy as np
 import pytest
+from checkpoints import write_file
 from click.testing import CliRunner, Result
 
 import reshard
@@ -81,7 +86,8 @@ def test_the_command_it_proposes_works(case: Case, tmp_path: Path) -> None:
     proposed = result.stderr.split("reshard ", 1)[1].split()
     assert "15 tensors, 14.9 kB in whole tensors" in done(*proposed).stdout
     some = done("transform", case.source, tmp_path / "some", *case.strategies, "--ranks", "1,3")
-    assert "ranks 1,3: each 15 tensors" in done(*some.stderr.split("reshard ", 1)[1].split()).stdout
+    assert some.stderr.endswith(" --partial\n")
+    assert "2 ranks (1,3)" in done(*some.stderr.split("reshard ", 1)[1].split()).stdout
 
 
 def test_a_dry_run_writes_nothing(case: Case, tmp_path: Path) -> None:
@@ -249,6 +255,247 @@ def test_other_names_of_ranks_and_steps(case: Case, tmp_path: Path) -> None:
     assert "8 ranks (0-7)" in shown.stdout
 
 
+def proposed(result: Result) -> list[str]:
+    """The command that is proposed to look at what was written."""
+    return shlex.split(result.stderr.split("to look at it: reshard ", 1)[1])
+
+
+def test_the_command_it_proposes_tells_formats_apart(case: Case, tmp_path: Path) -> None:
+    command = ["transform", case.source, tmp_path, *case.strategies]
+    assert "--suffix" not in proposed(done(*command))
+    second = proposed(done(*command, "--format", "safetensors"))
+    assert second[-2:] == ["--suffix", ".safetensors"]
+    assert "4 files (safetensors), 4 ranks (0-3)" in done(*second).stdout
+    third = proposed(done(*command, "--prefix", "net_"))
+    assert third[-2:] == ["--rank-pattern", "rank_{rank}/net_{rank}*.ckpt"]
+    assert "4 files (ckpt), 4 ranks (0-3)" in done(*third).stdout
+    refused = call("inspect", tmp_path)
+    assert refused.exit_code == 4
+    assert "choose with --suffix\n" in refused.stderr
+
+
+def test_formats_side_by_side_are_told_apart_by_a_suffix_that_is_named(case: Case, tmp_path: Path) -> None:
+    for format in ("ckpt", "safetensors"):
+        done("transform", case.source, tmp_path, *case.strategies, "--format", format)
+    refused = call("inspect", tmp_path)
+    assert refused.stderr.endswith("expected one; choose with --suffix .safetensors\n")
+    assert "safetensors" in done("inspect", tmp_path, "--suffix", ".safetensors").stdout
+
+
+# --- selection --------------------------------------------------------------------------------------------------
+
+
+def names_in(root: Path) -> set[str]:
+    return {name for path in root.rglob("*.*") if path.suffix != ".json" for name in helpers.read_rank_file(path)}
+
+
+WEIGHTS = {f"net.layer{i}.{kind}" for i in (1, 2, 3) for kind in ("weight", "bias")}
+
+
+def test_selection_options(case: Case, tmp_path: Path) -> None:
+    command = ["transform", case.source, tmp_path / "a", *case.strategies, "--weights-only"]
+    done(*command, "--include", "net.layer[12].*@4", "--exclude", "*.bias@6", "--cast", "float32=bfloat16")
+    assert names_in(tmp_path / "a") == {"net.layer1.weight", "net.layer2.weight"}
+    found = reshard.open(tmp_path / "a", strategy=case.target_strategy)
+    whole = reshard.open(case.source, strategy=case.source_strategy)
+    for name in found:
+        assert found.tensors[name].spec.dtype.name == "bfloat16"
+        expected = whole[name].compute().astype(found[name].dtype)
+        assert found[name].compute().tobytes() == expected.tobytes()
+
+
+def test_names_from_a_file(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text(json.dumps({"net.*.weight": "model.*.w", "net.layer1.bias": "b"}))
+    done(
+        "transform", case.source, tmp_path / "a", "--source-strategy", case.source_strategy,
+        "--name-map", tmp_path / "names.json",
+    )  # fmt: skip
+    assert names_in(tmp_path / "a") >= {"model.layer1.w", "moments.model.layer1.w", "b", "moments.b", "global_step"}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is a JSON list"),
+        ('{"a": 1, "b": null, "c": "d", "c": "e"}', "has 3 faults"),
+        ('{"net.layer1.bias": "x", "net.layer2.bias": "x"}', "is given to net.layer1.bias, net.layer2.bias"),
+        ('{"gone": "x"}', "is no tensor of the source"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_name_maps_that_are_none(case: Case, tmp_path: Path, content: str | None, told: str) -> None:
+    if content is not None:
+        (tmp_path / "names.json").write_text(content)
+    command = ["transform", case.source, tmp_path / "a", *case.strategies, "--name-map", tmp_path / "names.json"]
+    refused = call(*command)
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_selects_nothing_is_2(case: Case, tmp_path: Path) -> None:
+    for options in (["--include", "nothing*"], ["--include", "net.*@1"], ["--cast", "float32=int8"], ["--cast", "a=b"]):
+        refused = call("transform", case.source, tmp_path, *case.strategies, *options)
+        assert refused.exit_code == 2, options
+        assert refused.stderr.startswith("error: ")
+
+
+def test_replicas_stored_once_are_read_back(case: Case, tmp_path: Path) -> None:
+    command = ["transform", case.source, tmp_path / "once", "--source-strategy", case.source_strategy]
+    done(*command, "--target-strategy", case.source_strategy, "--format", "safetensors", "--remove-redundancy")
+    whole = sum(len(content) for content in contents(case.source).values())
+    assert sum(len(content) for content in contents(tmp_path / "once").values()) < whole / 2
+    done("transform", tmp_path / "once", tmp_path / "a", *case.strategies, "--format", "ckpt")
+    done("transform", case.source, tmp_path / "b", *case.strategies)
+    for path in sorted((tmp_path / "a").rglob("*.ckpt")):
+        expected = tmp_path / "b" / path.relative_to(tmp_path / "a")
+        assert helpers.read_rank_file(path) == helpers.read_rank_file(expected)
+
+
+def test_links_and_memory(case: Case, tmp_path: Path) -> None:
+    command = ["transform", case.source, tmp_path / "a", "--source-strategy", case.source_strategy]
+    done(*command, "--target-strategy", case.source_strategy, "--link-replicas", "--memory", "1GiB")
+    done("transform", tmp_path / "a", tmp_path / "b", *case.strategies)
+    refused = call(*command, "--memory", "1MB")
+    assert refused.exit_code == 5
+
+
+def test_one_stage_and_part_of_a_source(mindspore_data: Path, case: Case, tmp_path: Path) -> None:
+    shutil.copytree(case.source, tmp_path / "src")
+    for rank in (4, 5, 6, 7):  # replicas of the others
+        shutil.rmtree(tmp_path / "src" / f"rank_{rank}")
+    command = ["transform", tmp_path / "src", tmp_path / "a", *case.strategies]
+    refused = call(*command)
+    assert refused.exit_code == 4
+    assert "--partial" in refused.stderr
+    done(*command, "--partial")
+    done("transform", case.source, tmp_path / "b", *case.strategies)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert call("inspect", case.source, "--stage", "1").exit_code == 2
+    assert call("inspect", case.source, "--source-strategy", case.source_strategy, "--stage", "1").exit_code in {2, 4}
+
+
+# --- unify and convert ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["mindspore", "huggingface"])
+def test_unify_and_split_again(case: Case, tmp_path: Path, style: str) -> None:
+    result = done(
+        "unify", case.source, tmp_path / "set", "--source-strategy", case.source_strategy, "--style", style,
+        "--max-shard-size", "4kB",
+    )  # fmt: skip
+    assert len(list((tmp_path / "set").glob("*.safetensors"))) > 3
+    assert names_in(tmp_path / "set") == names_in(case.source)
+    assert "15 tensors, 14.9 kB in whole tensors" in done(*proposed(result)).stdout
+    done("transform", tmp_path / "set", tmp_path / "a", "--target-strategy", case.target_strategy, "--format", "ckpt")
+    done("transform", case.source, tmp_path / "b", *case.strategies)
+    for rank in range(4):
+        place = f"rank_{rank}/checkpoint_{rank}.ckpt"
+        assert helpers.read_rank_file(tmp_path / "a" / place) == helpers.read_rank_file(tmp_path / "b" / place)
+
+
+def test_unify_only_weights(case: Case, tmp_path: Path) -> None:
+    command = ["unify", case.source, tmp_path, "--source-strategy", case.source_strategy, "--weights-only"]
+    planned = json.loads(done(*command, "--dry-run", "--json").stdout)
+    assert contents(tmp_path) == {}
+    done(*command)
+    assert sorted(contents(tmp_path)) == ["param_name_map.json", "part0.safetensors"]
+    assert {file["path"]: file["nbytes"] for file in planned["files"]} == {
+        name: len(content) for name, content in contents(tmp_path).items()
+    }
+    assert names_in(tmp_path) == WEIGHTS
+
+
+def test_a_set_is_not_mixed_with_another(case: Case, tmp_path: Path) -> None:
+    command = ["unify", case.source, tmp_path, "--source-strategy", case.source_strategy]
+    done(*command)
+    before = contents(tmp_path)
+    for options in (["--style", "huggingface"], ["--weights-only", "--overwrite"]):
+        refused = call(*command, *options)
+        assert refused.exit_code == 6
+        assert "of another set" in refused.stderr
+    assert call(*command).exit_code == 6
+    assert contents(tmp_path) == before
+    done(*command, "--overwrite")
+
+
+def test_convert_there_and_back(case: Case, tmp_path: Path) -> None:
+    result = done("convert", case.source, tmp_path / "a", "--format", "safetensors")
+    assert sorted(contents(tmp_path / "a")) == [f"rank_{r}/net.safetensors" for r in range(8)]
+    assert "8 ranks (0-7)" in done(*proposed(result)).stdout
+    done("convert", tmp_path / "a", tmp_path / "b", "--format", "ckpt")
+    for rank in range(8):
+        found, expected = (
+            helpers.read_rank_file(root / f"rank_{rank}" / "net.ckpt") for root in (tmp_path / "b", case.source)
+        )
+        assert found == expected
+
+
+def test_convert_beside_the_source(case: Case, tmp_path: Path) -> None:
+    shutil.copytree(case.source, tmp_path / "src")
+    result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
+    assert "8 files (safetensors)" in done(*proposed(result)).stdout
+    assert call("convert", case.source, case.source, "--format", "ckpt").exit_code == 6  # the sources themselves
+    assert len(contents(tmp_path / "src")) == 16
+
+
+def test_convert_one_file(case: Case, tmp_path: Path) -> None:
+    source = case.source / "rank_3" / "net.ckpt"
+    result = done("convert", source, tmp_path / "new" / "three.bin", "--format", "safetensors")
+    assert list(contents(tmp_path)) == ["new/three.bin"]
+    assert helpers.read_rank_file(tmp_path / "new" / "three.bin") == helpers.read_rank_file(source)
+    assert "15 tensors" in done(*proposed(result)).stdout
+    refused = call("convert", source, tmp_path / "new", "--format", "safetensors")
+    assert refused.exit_code == 6
+    assert "expected the name of a file" in refused.stderr
+
+
+def test_convert_is_one_run(case: Case, tmp_path: Path) -> None:
+    command = ["convert", case.source, tmp_path, "--format", "safetensors"]
+    (tmp_path / "rank_5").mkdir()
+    (tmp_path / "rank_5" / "net.safetensors").write_bytes(b"mine")
+    refused = call(*command)
+    assert refused.exit_code == 6
+    assert list(contents(tmp_path)) == ["rank_5/net.safetensors"]
+    assert "1 target file would be in the way" in done(*command, "--dry-run").stderr
+    data = json.loads(done(*command, "--overwrite", "--json").stdout)
+    assert data["ranks"] == list(range(8))
+    assert data["bytes_read"] == data["bytes_written"] == data["bytes_needed"]
+    assert [file["rank"] for file in data["files"]] == list(range(8))
+
+
+def test_convert_keeps_uneven_ranks_texts_and_marks(tmp_path: Path) -> None:
+    """Ranks of a pipeline hold other tensors; replicas may be stored once, which the files say of themselves."""
+    one, two = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(4, dtype=np.int8)
+    write_file(tmp_path / "src" / "rank_0" / "x-1_2.safetensors", {"a": one, "t": "größe"}, remove_redundancy="True")
+    write_file(tmp_path / "src" / "rank_1" / "x-1_2.safetensors", {"a": one[:1], "b": two}, remove_redundancy="True")
+    done("convert", tmp_path / "src", tmp_path / "a", "--format", "ckpt")
+    done("convert", tmp_path / "src", tmp_path / "b", "--format", "safetensors")
+    for rank in range(2):
+        place = f"rank_{rank}/x-1_2.safetensors"
+        assert (tmp_path / "b" / place).read_bytes() == (tmp_path / "src" / place).read_bytes()
+    zero, first = (helpers.read_rank_file(tmp_path / "a" / f"rank_{r}" / "x-1_2.ckpt") for r in range(2))
+    assert zero["a"] == ("float32", (2, 3), one.tobytes())
+    assert zero["t"][2].decode("utf-32-le") == "größe"
+    assert first == {"a": ("float32", (1, 3), one[:1].tobytes()), "b": ("int8", (4,), two.tobytes())}
+
+
+def test_convert_takes_other_names_and_refuses_sets(case: Case, tmp_path: Path) -> None:
+    write_file(tmp_path / "src" / "node0" / "a.ckpt", {"w": np.ones(2, np.float32)}, "ckpt")
+    write_file(tmp_path / "src" / "node0" / "b.ckpt", {"w": np.ones(2, np.float32)}, "ckpt")
+    result = done(
+        "convert", tmp_path / "src", tmp_path / "dst", "--format", "safetensors", "--rank-pattern", "node{rank}/*",
+        "--suffix", "b",
+    )  # fmt: skip
+    assert list(contents(tmp_path / "dst")) == ["node0/b.safetensors"]
+    assert "1 tensor" in done(*proposed(result)).stdout
+    done("unify", case.source, tmp_path / "set", "--source-strategy", case.source_strategy)
+    refused = call("convert", tmp_path / "set", tmp_path / "x", "--format", "ckpt")
+    assert refused.exit_code == 2
+    assert "is a unified set" in refused.stderr
+
+
 # --- inspect and strategy ---------------------------------------------------------------------------------------
 
 
@@ -276,6 +523,68 @@ def test_inspect_without_a_strategy_shows_the_files(case: Case) -> None:
 def test_inspect_one_file(case: Case) -> None:
     result = done("inspect", case.source / "rank_3" / "net.ckpt")
     assert "15 tensors, 11.9 kB in whole tensors" in result.stdout
+
+
+def test_a_layout_may_be_given_as_it_is_shown(case: Case, tmp_path: Path) -> None:
+    strategies = lacking(case, tmp_path, "source", "net.layer1.weight")
+    done("transform", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=[2, 2, 2] map [-1, 1]")
+    done("transform", case.source, tmp_path / "b", *case.strategies)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    shown = done("inspect", case.source, "--source-strategy", case.source_strategy).stdout
+    assert "[2, 2, 2] map [-1, 1]" in shown
+    assert "layout: [extents of the device axes] map [the axis that cuts" in shown
+
+
+def on_a_terminal(columns: int, *arguments: str | Path) -> str:
+    """What a command writes to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reshard", *map(str, arguments)],
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "COLUMNS": str(columns)},
+    )
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # Linux's way to say that the other side is closed
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert process.wait() == 0
+    return shown.decode()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_inspect_fits_the_terminal(case: Case, columns: int) -> None:
+    shown = on_a_terminal(columns, "inspect", case.source, "--source-strategy", case.source_strategy)
+    table = shown.splitlines()[2:-6]
+    assert all(len(line) <= columns for line in table), max(table, key=len)
+    assert "[2, 2, 2] map [-1, 1]  2 x 4" in shown or columns >= 100
+    assert ("moments.net.layer{1-2}.bias" in shown) == (columns > 60)
+    files = on_a_terminal(columns, "inspect", case.source).splitlines()
+    assert all(len(line) <= max(columns, 80) for line in files[3:])
+
+
+def test_strategy_show_of_what_is_none(case: Case, tmp_path: Path) -> None:
+    write_file(tmp_path / "x.safetensors", {"w": np.ones(2, np.float32)})
+    for path in (case.source / "rank_0" / "net.ckpt", tmp_path / "x.safetensors"):
+        refused = call("strategy", "show", path)
+        assert refused.exit_code == 4
+        assert "looks like a checkpoint, no strategy file; `reshard inspect` shows" in refused.stderr
+    refused = call("strategy", "show", "/dev/zero")
+    assert refused.exit_code == 4
+    assert "is no regular file" in refused.stderr
+    with (tmp_path / "huge.ckpt").open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    refused = call("strategy", "show", tmp_path / "huge.ckpt")
+    assert refused.exit_code == 4
+    assert "is larger than 1 GiB" in refused.stderr
+
+
+def test_strategy_show_explains_its_words(case: Case) -> None:
+    shown = done("strategy", "show", case.target_strategy).stdout
+    assert "map [-1, 0] opt -1" in shown
+    assert "-1 none] opt N: rows are cut once more for the optimizer" in shown
 
 
 def test_strategy_show(case: Case) -> None:
@@ -356,6 +665,13 @@ def test_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
         ["transform", "a", "b", "--layout", "no-rule"],
         ["transform", "a", "b", "--threads", "0"],
         ["transform", "a", "b", "--format", "pickle"],
+        ["transform", "a", "b", "--cast", "float32"],
+        ["transform", "a", "b", "--cast", "float32=float16", "--cast", "float32=bfloat16"],
+        ["transform", "a", "b", "--memory", "much"],
+        ["transform", "a", "b", "--stage", "-1"],
+        ["unify", "a", "b", "--style", "torch"],
+        ["unify", "a", "b", "--max-shard-size", "4 elephants"],
+        ["convert", "a", "b"],
         ["inspect"],
         ["nonsense"],
         ["strategy", "merge", "a"],
@@ -460,7 +776,7 @@ def test_memory_that_does_not_suffice_is_5(monkeypatch: pytest.MonkeyPatch) -> N
 
 _HELPS = [
     ["--help"], ["transform", "--help"], ["inspect", "-h"], ["strategy", "--help"], ["strategy", "show", "--help"],
-    ["strategy", "merge", "--help"], ["demo", "--help"], ["--version"],
+    ["strategy", "merge", "--help"], ["unify", "--help"], ["convert", "-h"], ["demo", "--help"], ["--version"],
 ]  # fmt: skip
 
 
@@ -508,6 +824,24 @@ def test_entry_points(entry: str, case: Case) -> None:
     refused = subprocess.run([*command, "inspect", "/nonexistent"], check=False, capture_output=True, text=True)
     assert refused.returncode == 4
     assert refused.stderr.startswith("error: /nonexistent: ")
+
+
+def test_commands_are_proposed_as_they_were_called(case: Case, tmp_path: Path) -> None:
+    """A folder of programs that is not on the PATH: `reshard` alone would not be found."""
+    (called,) = script("reshard")
+    for path, expected in ((os.environ["PATH"], called), (f"{Path(called).parent}:{os.environ['PATH']}", "reshard")):
+        if path == os.environ["PATH"] and shutil.which("reshard"):
+            continue
+        environment = {**os.environ, "PATH": path}
+        shown = subprocess.run(
+            [called, "demo", tmp_path / "demo"], check=True, capture_output=True, text=True, env=environment
+        )
+        assert f"\n  {expected} inspect " in shown.stdout
+    module = subprocess.run(
+        [sys.executable, "-m", "reshard", "convert", case.source, tmp_path / "x", "--format", "ckpt"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert module.stderr == f"to look at it: {sys.executable} -m reshard inspect {tmp_path / 'x'}\n"
 
 
 def test_a_reader_that_goes_away_is_no_error_message(case: Case) -> None:
@@ -589,7 +923,7 @@ def test_a_stopped_run_leaves_no_unfinished_file_and_can_be_typed_again(
     command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies]
     returned, said = stopped_at("write_at", 0.01, number, command)
     assert returned == code
-    assert said == f"{word}; unfinished files are removed; to go on, type the same command again"
+    assert said == f"{word}; unfinished files are removed; the same command starts from the beginning"
     assert contents(tmp_path) == {}
     done(*command)
 

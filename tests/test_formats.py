@@ -418,7 +418,7 @@ def test_ckpt_files_come_out_byte_for_byte_as_mindspore_wrote_them(mindspore_dat
 @pytest.mark.parametrize("mode", ["aes-gcm", "aes-gcm-192", "aes-gcm-256", "aes-cbc", "sm4-cbc"])
 def test_encrypted_files_are_refused_as_what_they_are(mindspore_data: Path, mode: str) -> None:
     kind = re.sub("-(192|256)", "", mode).upper()
-    with pytest.raises(SourceError, match=rf"{mode}\.ckpt: is encrypted \({kind}\); decrypt it"):
+    with pytest.raises(SourceError, match=rf"{mode}\.ckpt: is encrypted \({kind}\); open it with its key"):
         index_file(str(mindspore_data / "encrypted" / f"{mode}.ckpt"))
 
 

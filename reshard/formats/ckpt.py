@@ -61,7 +61,10 @@ def index(reader: RangeReader) -> FileIndex:
     """
     cipher = MAGICS.get(int.from_bytes(reader.upto(0, 4), "little"))
     if cipher:
-        raise SourceError(f"{reader.path}: is encrypted ({cipher}); open it with its key: reshard.open(..., cipher=Cipher({cipher!r}, key))")
+        raise SourceError(
+            f"{reader.path}: is encrypted ({cipher}); open it with its key: "
+            f"reshard.open(..., cipher=reshard.Cipher({cipher!r}, key))"
+        )
     parts: dict[str, _Parts] = {}
     unreadable: dict[str, str] = {}
     last: str | None = None

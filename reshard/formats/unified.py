@@ -9,11 +9,12 @@ param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safe
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.errors import SourceError
-from reshard.target_files import Volumes
+from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.target_files import SomeFiles, Volumes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,25 +29,41 @@ _MINDSPORE_INDEX = "param_name_map.json"
 _HUGGING_FACE_INDEX = "model.safetensors.index.json"
 _HYPER_PARAMETERS = "hyper_param"
 
+SET_FILES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
+"""Files that are read as parts of a set by their names, whatever an index says."""
+
+_LARGEST_INDEX = 1 << 28
+
 
 @dataclass(frozen=True, slots=True)
 class MindSporeSet:
-    """`part<k>.safetensors`, `hyper_param.safetensors` for what no strategy names, and `param_name_map.json`.
+    """`part<k>.safetensors`, `hyper_param.safetensors` for what no strategy names and text, and `param_name_map.json`.
 
     The parts are filled evenly, the largest tensors first, as MindSpore does; the map names what is in them.
+
+    Attributes:
+        max_shard_bytes: how many bytes of tensors a part may hold, unless one tensor has more.
     """
 
     max_shard_bytes: int = MAX_SHARD_BYTES
 
+    def __post_init__(self) -> None:
+        _check_size(self.max_shard_bytes)
+
     def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:
         """Share the tensors out to parts."""
-        listed = [tensor for tensor in tensors if tensor.listed] or list(tensors)
+        stored = [tensor for tensor in tensors if not tensor.is_text]
+        listed = [tensor for tensor in stored if tensor.listed] or stored
         parts = sorted(listed, key=lambda tensor: -tensor.nbytes)
         total = sum(tensor.nbytes for tensor in parts)
-        held = [0] * max(1, min(-(-total // self.max_shard_bytes), len(parts)))
+        held = [0] * max(1, min(-(-total // self.max_shard_bytes), sum(tensor.nbytes > 0 for tensor in parts)))
         of: dict[str, int] = {}
         for tensor in parts:
-            of[tensor.name] = least = held.index(min(held))
+            least = held.index(min(held))
+            if tensor.nbytes and held[least] and held[least] + tensor.nbytes > self.max_shard_bytes:
+                least = len(held)
+                held.append(0)
+            of[tensor.name] = least
             held[least] += tensor.nbytes
         paths = [f"part{number}{extension}" for number in range(len(held))]
         content = {
@@ -62,16 +79,25 @@ class MindSporeSet:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceSet:
-    """`model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`."""
+    """`model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`.
+
+    Attributes:
+        max_shard_bytes: how many bytes of tensors a file may hold, unless one tensor has more.
+    """
 
     max_shard_bytes: int = MAX_SHARD_BYTES
+
+    def __post_init__(self) -> None:
+        _check_size(self.max_shard_bytes)
 
     def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:
         """Fill one file after the other."""
         of: dict[str, int] = {}
         number = room = 0
         for tensor in tensors:
-            if tensor.nbytes > room or not number:
+            if tensor.is_text:  # it is among a file's notes, where no other reader looks for what the index names
+                continue
+            if tensor.nbytes > max(room, 0) or not number:
                 number, room = number + 1, self.max_shard_bytes
             of[tensor.name] = number - 1
             room -= tensor.nbytes
@@ -81,7 +107,38 @@ class HuggingFaceSet:
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
             "weight_map": {name: paths[k] for name, k in sorted(of.items())},
         }
-        return Volumes(paths, of, (_HUGGING_FACE_INDEX, json.dumps(content, indent=2).encode() + b"\n"))
+        of.update({tensor.name: 0 for tensor in tensors if tensor.is_text})
+        index = json.dumps(content, indent=2).encode() + b"\n"
+        # transformers refuses files of any other `format` than those it knows.
+        return Volumes(paths, of, (_HUGGING_FACE_INDEX, index), {"format": "pt"})
+
+
+def share_of(every: Volumes, process: int, processes: int) -> SomeFiles:
+    """Return which files of a MindSpore set one of several processes writes: parts that follow each other.
+
+    The first process also writes the hyper-parameters and the index, as MindSpore's `split_dst_file` has it.
+
+    Args:
+        every: how the tensors are shared out to the files, the same for all processes.
+        process: which process, from 1.
+        processes: how many.
+
+    >>> every = Volumes(("part0.st", "part1.st", "part2.st", "hyper_param.st"), {}, ("index", b""))
+    >>> [share_of(every, process, 2).numbers for process in (1, 2)]
+    [(0, 1, 3), (2,)]
+    """
+    parts = [number for number, path in enumerate(every.paths) if not path.startswith(_HYPER_PARAMETERS)]
+    size, rest = divmod(len(parts), processes)
+    first = size * (process - 1) + min(process - 1, rest)
+    numbers = parts[first : first + size + (process <= rest)]
+    if process == 1:
+        numbers += [number for number in range(len(every.paths)) if number not in parts]
+    return SomeFiles(every, tuple(numbers), with_index=process == 1)
+
+
+def _check_size(max_shard_bytes: int) -> None:
+    if max_shard_bytes < 1:
+        raise UsageError(f"the largest file of a set is to have {max_shard_bytes} bytes; expected at least 1")
 
 
 def read_index(directory: Path) -> tuple[list[Path], Mapping[str, str]] | None:
@@ -95,21 +152,45 @@ def read_index(directory: Path) -> tuple[list[Path], Mapping[str, str]] | None:
     indexes = [path for name in (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX) if (path := directory / name).is_file()]
     if not indexes:
         return None
+    if len(indexes) > 1:
+        found = names([path.name for path in indexes])
+        raise SourceError(f"{directory}: has the indexes of two sets, {found}; move one set to another directory")
     path = indexes[0]
+    weight_map = _weight_map(path)
+    faults = Faults(str(path))
+    files = []
+    for name in dict.fromkeys(weight_map.values()):
+        file = directory / name
+        if file.name != name or name in {"", ".", ".."}:
+            faults.add(f"file {name!r}", "is not in the same directory; expected a name without a slash")
+        elif not file.is_file():
+            faults.add(f"file {name!r}", "is not there")
+        files.append(file)
+    faults.raise_if_any(SourceError)
+    if path.name == _MINDSPORE_INDEX:
+        beside = [directory / name for name in SET_FILES[2:]]
+        files += [file for file in beside if file not in files and file.is_file()]
+    return files, weight_map
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index says it."""
+    twice = Faults(str(path))
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        for name, count in Counter(name for name, _ in pairs).items():
+            if count > 1:
+                twice.add(f"tensor {name!r}", f"is listed {count} times")
+        return dict(pairs)
+
+    if path.stat().st_size > _LARGEST_INDEX:
+        raise SourceError(f"{path}: is larger than {_LARGEST_INDEX} bytes, which no index is")
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), object_pairs_hook=once)
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{path}: cannot be read as JSON: {error}") from None
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise SourceError(f"{path}: has no weight_map of tensor names to file names")
-    files = []
-    for name in dict.fromkeys(weight_map.values()):
-        file = directory / name
-        if file.name != name or name in {"", ".", ".."}:
-            raise SourceError(f"{path}: names the file {name!r}; expected a name in the same directory")
-        if not file.is_file():
-            raise SourceError(f"{path}: names the file {name!r}, which is not there")
-        files.append(file)
-    files += [file for file in sorted(directory.glob(f"{_HYPER_PARAMETERS}.*")) if file not in files]
-    return files, weight_map
+    twice.raise_if_any(SourceError)
+    return weight_map

@@ -30,6 +30,11 @@ _HOMES = {
         "build_searched_strategy", "get_ckpt_path_with_strategy", "get_parameter_redundancy",
         "merge_pipeline_strategys", "remove_param_redundancy", "restore_group_info_list",
     ),
+    "transform": (
+        "convert_checkpoint_by_rank", "convert_checkpoints", "load_segmented_checkpoints", "rank_list_for_convert",
+        "rank_list_for_transform", "transform_checkpoint_by_rank", "transform_checkpoints",
+    ),
+    "unified": ("load_distributed_checkpoint", "unified_safetensors"),
 }  # fmt: skip
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -88,13 +88,7 @@ def load_checkpoint(
     index = read_index(path, store)
     if crc_check:
         _check_crc(path, index, store)
-    for name, reason in index.unreadable:
-        _log.warning("%s: %r %s; it is left out", path, name, reason)
-    loaded: dict[str, Any] = {}
-    for name in index.entries if index.format == "ckpt" else sorted(index.entries):
-        if _is_wanted(name, *prefixes, choice_func):
-            entry = index.entries[name]
-            loaded[name] = entry.text if entry.text is not None else Parameter.over(_tensor(path, entry, store), name)
+    loaded = _loaded(path, index, store, lambda name: _is_wanted(name, *prefixes, choice_func))
     if not loaded:
         raise UsageError(
             f"{path}: nothing is left to load of its {len(index.entries)} entries "
@@ -102,6 +96,28 @@ def load_checkpoint(
         )
     if net is not None:
         load_param_into_net(net, loaded, strict_load, remove_redundancy)
+    return loaded
+
+
+def load_parts(
+    paths: Iterable[str | os.PathLike[str]],
+    filter_prefix: str | list[str] | tuple[str, ...] | None = None,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    specify_prefix: str | list[str] | tuple[str, ...] | None = None,
+    choice_func: Callable[[str], bool] | None = None,
+) -> dict[str, Any]:
+    """Load the files that a rank's parameters are spread over, of either format; what a later file has counts.
+
+    A file may have nothing that is wanted, or nothing at all. Arguments and errors are those of `load_checkpoint`.
+    """
+    prefixes = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
+    store = source_store(_cipher(dec_key, dec_mode, "ckpt", "dec"))
+    loaded: dict[str, Any] = {}
+    for path in [os.fspath(path) for path in paths]:
+        if Path(path).stat().st_size:
+            index = read_index(path, store)
+            loaded |= _loaded(path, index, store, lambda name: _is_wanted(name, *prefixes, choice_func))
     return loaded
 
 
@@ -264,6 +280,18 @@ def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Read
     if not Path(path).exists():
         raise SourceError(f"{path}: does not exist")
     return os.path.realpath(path), source_store(cipher)
+
+
+def _loaded(path: str, index: FileIndex, store: Readable, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Read the entries that are wanted: Parameters, and text."""
+    for name, reason in index.unreadable:
+        _log.warning("%s: %r %s; it is left out", path, name, reason)
+    return {
+        name: entry.text if entry.text is not None else Parameter.over(_tensor(path, entry, store), name)
+        for name in (index.entries if index.format == "ckpt" else sorted(index.entries))
+        if is_wanted(name)
+        for entry in [index.entries[name]]
+    }
 
 
 def _tensor(path: str, entry: Entry, store: Readable) -> Tensor:

@@ -258,7 +258,7 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
     found = {}
     for name in sorted(layout_obj):
         try:
-            layout = _any_layout(layout_obj[name])
+            layout = any_layout(layout_obj[name])
             match = _MERGED_NAME.match(name) if merged else None
             if match:
                 first_rank = (initial_rank or 0) + int(match[1]) * layout.devices
@@ -334,7 +334,7 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: Path
     return next((found for found in replicas if found != own and _is_complete(found)), None)
 
 
-def _any_layout(given: Any) -> Layout:
+def any_layout(given: Any) -> Layout:
     """Return a layout of any of the kinds that `get_parameter_redundancy` takes."""
     if not isinstance(given, list | tuple):
         return layout_of(given)[0]

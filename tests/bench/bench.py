@@ -148,17 +148,27 @@ class Timing:
     peak: int
 
 
+# A process starts with the peak memory of the one that started it; so a small one does.
+LAUNCH = """
+import os, sys, time
+began = time.perf_counter()
+child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
+_, status, usage = os.wait4(child, 0)
+seconds = time.perf_counter() - began
+print("FIGURES", seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, flush=True)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
 def timed(command: list[str], *, log: Path) -> Timing:
     """Run a command as a whole process, with the operating system's own account of it."""
-    began = time.perf_counter()
-    with log.open("ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
-        _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - began
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    launch = [sys.executable, "-I", "-S", "-c", LAUNCH, *command]
+    done = subprocess.run(launch, capture_output=True, text=True, check=False)
+    log.write_text(done.stdout + done.stderr)
+    if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{log.read_text()[-2000:]}")
-    return Timing(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    figures = next(line for line in done.stdout.splitlines() if line.startswith("FIGURES")).split()
+    return Timing(float(figures[1]), float(figures[2]), int(figures[3]))
 
 
 def prepare(job: int, *, source: Path, cold: bool) -> None:

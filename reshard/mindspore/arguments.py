@@ -1,0 +1,130 @@
+"""Arguments as MindSpore's functions take them: strategies in all their forms, paths, numbers, formats."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import SourceError, StrategyError, UsageError
+from reshard.mindspore.strategy import any_layout, layout_of
+from reshard.strategy import Strategy
+from reshard.strategy_file import read_strategy
+
+if TYPE_CHECKING:
+    from reshard.block import Shape
+    from reshard.layout import Layout
+
+PathLike = str | os.PathLike[str]
+StrategyLike = PathLike | Strategy | Mapping[str, Any]
+
+FORMATS = ("ckpt", "safetensors")
+
+_MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
+
+
+class DirectoryError(SourceError, NotADirectoryError):
+    """What should be a directory is none; NotADirectoryError is what MindSpore raises."""
+
+
+def strategy_of(argument: str, given: StrategyLike | None) -> Strategy | None:
+    """Return a strategy given in any of the ways that MindSpore's functions take one.
+
+    Args:
+        argument: its name, for messages.
+        given: a file, a directory of the files of a pipeline's ranks, a `Strategy`, or a dict of layouts by name as
+            `build_searched_strategy` or MindSpore's `infer_predict_layout` return it.
+
+    Raises:
+        TypeError: it is none of these.
+        StrategyError: it cannot be read, or contradicts itself.
+    """
+    if given is None or isinstance(given, Strategy):
+        return given
+    if isinstance(given, str | os.PathLike):
+        path = Path(given)
+        if not path.exists():
+            raise StrategyError(f"{argument} {path} is not there; expected a strategy file")
+        return read_strategy(path)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{argument} is a {type(given).__name__}; expected the name of a strategy file")
+    if not given:
+        raise StrategyError(f"{argument} names no parameter")
+    matches = {name: _MERGED_NAME.fullmatch(name) for name in given}
+    merged = all(matches.values())
+    layouts: dict[str, dict[int, Layout]] = {}
+    shapes: dict[str, Shape] = {}
+    for name, value in given.items():
+        match = matches[name] if merged else None
+        own_name, stage = (match[2], int(match[1])) if match else (name, 0)
+        layouts.setdefault(own_name, {})[stage] = any_layout(value)
+        shape = None if isinstance(value, list | tuple) else layout_of(value)[1]
+        if shape is not None:
+            shapes[own_name] = shape
+    strategy = Strategy.of(layouts, shapes=shapes)
+    tensors = {  # a shape may be expanded, as JSON files have it
+        name: tuple(replace(placed, expanded=placed.shape is not None) for placed in places)
+        for name, places in strategy.tensors.items()
+    }
+    return replace(strategy, tensors=tensors, merged=merged)
+
+
+def thread_count(argument: str, given: object) -> int:
+    """Return how many threads a number of processes means here: no more than there are processors.
+
+    Raises:
+        TypeError: it is no number.
+        UsageError: it is below 1.
+    """
+    check_rank(argument, given)
+    assert isinstance(given, int)  # noqa: S101 -- for mypy; checked above
+    if given < 1:
+        raise UsageError(f"{argument} is {given}; expected at least 1")
+    return min(given, len(os.sched_getaffinity(0)))
+
+
+def check_rank(argument: str, given: object) -> None:
+    """Refuse what is no whole number.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(f"{argument} is {given!r:.60} ({type(given).__name__}); expected an int")
+
+
+def check_format(argument: str, given: object) -> None:
+    """Refuse what is no name of a format.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if given not in FORMATS:
+        raise UsageError(f"{argument} is {given!r}; expected 'ckpt' or 'safetensors'")
+
+
+def target_directory(argument: str, given: object) -> Path:
+    """Return a directory to write to, which need not be there yet.
+
+    Raises:
+        TypeError: it is no path.
+        NotADirectoryError: it is a file.
+    """
+    path = path_of(argument, given)
+    if path.exists() and not path.is_dir():
+        raise DirectoryError(f"{argument} {path} is a file; expected a directory")
+    return path
+
+
+def path_of(argument: str, given: object) -> Path:
+    """Return an argument that is a path.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"{argument} is {given!r:.60} ({type(given).__name__}); expected a path")
+    return Path(given)

@@ -1,0 +1,469 @@
+"""`transform_checkpoints` and what belongs to it: a checkpoint from one sharding strategy to another.
+
+What differs from MindSpore 2.10, beside the errors' texts:
+
+* Bytes are moved a few MB at a time (`reshard.plan`), so that neither a rank's file nor a tensor is ever in memory.
+* Every target rank gets its slices, whatever the layouts and the numbers of devices; a tensor that only the source
+  strategy names is left out, and one that only the target strategy names is missing: both are warnings in the log
+  `reshard.mindspore`. MindSpore copies the slice of some source rank.
+* Strategy arguments may be directories of the files of a pipeline's ranks, a `reshard.Strategy`, or what
+  `build_searched_strategy` returns.
+* Replicas that the strategy says are there may be missing, as long as no block is.
+
+Source: MindSpore 2.10 `parallel/checkpoint_transform.py`, `parallel/transform_safetensors.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
+from reshard.mindspore.arguments import (
+    FORMATS,
+    DirectoryError,
+    check_format,
+    check_rank,
+    path_of,
+    strategy_of,
+    target_directory,
+    thread_count,
+)
+from reshard.mindspore.network import load_param_into_net
+from reshard.mindspore.save_load import load_parts
+from reshard.needed import lacking_ranks, needed_ranks
+from reshard.plan import plan
+from reshard.run import run
+from reshard.source import open as open_source
+from reshard.source import read_headers
+from reshard.target_files import NamedFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from reshard.checkpoint import Checkpoint
+    from reshard.mindspore.arguments import PathLike, StrategyLike
+    from reshard.plan import Plan
+    from reshard.strategy import Strategy
+
+_log = logging.getLogger("reshard.mindspore")
+
+_STATES = ("accu_grads", "adam_m", "adam_v")  # what MindSpore leaves out when it compares the names of two strategies
+_MOST_NAMED = 20
+_MOST_TARGET_RANKS = 64  # of more, an error does not tell what each lacks
+
+
+def transform_checkpoints(
+    src_checkpoints_dir: PathLike,
+    dst_checkpoints_dir: PathLike,
+    ckpt_prefix: str,
+    src_strategy_file: StrategyLike | None = None,
+    dst_strategy_file: StrategyLike | None = None,
+    process_num: int = 1,
+    output_format: str = "ckpt",
+    *,
+    file_suffix: str | None = None,
+) -> None:
+    """Transform a checkpoint from a source sharding strategy to a target sharding strategy.
+
+    Target files are `rank_<r>/<ckpt_prefix><r>.<ext>`; ones that exist are replaced. Where the source is one stage of a
+    pipeline they are `rank_<r>/<ckpt_prefix><r>_part<stage>.<ext>`, so that stage after stage goes to one target, which
+    `load_segmented_checkpoints` reads. It is one if its strategy file says so (stage 1 and higher), if the directory
+    has the ranks of further stages, or, as MindSpore has it for `.ckpt` files, if both strategies have one stage and
+    the source's names (but for accu_grads, adam_m and adam_v) are only some of the target's.
+
+    Unlike MindSpore's it also makes safetensors of ckpt; takes a unified set or a single file as the source; and does
+    sub-networks of safetensors, to whole tensors and to pipelines too. De-duplicated sources are read like full ones.
+
+    Args:
+        src_checkpoints_dir: the directory, with files such as `rank_0/a.ckpt` in it, of one format. Of several files
+            in a rank directory the newest step that every rank has is taken; several that could be meant are an error.
+        dst_checkpoints_dir: the directory for the results; it is made.
+        ckpt_prefix: what the names of the target files begin with.
+        src_strategy_file: the source's strategy; None means that every source rank holds whole tensors.
+        dst_strategy_file: the strategy wanted; None for one rank of whole tensors.
+        process_num: how many threads (MindSpore: processes) work, no more than there are processors. Each needs
+            about 10 MB of memory.
+        output_format: `ckpt` or `safetensors`.
+        file_suffix: take the files whose names end so, where a rank has several; not in MindSpore.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        NotADirectoryError: a directory is a file, or the source is not there.
+        ValueError: an empty directory, both formats in it, a missing rank that is needed, files that contradict the
+            strategy, a strategy that cannot be read or is of another model.
+        TargetError: a target file would be one of the source files.
+    """
+    if not isinstance(ckpt_prefix, str):
+        raise TypeError(f"ckpt_prefix is a {type(ckpt_prefix).__name__}; expected the beginning of a file name")
+    check_format("output_format", output_format)
+    threads = thread_count("process_num", process_num)
+    source_dir = path_of("src_checkpoints_dir", src_checkpoints_dir)
+    target_dir = target_directory("dst_checkpoints_dir", dst_checkpoints_dir)
+    if not source_dir.exists():
+        raise DirectoryError(f"src_checkpoints_dir {source_dir} is not there; expected a directory of rank directories")
+    before = strategy_of("src_strategy_file", src_strategy_file)
+    after = strategy_of("dst_strategy_file", dst_strategy_file)
+    stage = None
+    if before and after and checked_format(source_dir) == "ckpt" and _is_sub_network(before, after):
+        stage = before.stages.start
+    source = open_ranks(source_dir, before, after, stage=stage, suffix=file_suffix)
+    check_model(source, after)
+    planned = plan(source, after, format=output_format, prefix=ckpt_prefix, drop=["*"], allow_missing=["*"])
+    check_complete(planned, after)
+    warn_of(planned, after)
+    run(planned, target_dir, threads=threads, overwrite=True)
+
+
+def transform_checkpoint_by_rank(
+    rank_id: int,
+    checkpoint_files_map: Mapping[int, PathLike],
+    save_checkpoint_file_name: PathLike,
+    src_strategy_file: StrategyLike | None = None,
+    dst_strategy_file: StrategyLike | None = None,
+) -> None:
+    """Transform a checkpoint for one target rank, to a file of any name.
+
+    Processes that write different files may share a directory, which may be that of the source, too.
+
+    Args:
+        rank_id: the target rank.
+        checkpoint_files_map: the files of the source ranks that are needed, by rank: see `rank_list_for_transform`. Of
+            a de-duplicated source give all.
+        save_checkpoint_file_name: the file to write, whose directory is made. Its format goes by its name: `.ckpt` or
+            `.safetensors` (MindSpore writes `.ckpt` only). One that exists is replaced.
+        src_strategy_file: the source's strategy; None means that every source rank holds whole tensors.
+        dst_strategy_file: the strategy wanted; None for whole tensors, whatever the rank.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a file is not there, the file name ends otherwise, the target has no such rank, a source rank that
+            is needed is not given, files that contradict the strategy, a strategy that is of another model.
+        TargetError: the file to write is one of the source files.
+    """
+    if not isinstance(checkpoint_files_map, Mapping):
+        raise TypeError(
+            f"checkpoint_files_map is a {type(checkpoint_files_map).__name__}; expected a dict of rank to file name"
+        )
+    check_rank("rank_id", rank_id)
+    target = path_of("save_checkpoint_file_name", save_checkpoint_file_name)
+    format = target.suffix.removeprefix(".")  # noqa: A001 -- the word of every such tool
+    if format not in FORMATS:
+        raise UsageError(f"save_checkpoint_file_name {target} does not end with .ckpt or .safetensors")
+    files: dict[int, Path] = {}
+    faults = Faults("checkpoint_files_map")
+    for rank, file in checkpoint_files_map.items():
+        check_rank("a key of checkpoint_files_map", rank)
+        files[rank] = path_of(f"checkpoint_files_map[{rank}]", file)
+        if not files[rank].is_file():
+            faults.add(f"rank {rank}", f"{file} is not there")
+    faults.raise_if_any(SourceError)
+    if not files:
+        raise UsageError("checkpoint_files_map is empty; expected the files of rank_list_for_transform's ranks")
+    before = strategy_of("src_strategy_file", src_strategy_file)
+    after = strategy_of("dst_strategy_file", dst_strategy_file)
+    if before is not None:
+        for rank, needing in lacking_ranks(before, after, rank_id, files).items():
+            faults.add(f"source rank {rank}", f"is not there; target rank {rank_id} needs it ({_counted(needing)})")
+        faults.raise_if_any(SourceError)
+        source = open_source(files, strategy=before, partial=True)
+    else:
+        source = _open_whole(files)
+    check_model(source, after)
+    planned = plan(
+        source,
+        after,
+        format=format,
+        files=NamedFile(target.name),
+        ranks=None if after is None else [rank_id],
+        drop=["*"],
+        allow_missing=["*"],
+    )
+    check_complete(planned, after, rank_id)
+    warn_of(planned, after, rank_id)
+    run(planned, target.parent, overwrite=True)
+
+
+def rank_list_for_transform(
+    rank_id: int, src_strategy_file: StrategyLike | None = None, dst_strategy_file: StrategyLike | None = None
+) -> list[int]:
+    """List the source ranks whose files `transform_checkpoint_by_rank` needs for one target rank.
+
+    It is the least set that suffices for the tensors that both strategies name; MindSpore's is often longer.
+
+    Args:
+        rank_id: the target rank.
+        src_strategy_file: the source's strategy; None means that every source rank holds whole tensors.
+        dst_strategy_file: the strategy wanted; None for whole tensors.
+
+    Returns:
+        source ranks, descending; `[0]` without a source strategy.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a strategy cannot be read, the target has no such rank, or two layouts of a tensor contradict
+            each other.
+
+    >>> from reshard.layout import Layout
+    >>> rows = Strategy.of({"w": Layout.of([4], [0, -1])})
+    >>> rank_list_for_transform(0, rows, Strategy.of({"w": Layout.of([2], [0, -1])}))
+    [1, 0]
+    """
+    check_rank("rank_id", rank_id)
+    before = strategy_of("src_strategy_file", src_strategy_file)
+    if before is None:
+        return [0]
+    after = strategy_of("dst_strategy_file", dst_strategy_file)
+    return sorted(needed_ranks(before, after, rank_id), reverse=True)
+
+
+def convert_checkpoints(
+    src_checkpoints_dir: PathLike,
+    dst_checkpoints_dir: PathLike,
+    ckpt_prefix: str,
+    src_strategy_file: StrategyLike | None = None,
+    dst_strategy_file: StrategyLike | None = None,
+    process_num: int = 1,
+    output_format: str = "ckpt",
+    *,
+    file_suffix: str | None = None,
+) -> None:
+    """Do what `transform_checkpoints` does: MindSpore's newer name for it."""
+    transform_checkpoints(
+        src_checkpoints_dir, dst_checkpoints_dir, ckpt_prefix, src_strategy_file, dst_strategy_file, process_num,
+        output_format, file_suffix=file_suffix,
+    )  # fmt: skip
+
+
+def convert_checkpoint_by_rank(
+    rank_id: int,
+    checkpoint_files_map: Mapping[int, PathLike],
+    save_checkpoint_file_name: PathLike,
+    src_strategy_file: StrategyLike | None = None,
+    dst_strategy_file: StrategyLike | None = None,
+) -> None:
+    """Do what `transform_checkpoint_by_rank` does: MindSpore's newer name for it."""
+    transform_checkpoint_by_rank(
+        rank_id, checkpoint_files_map, save_checkpoint_file_name, src_strategy_file, dst_strategy_file
+    )
+
+
+def rank_list_for_convert(
+    rank_id: int, src_strategy_file: StrategyLike | None = None, dst_strategy_file: StrategyLike | None = None
+) -> list[int]:
+    """Do what `rank_list_for_transform` does: MindSpore's newer name for it."""
+    return rank_list_for_transform(rank_id, src_strategy_file, dst_strategy_file)
+
+
+def load_segmented_checkpoints(
+    ckpt_file_dir: PathLike,
+    net: Any = None,
+    strict_load: bool = False,
+    filter_prefix: str | list[str] | tuple[str, ...] | None = None,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    specify_prefix: str | list[str] | tuple[str, ...] | None = None,
+    choice_func: Callable[[str], bool] | None = None,
+) -> dict[str, Any]:
+    """Load all checkpoint files of a directory as one: what sub-network conversion put there, part by part.
+
+    Unlike MindSpore's it takes safetensors too, reads the parts in the order of their names, and loads them into the
+    network together, so that the parameters of other parts are not reported as missing.
+
+    Args:
+        ckpt_file_dir: the directory of one rank.
+        net: what to load the parameters into, as `load_param_into_net` does.
+        strict_load: as for `load_param_into_net`.
+        filter_prefix: leave out the names that begin so; `choice_func` is not asked where a prefix is given.
+        dec_key: the key of encrypted `.ckpt` files, with the `crypto` extra.
+        dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        specify_prefix: load only the names that begin so.
+        choice_func: tells for a name whether to load it.
+
+    Returns:
+        The parameters by name; text entries are `str`.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: no such directory, no files in it, both formats, nothing left to load, a file that is corrupt.
+    """
+    directory = path_of("ckpt_file_dir", ckpt_file_dir)
+    if not directory.is_dir():
+        raise DirectoryError(f"ckpt_file_dir {directory} is not there, or no directory")
+    parts = {format: sorted(directory.glob(f"*.{format}")) for format in FORMATS}  # noqa: A001 -- as above
+    if all(parts.values()):
+        raise SourceError(f"{directory}: holds both .ckpt and .safetensors files; expected one kind; move one away")
+    found = parts["ckpt"] or parts["safetensors"]
+    if not found:
+        raise SourceError(f"{directory}: holds no checkpoint file; expected names that end with .ckpt")
+    loaded = load_parts(found, filter_prefix, dec_key, dec_mode, specify_prefix, choice_func)
+    if not loaded:
+        raise UsageError(
+            f"{directory}: nothing is left to load of its {len(found)} files; check filter_prefix, specify_prefix and "
+            "choice_func"
+        )
+    if net is not None:
+        load_param_into_net(net, loaded, strict_load)
+    return loaded
+
+
+# --- what these and `unified` have in common ---
+
+
+def open_ranks(
+    path: Path,
+    before: Strategy | None,
+    after: Strategy | None,
+    *,
+    stage: int | None = None,
+    suffix: str | None = None,
+) -> Checkpoint:
+    """Open a directory of rank directories; ranks that are missing are told with the target ranks that need them.
+
+    As in MindSpore, ranks may be missing whose blocks others have.
+
+    Raises:
+        SourceError: no files, both formats, a rank that is needed is missing, headers that contradict the strategy.
+    """
+    checked_format(path)
+    if before is None:
+        return _open_whole(path, suffix)
+    try:
+        return open_source(path, strategy=before, stage=stage, suffix=suffix)
+    except SourceError:
+        source = before if stage is None else before.of_stage(stage)
+        present = {int(file.parent.name.removeprefix("rank_")) for file in _rank_files(path)}
+        absent = set(source.ranks) - present
+        if not absent or not present:
+            raise
+        if after is not None:
+            kept = {name: places for name, places in source.tensors.items() if name in after.tensors}
+            source = replace(source, tensors=kept)
+        faults = Faults(str(path))
+        target_ranks = list(after.ranks)[:_MOST_TARGET_RANKS] if after else [0]
+        lacking = {rank: lacking_ranks(source, after, rank, present) for rank in target_ranks}
+        for rank, needing in lacking_ranks(source, None, 0, present).items():
+            by = [target for target, ranks in lacking.items() if rank in ranks]
+            faults.add(f"source rank {rank}", f"has no file; target rank {names(by)} needs it ({_counted(needing)})")
+        faults.raise_if_any(SourceError)
+        opened = open_source(path, strategy=before, stage=stage, suffix=suffix, partial=True)
+        _log.warning(
+            "%s: source rank %s has no file; other ranks hold all that is needed, if the strategy is the right one",
+            path,
+            names(sorted(absent)),
+        )
+        return opened
+
+
+def check_model(source: Checkpoint, after: Strategy | None) -> None:
+    """Refuse strategies that name nothing of a checkpoint: they are of another model.
+
+    Raises:
+        StrategyError: one is; some names of both sides are listed.
+    """
+    before = source.strategy
+    for strategy, which in ((before, "source"), (after, "target")):
+        if strategy is not None and source.tensors and not any(name in strategy.tensors for name in source.tensors):
+            raise StrategyError(
+                f"{source.root}: the {which} strategy names none of the tensors; it has {names(strategy.tensors)}, "
+                f"the files {names(source.tensors)}; is it of another model?"
+            )
+
+
+def check_complete(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
+    """Refuse to lose what a de-duplicated source keeps on a rank whose file is not there.
+
+    Raises:
+        SourceError: something may be there.
+    """
+    source = planned.source
+    if source.strategy is None or not any(file.index.deduplicated for file in source.files):
+        return
+    others = set(source.strategy.ranks) - set(source.ranks)
+    lost = [name for name in _missing(planned, after, rank) if name in source.strategy.tensors]
+    if lost and others:
+        raise SourceError(
+            f"{source.root}: the source is de-duplicated, and {_counted(lost)} are in none of its files; source rank "
+            f"{names(sorted(others))} is not there and may have them"
+        )
+
+
+def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
+    """Tell in the log what a plan leaves out or lacks, and what else was noticed."""
+    for notice in planned.notices:
+        _log.warning("%s: %s", planned.source.root, notice)
+    dropped = [name for name in planned.dropped if name not in planned.source.unreadable]
+    for name, reason in planned.source.unreadable.items():
+        _log.warning("%s: %r %s; it is left out", planned.source.root, name, reason)
+    if dropped:
+        _log.warning(
+            "%s: left out, as the target strategy does not name it: %s",
+            planned.source.root, names(dropped, most=_MOST_NAMED),
+        )  # fmt: skip
+    missing = _missing(planned, after, rank)
+    if missing:
+        _log.warning(
+            "%s: left out, as it is in the strategy and in no file: %s",
+            planned.source.root, names(missing, most=_MOST_NAMED),
+        )  # fmt: skip
+
+
+def checked_format(path: Path) -> str | None:
+    """Return the format of the files in rank directories by their names; None where there are none.
+
+    Raises:
+        SourceError: there are both.
+    """
+    found = {file.suffix.removeprefix(".") for file in _rank_files(path)}
+    if len(found) > 1:
+        raise SourceError(f"{path}: its rank directories hold both .ckpt and .safetensors files; expected one kind")
+    return found.pop() if found else None
+
+
+def _rank_files(path: Path) -> list[Path]:
+    """Return the checkpoint files in the rank directories, whatever they are."""
+    return [
+        file
+        for file in path.glob("rank_[0-9]*/*")
+        if file.suffix.removeprefix(".") in FORMATS and file.parent.name.removeprefix("rank_").isdecimal()
+    ]
+
+
+def _is_sub_network(before: Strategy, after: Strategy) -> bool:
+    """Tell MindSpore's rule for a source that is one stage of a pipeline."""
+    own, wanted = ({name for name in strategy.tensors if not name.startswith(_STATES)} for strategy in (before, after))
+    return len(before.stages) == len(after.stages) == 1 and own < wanted
+
+
+def _open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> Checkpoint:
+    """Open a source without a strategy: every rank holds all of it. MindSpore reads rank 0 and compares nothing."""
+    ranks = set(path) if isinstance(path, Mapping) else set(read_headers(path, suffix=suffix)[1])
+    if len(ranks) == 1:
+        return open_source(path, suffix=suffix)
+    try:
+        source = open_source(path, layouts={"*": "whole"}, suffix=suffix)
+    except SourceError as error:
+        raise SourceError(
+            f"without src_strategy_file each of the {len(ranks)} source ranks must hold the same whole tensors; {error}"
+        ) from error
+    tensors = {name: replace(tensor, listed=False) for name, tensor in source.tensors.items()}
+    return replace(source, tensors=tensors, strategy=None)
+
+
+def _missing(planned: Plan, after: Strategy | None, rank: int | None) -> list[str]:
+    """Return what a plan lacks, of one target rank or of all."""
+    if after is None or rank is None:
+        return list(planned.missing)
+    return [name for name in planned.missing if after.stage_of(rank) in after.stages_of(name)]
+
+
+def _counted(some: Collection[str]) -> str:
+    """Write how many tensors, and which.
+
+    >>> _counted(["a"]), _counted(["a", "b", "c", "d"])
+    ('1 tensor: a', '4 tensors: a, b, c and 1 more')
+    """
+    return f"{len(some)} tensor{'s' * (len(some) != 1)}: {names(some, most=3)}"

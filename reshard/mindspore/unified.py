@@ -1,0 +1,380 @@
+"""`unified_safetensors` and `load_distributed_checkpoint`: whole tensors in a few files, and slices of them.
+
+What differs from MindSpore 2.10, beside the errors' texts:
+
+* Whole tensors are written in streams; one larger than memory is no problem.
+* `hyper_param` has what no strategy names from all source ranks, where MindSpore takes that of rank 0; and it has no
+  slices of what `choice_func` or MindSpore's own rule (`accu_grads`) leaves out, which MindSpore puts there.
+* Either kind of unified directory is read, MindSpore's or Hugging Face's, or one of a single file.
+* Strategy arguments may be what `transform_checkpoints` takes, in every form.
+
+Source: MindSpore 2.10 `parallel/transform_safetensors.py`, `parallel/checkpoint_transform.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.cipher import Cipher
+from reshard.dtypes import INT4
+from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
+from reshard.formats.unified import MindSporeSet, share_of
+from reshard.mindspore.arguments import (
+    check_format,
+    check_rank,
+    path_of,
+    strategy_of,
+    target_directory,
+    thread_count,
+)
+from reshard.mindspore.launch import get_rank
+from reshard.mindspore.network import load_param_into_net, parameters_of
+from reshard.mindspore.parameter import Parameter, Tensor, qint4x2
+from reshard.mindspore.transform import check_complete, check_model, checked_format, open_ranks, warn_of
+from reshard.plan import plan
+from reshard.run import MOST_THREADS, run
+from reshard.selection import Selection
+from reshard.source import open as open_source
+from reshard.target_files import NamedFile, Stored
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.checkpoint import Checkpoint
+    from reshard.mindspore.arguments import PathLike, StrategyLike
+    from reshard.plan import Plan
+    from reshard.strategy import Strategy
+
+_log = logging.getLogger("reshard.mindspore")
+
+PART_BYTES = 3 << 30
+"""How large MindSpore lets a part of a unified set be: 3 GiB."""
+
+_HYPER_PARAMETERS = "hyper_param"
+
+
+def unified_safetensors(
+    src_dir: PathLike,
+    src_strategy_file: StrategyLike | None,
+    dst_dir: PathLike,
+    merge_with_redundancy: bool = True,
+    file_suffix: str | None = None,
+    max_process_num: int = 64,
+    choice_func: Callable[[str], bool | str] | None = None,
+    split_dst_file: Sequence[int] = (),
+) -> None:
+    """Make whole tensors of a sharded checkpoint: `part<k>.safetensors`, `hyper_param.safetensors`, and a map of them.
+
+    What the strategy names goes to the parts, which are as many as MindSpore makes (one for each begun 3 GiB) and
+    filled evenly; `accu_grads*` is left out, as in MindSpore. What it does not name goes to `hyper_param.safetensors`.
+    Which part a tensor is in says `param_name_map.json`, which is written last. Files that exist are replaced.
+
+    Unlike MindSpore's it takes `.ckpt` files too.
+
+    Args:
+        src_dir: the directory of rank directories, of one format.
+        src_strategy_file: the source's strategy, of a pipeline merged or a directory; None means that every source
+            rank holds whole tensors.
+        dst_dir: the directory for the results; it is made.
+        merge_with_redundancy: accepted. MindSpore wants to be told whether every replica is stored; here the files say
+            what each has.
+        file_suffix: take the files whose names end so, where a rank has several.
+        max_process_num: the most threads (MindSpore: processes) that work; four are taken at most, as more would
+            wait for the same disk.
+        choice_func: is asked about every name of the strategy but `accu_grads*`: True keeps the tensor, False leaves
+            it out, a string is its new name.
+        split_dst_file: `(n, count)` for the n-th, from 1, of `count` processes that share the work: it writes its
+            parts only, the first one also the map and `hyper_param`. The set is complete when all are done.
+
+    Raises:
+        TypeError: an argument of the wrong type, or `choice_func` answers something else.
+        NotADirectoryError: `dst_dir` is a file.
+        ValueError: no files or both formats, `src_dir` is a file, a rank that is needed is missing, files that
+            contradict the strategy, `choice_func` gives two tensors one name or keeps none.
+    """
+    source_dir = path_of("src_dir", src_dir)
+    target_dir = target_directory("dst_dir", dst_dir)
+    if not isinstance(merge_with_redundancy, bool):
+        raise TypeError(f"merge_with_redundancy is a {type(merge_with_redundancy).__name__}; expected a bool")
+    threads = min(thread_count("max_process_num", max_process_num), MOST_THREADS)
+    process, processes = _share(split_dst_file)
+    if not source_dir.is_dir():
+        raise SourceError(f"src_dir {source_dir} is not there, or a file; expected a directory of rank directories")
+    before = strategy_of("src_strategy_file", src_strategy_file)
+    checked_format(source_dir)
+    opened = open_ranks(source_dir, before, None, suffix=file_suffix)
+    check_model(opened, None)
+    new_names = _chosen(opened, choice_func)
+    stored = [
+        Stored(new, 0 if tensor.text is not None else tensor.spec.nbytes, tensor.listed)
+        for name, new in new_names.items()
+        for tensor in [opened.tensors[name]]
+    ]
+    files = share_of(MindSporeSet(PART_BYTES).volumes(stored, ".safetensors"), process, processes)
+    mine = {name: new for name, new in new_names.items() if files.has(new)}
+    if not mine:
+        _log.info("%s: nothing is left to write for process %d of %d", target_dir, process, processes)
+        return
+    planned = plan(
+        replace(opened, tensors={name: opened.tensors[name] for name in mine}),
+        format="safetensors",
+        files=files,
+        selection=Selection(names=mine),
+        drop=["*"],
+        allow_missing=["*"],
+    )
+    missing = tuple(name for name in (before.tensors if before else ()) if name not in opened.tensors)
+    planned = replace(planned, missing=missing)
+    check_complete(planned, None)
+    warn_of(planned, None)
+    run(planned, target_dir, threads=threads, overwrite=True)
+
+
+def load_distributed_checkpoint(
+    network: Any,
+    checkpoint_filenames: Sequence[PathLike] | None = None,
+    predict_strategy: StrategyLike | None = None,
+    train_strategy_filename: StrategyLike | None = None,
+    strict_load: bool = False,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    format: str = "ckpt",  # noqa: A002 -- MindSpore's signature
+    unified_safetensors_dir: PathLike | None = None,
+    dst_safetensors_dir: PathLike | None = None,
+    rank_id: int | None = None,
+    output_format: str = "safetensors",
+    name_map: Mapping[str, str] | None = None,
+    max_process_num: int = 64,
+    return_param_dict: bool = False,
+) -> bool | tuple[list[str], list[str]] | dict[str, Any]:
+    """Cut whole tensors, or those of other ranks, for the ranks of a strategy: into files or into a network.
+
+    With `format="safetensors"` the source is a unified directory:
+
+    * without a network, files `rank_<r>/net.<output_format>` are written, for one rank or for all; ones that exist are
+      replaced;
+    * with a network, the slices of this process's rank (`get_rank`) are loaded into it.
+
+    With `format="ckpt"` the source is the files of all ranks of `train_strategy_filename`, and a network is needed.
+
+    Tensors of the parts that `predict_strategy` does not name are left out, and named in the log; hyper-parameters are
+    copied to every rank.
+
+    Args:
+        network: whatever `load_param_into_net` takes, or None to write files.
+        checkpoint_filenames: the files in rank order (format `ckpt`).
+        predict_strategy: the strategy wanted; None for whole tensors. A file, or what `infer_predict_layout` returns.
+        train_strategy_filename: the strategy of `checkpoint_filenames`. MindSpore asks the network's context for it
+            where it is None; here that means one file of whole tensors.
+        strict_load: as for `load_param_into_net` (format `ckpt`).
+        dec_key: the key of encrypted files (format `ckpt`), with the `crypto` extra.
+        dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        format: `ckpt` or `safetensors`: which of the two sources. What is in the files is told by their content.
+        unified_safetensors_dir: the unified directory (format `safetensors`).
+        dst_safetensors_dir: the directory for the results.
+        rank_id: write this rank only.
+        output_format: `ckpt` or `safetensors`, of the files that are written.
+        name_map: name in the network (and in `predict_strategy`) to name in the files: the other way round than that
+            of `ckpt_to_safetensors`. All apply at once; optimizer states follow their weights.
+        max_process_num: the most threads (MindSpore: processes) that work; four are taken at most.
+        return_param_dict: with a network, return the parameters by name, and load nothing.
+
+    Returns:
+        True; with a network and format `safetensors` the two lists of `load_param_into_net`; the parameters if
+        `return_param_dict` is set.
+
+    Raises:
+        TypeError: an argument of the wrong type; no network with format `ckpt`.
+        ValueError: arguments that do not go together, files that are not there or contradict the strategy, a number of
+            files that is not that of the strategy's ranks, two names for one tensor, a rank that the strategy does not
+            have, a wrong key.
+        RuntimeError: a parameter does not fit the network.
+    """
+    check_format("format", format)
+    check_format("output_format", output_format)
+    threads = min(thread_count("max_process_num", max_process_num), MOST_THREADS)
+    after = strategy_of("predict_strategy", predict_strategy)
+    only_ckpt = {
+        "checkpoint_filenames": checkpoint_filenames is not None,
+        "train_strategy_filename": train_strategy_filename is not None,
+        "strict_load": strict_load,
+        "dec_key": dec_key is not None,
+        "dec_mode": dec_mode != "AES-GCM",
+    }
+    if format == "ckpt":
+        if network is None:
+            raise TypeError("network is None; with format='ckpt' it is needed (to write files: transform_checkpoints)")
+        cipher = None if dec_key is None else Cipher(dec_mode, dec_key)
+        source = _opened_ranks(checkpoint_filenames, train_strategy_filename, cipher)
+    elif any(only_ckpt.values()):
+        raise UsageError(f"with format='safetensors' leave out {names(n for n, given in only_ckpt.items() if given)}")
+    elif unified_safetensors_dir is None:
+        raise UsageError("unified_safetensors_dir is None; with format='safetensors' it is the source")
+    else:
+        source = open_source(path_of("unified_safetensors_dir", unified_safetensors_dir))
+    new_names = _renamed(source, name_map)
+    if after is not None:
+        new_names = _named(source, after, new_names)
+    if network is None:
+        name, ranks = _target(after, rank_id, output_format)
+        if dst_safetensors_dir is None:
+            raise UsageError("dst_safetensors_dir is None; without a network it is where the files go")
+        target_dir = target_directory("dst_safetensors_dir", dst_safetensors_dir)
+        planned = _planned(source, after, new_names, format=output_format, files=NamedFile(name), ranks=ranks)
+        warn_of(planned, after, rank_id)
+        run(planned, target_dir, threads=threads, overwrite=True)
+        return True
+    rank = get_rank() if after else 0
+    taken = new_names if return_param_dict else _with_place(new_names, network)
+    planned = _planned(source, after, taken, ranks=[rank])
+    warn_of(planned, after, rank)
+    parameters = _parameters(planned, rank, threads)
+    if return_param_dict:
+        return parameters
+    not_loaded, unused = load_param_into_net(network, parameters, strict_load)
+    if format == "ckpt":
+        return True
+    return not_loaded, unused + [new for old, new in new_names.items() if old not in taken]
+
+
+def _share(split_dst_file: object) -> tuple[int, int]:
+    """Return which of how many processes this is."""
+    if not isinstance(split_dst_file, tuple | list):
+        raise TypeError(f"split_dst_file is a {type(split_dst_file).__name__}; expected (number, count)")
+    if not split_dst_file:
+        return 1, 1
+    for number in split_dst_file:
+        check_rank("a number of split_dst_file", number)
+    if len(split_dst_file) != 2 or not 1 <= split_dst_file[0] <= split_dst_file[1]:
+        raise UsageError(f"split_dst_file is {split_dst_file}; expected (number, count), numbers from 1 to count")
+    return split_dst_file[0], split_dst_file[1]
+
+
+def _chosen(source: Checkpoint, choice_func: Callable[[str], bool | str] | None) -> dict[str, str]:
+    """Return the tensors of a unified set, with their new names."""
+    if choice_func is not None and not callable(choice_func):
+        raise TypeError(f"choice_func is a {type(choice_func).__name__}; expected a function of a name")
+    found: dict[str, str] = {}
+    accumulated = []
+    for name, tensor in source.tensors.items():
+        if source.strategy is not None and not tensor.listed:
+            found[name] = name
+            continue
+        if name.startswith("accu_grads"):
+            accumulated.append(name)
+            continue
+        answer = True if choice_func is None else choice_func(name)
+        if not isinstance(answer, bool | str):
+            raise TypeError(f"choice_func({name!r}) is a {type(answer).__name__}; expected a bool or a new name")
+        if answer is not False:
+            found[name] = answer if isinstance(answer, str) else name
+    if accumulated:
+        _log.info("%s: accumulated gradients are left out: %s", source.root, names(accumulated))
+    if not found:
+        raise UsageError(f"{source.root}: choice_func keeps none of {len(source.tensors)} tensors")
+    return Selection(names=found).renamed(list(found))
+
+
+def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
+    """Return the name in the network of every tensor."""
+    if name_map is None:
+        return {name: name for name in source.tensors}
+    if not isinstance(name_map, Mapping) or not all(isinstance(n, str) for item in name_map.items() for n in item):
+        raise TypeError("name_map is no dict of names in the network to names in the files")
+    in_network: dict[str, list[str]] = {}
+    for new, old in name_map.items():
+        in_network.setdefault(old, []).append(new)
+    faults = Faults("name_map")
+    for old, found in in_network.items():
+        if len(found) > 1:
+            faults.add(f"name {old!r} in the files", f"is given to {names(found)}; expected one name in the network")
+    faults.raise_if_any(UsageError)
+    unknown = [old for old in in_network if old not in source.tensors]
+    if unknown:
+        _log.warning("name_map: no file has %s", names(map(repr, unknown)))
+    known = {old: found[0] for old, found in in_network.items() if old in source.tensors}
+    return Selection(names=known).renamed(list(source.tensors))
+
+
+def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) -> dict[str, str]:
+    """Leave out the weights of a unified set that a strategy does not name; of other sources the plan leaves them."""
+    kept = {
+        name: new
+        for name, new in new_names.items()
+        if source.strategy is not None or new in after.tensors or _is_hyper_parameter(source, name)
+    }
+    left_out = [new for old, new in new_names.items() if old not in kept]
+    if left_out:
+        _log.warning("%s: left out, as predict_strategy does not name it: %s", source.root, names(left_out, most=20))
+    if not any(new in after.tensors for new in new_names.values()):
+        raise StrategyError(
+            f"{source.root}: predict_strategy names none of the tensors; it has {names(after.tensors)}, the files have "
+            f"{names(new_names.values())}; is it of another model?"
+        )
+    return kept
+
+
+def _is_hyper_parameter(source: Checkpoint, name: str) -> bool:
+    """Tell by its file what was copied, not cut, where it came from."""
+    return all(Path(source.files[n].path).stem == _HYPER_PARAMETERS for n in source.tensors[name].shards[0].holders)
+
+
+def _with_place(new_names: Mapping[str, str], network: Any) -> dict[str, str]:
+    """Return the tensors that a network may have a place for: its names may be the ends of those in the files."""
+    places = set(parameters_of(network, "network"))
+    unfilled = tuple(places.difference(new_names.values()))
+    return {old: new for old, new in new_names.items() if new in places or (unfilled and new.endswith(unfilled))}
+
+
+def _planned(source: Checkpoint, after: Strategy | None, new_names: Mapping[str, str], **options: Any) -> Plan:
+    """Plan some tensors of a source, under new names; what was left out on purpose is not missing."""
+    if not new_names:
+        raise SourceError(f"{source.root}: the network has no place for any of {names(source.tensors)}")
+    some = replace(source, tensors={name: source.tensors[name] for name in new_names})
+    selection = Selection(names=new_names, drop=("*",), allow_missing=("*",))
+    planned = plan(some, after, selection=selection, **options)
+    return replace(planned, missing=tuple(name for name in planned.missing if name not in source.tensors))
+
+
+def _opened_ranks(filenames: object, train_strategy: StrategyLike | None, cipher: Cipher | None) -> Checkpoint:
+    """Open the files of all ranks, given in their order."""
+    if not isinstance(filenames, list | tuple):
+        raise TypeError(f"checkpoint_filenames is a {type(filenames).__name__}; expected a list of files in rank order")
+    files = [path_of(f"checkpoint_filenames[{number}]", name) for number, name in enumerate(filenames)]
+    faults = Faults("checkpoint_filenames")
+    for number, file in enumerate(files):
+        if not file.is_file() or not file.stat().st_size:
+            faults.add(f"[{number}]", f"{file} is not there, or is empty")
+    faults.raise_if_any(SourceError)
+    before = strategy_of("train_strategy_filename", train_strategy)
+    ranks = before.ranks if before else range(1)
+    if len(files) != len(ranks):
+        raise UsageError(
+            f"checkpoint_filenames has {len(files)} files; "
+            + (f"the training strategy has {len(ranks)} ranks" if before else "several need train_strategy_filename")
+        )
+    return open_source(dict(zip(ranks, files, strict=True)), strategy=before, cipher=cipher)
+
+
+def _target(after: Strategy | None, rank: int | None, extension: str) -> tuple[str, list[int] | None]:
+    """Return the name of the files to write, and the ranks; whole tensors have one rank, whatever its number."""
+    if rank is None:
+        return f"rank_{{rank}}/net.{extension}", None
+    check_rank("rank_id", rank)
+    return f"rank_{rank}/net.{extension}", None if after is None else [rank]
+
+
+def _parameters(planned: Plan, rank: int, threads: int) -> dict[str, Any]:
+    """Read what a rank gets into memory: Parameters, and text."""
+    found: dict[str, Any] = dict(planned.texts)
+    arrays = planned.rank(rank)
+    for name, held in planned.blocks(rank).items():
+        array = np.asarray(arrays[name].compute(num_workers=threads))
+        found[name] = Parameter.over(Tensor.from_numpy(array.view(qint4x2) if held.dtype is INT4 else array), name)
+    return found
