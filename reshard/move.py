@@ -12,21 +12,17 @@ import threading
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from reshard.checkpoint import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+
     from reshard.bands import Columns, Segment
     from reshard.checkpoint import Runs
     from reshard.plan import Piece, Plan
     from reshard.store import Store
-
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Bits = np.ndarray[Any, np.dtype[Any]]
 
 
 class Moved(NamedTuple):
@@ -43,11 +39,11 @@ class _Buffers(threading.local):
 
     def __init__(self) -> None:
         self.thread = next(self._threads)
-        self._held = [np.empty(0, np.uint8) for _ in range(3)]
+        self._held = [memoryview(b"")] * 3
 
-    def get(self, which: int, nbytes: int) -> Bytes:
+    def get(self, which: int, nbytes: int) -> memoryview:
         if len(self._held[which]) < nbytes:
-            self._held[which] = np.empty(nbytes, np.uint8)
+            self._held[which] = memoryview(bytearray(nbytes))
         return self._held[which][:nbytes]
 
 
@@ -99,7 +95,6 @@ class _Mover:
         self.move = move = plan.moves[number]
         self.band_bytes = plan.band_bytes
         self.store = store
-        self.carrier = move.dtype.carrier()
         self.sources = [
             (plan.source.files[holder].path, plan.source.entry(holder, move.source_name).runs)
             for holder in move.holders
@@ -109,6 +104,7 @@ class _Mover:
             for numbers in move.targets
         ]
         self.read = self.written = 0
+        self.carrier: np.dtype[Any] | None = None
 
     def segment(self, segment: Segment) -> None:
         """Move a run of rows with equal columns, a band at a time."""
@@ -130,41 +126,45 @@ class _Mover:
                 for path, runs in self.targets[columns.targets[place]]:
                     self._write(path, runs, begin, content)
 
-    def _gathered(self, segment: Segment, source_rows: Sequence[int], rows: int, done: int) -> list[Bits]:
-        """Read the rows of every source block into one buffer; return them as arrays."""
+    def _gathered(self, segment: Segment, source_rows: Sequence[int], rows: int, done: int) -> list[memoryview]:
+        """Read the rows of every source block into one buffer; return each block's part of it."""
         buffer = _buffers.get(0, rows * sum(source_rows))
         found = []
         place = 0
-        for source, offset, row, shape in zip(
-            segment.columns.sources, segment.source_offsets, source_rows, segment.columns.source_shapes, strict=True
-        ):
+        for source, offset, row in zip(segment.columns.sources, segment.source_offsets, source_rows, strict=True):
             part = buffer[place : place + rows * row]
             path, runs = self.sources[source]
-            self._read(path, runs, offset * self.move.dtype.itemsize + done * row, part.data)
-            found.append(part.view(self.carrier).reshape(rows, *shape))
+            self._read(path, runs, offset * self.move.dtype.itemsize + done * row, part)
+            found.append(part)
             place += rows * row
         return found
 
-    def _content(self, columns: Columns, place: int, given: Sequence[Bits], rows: int) -> memoryview:
+    def _content(self, columns: Columns, place: int, given: Sequence[memoryview], rows: int) -> memoryview:
         """Return the rows of one target block: a source block's as they are, or columns put together."""
         parts = columns.parts[place]
         if len(parts) == 1 and not parts[0].taken:
-            return given[parts[0].read].reshape(-1).view(np.uint8).data
+            return given[parts[0].read]
+        import numpy as np  # a quarter of the start-up of a command; rows that stay whole need none of it
+
+        carrier = self.carrier = self.carrier or self.move.dtype.carrier()
         shape = (rows, *columns.target_shapes[place])
-        buffer = _buffers.get(1, prod(shape) * self.move.dtype.itemsize)
-        gathered = buffer.view(self.carrier).reshape(shape)
+        buffer = _buffers.get(1, prod(shape) * carrier.itemsize)
+        gathered = np.frombuffer(buffer, carrier).reshape(shape)
         for part in parts:
-            gathered[part.put] = given[part.read][part.taken]
-        return buffer.data
+            rows_given = np.frombuffer(given[part.read], carrier).reshape(rows, *columns.source_shapes[part.read])
+            gathered[part.put] = rows_given[part.taken]
+        return buffer
 
     def _cast(self, content: memoryview) -> memoryview:
         """Return the elements as the target's dtype; rounding is numpy's and ml_dtypes', to nearest, ties to even."""
+        import numpy as np
+
         elements = np.frombuffer(content, self.move.dtype.numpy())
         dtype = self.move.target_dtype
         buffer = _buffers.get(2, len(elements) * dtype.itemsize)
         with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
-            np.copyto(buffer.view(dtype.numpy()), elements, casting="unsafe")
-        return buffer.data
+            np.copyto(np.frombuffer(buffer, dtype.numpy()), elements, casting="unsafe")
+        return buffer
 
     def _read(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
         """Fill a buffer with the contents of a file from `begin`, which may lie in several runs."""

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard.block import Block
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
 from reshard.needed import lacking_ranks, needed_ranks
@@ -22,7 +21,7 @@ from reshard.strategy import Placed, Strategy
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.block import Shape
+    from reshard.block import Block, Shape
 
 
 def test_each_replica_group_gives_one_rank_and_the_own_number_is_preferred() -> None:

@@ -17,6 +17,7 @@ LAYERS = [
     {"cli"},
     {"cli_strategy", "cli_write"},
     {"mindspore"},
+    {"mindspore.parallel"},
     {"mindspore.unified"},
     {"mindspore.transform"},
     {"mindspore.arguments", "mindspore.slices"},

@@ -24,6 +24,7 @@ _HOMES = {
         "Parameter", "Tensor", "bfloat16", "bool_", "complex64", "float16", "float32", "float64", "float8_e4m3fn",
         "float8_e5m2", "int16", "int32", "int64", "int8", "qint4x2", "uint16", "uint32", "uint64", "uint8",
     ),
+    "parallel": (),
     "save_load": ("load_checkpoint", "load_checkpoint_async", "save_checkpoint"),
     "slices": ("merge_sliced_parameter",),
     "strategy": (

@@ -167,7 +167,7 @@ def transform_checkpoint_by_rank(
     after = strategy_of("dst_strategy_file", dst_strategy_file)
     if before is not None:
         for rank, needing in lacking_ranks(before, after, rank_id, files).items():
-            faults.add(f"source rank {rank}", f"is not there; target rank {rank_id} needs it ({_counted(needing)})")
+            faults.add(f"source rank {rank}", f"is not there; {_needed(needing, [rank_id])}")
         faults.raise_if_any(SourceError)
         source = open_source(files, strategy=before, partial=True)
     else:
@@ -207,7 +207,7 @@ def rank_list_for_transform(
         ValueError: a strategy cannot be read, the target has no such rank, or two layouts of a tensor contradict
             each other.
 
-    >>> from reshard.layout import Layout
+    >>> from reshard import Layout, Strategy
     >>> rows = Strategy.of({"w": Layout.of([4], [0, -1])})
     >>> rank_list_for_transform(0, rows, Strategy.of({"w": Layout.of([2], [0, -1])}))
     [1, 0]
@@ -347,7 +347,7 @@ def open_ranks(
         lacking = {rank: lacking_ranks(source, after, rank, present) for rank in target_ranks}
         for rank, needing in lacking_ranks(source, None, 0, present).items():
             by = [target for target, ranks in lacking.items() if rank in ranks]
-            faults.add(f"source rank {rank}", f"has no file; target rank {names(by)} needs it ({_counted(needing)})")
+            faults.add(f"source rank {rank}", f"has no file; {_needed(needing, by)}")
         faults.raise_if_any(SourceError)
         opened = open_source(path, strategy=before, stage=stage, suffix=suffix, partial=True)
         _log.warning(
@@ -444,7 +444,7 @@ def _open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> C
     if len(ranks) == 1:
         return open_source(path, suffix=suffix)
     try:
-        source = open_source(path, layouts={"*": "whole"}, suffix=suffix)
+        source = open_source(path, layouts={"*": "whole"}, suffix=suffix, partial=True)
     except SourceError as error:
         raise SourceError(
             f"without src_strategy_file each of the {len(ranks)} source ranks must hold the same whole tensors; {error}"
@@ -467,3 +467,12 @@ def _counted(some: Collection[str]) -> str:
     ('1 tensor: a', '4 tensors: a, b, c and 1 more')
     """
     return f"{len(some)} tensor{'s' * (len(some) != 1)}: {names(some, most=3)}"
+
+
+def _needed(needing: Collection[str], by: Collection[int]) -> str:
+    """Write what a source rank is needed for.
+
+    >>> _needed(["w", "b"], [0, 1])
+    'it is needed for target rank 0, 1 (2 tensors: w, b)'
+    """
+    return f"it is needed for target rank {names(by)} ({_counted(needing)})"
