@@ -29,6 +29,7 @@ class Running:
     dry_run: bool
     overwrite: bool
     fsync: bool
+    drop_cache: bool | None
     threads: int | None
     scheduler: str | None
     as_json: bool
@@ -229,13 +230,14 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         dry_run: bool,
         overwrite: bool,
         fsync: bool,
+        drop_cache: bool | None,
         threads: int | None,
         scheduler: str | None,
         as_json: bool,
         quiet: bool,
         **others: Any,
     ) -> Any:
-        running = Running(dry_run, overwrite, fsync, threads, scheduler, as_json, quiet)
+        running = Running(dry_run, overwrite, fsync, drop_cache, threads, scheduler, as_json, quiet)
         return command(*args, running=running, **others)
 
     wrapped: Callable[..., Any] = runs
@@ -255,6 +257,12 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--fsync/--no-fsync",
             default=True,
             help="Have each file on the disk before it gets its name.  [default: yes]",
+        ),
+        click.option(
+            "--drop-cache/--no-drop-cache",
+            default=None,
+            help="Leave nothing of what is read and written in the page cache.  [default: where source and target "
+            "together are larger than memory]",
         ),
         click.option("--overwrite", is_flag=True, help="Replace target files that exist."),
         click.option("--dry-run", is_flag=True, help="Print what would be read and written, and write nothing."),

@@ -240,6 +240,7 @@ def _carry_out(plan: Plan, target: Path, running: Running) -> bool:
                 scheduler=running.scheduler,
                 threads=running.threads,
                 fsync=running.fsync,
+                drop_cache=running.drop_cache,
                 overwrite=running.overwrite,
                 progress=shown,
             )

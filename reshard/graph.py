@@ -56,10 +56,17 @@ def create_files(plan: Plan, files: Sequence[int], directory: str) -> Receipt:
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
-def move_task(plan: Plan, number: int, directory: str, _made: object) -> Receipt:
+def move_task(plan: Plan, number: int, directory: str, drop_cache: bool, _made: object) -> Receipt:
     """Move the pieces of one task."""
     began = time.perf_counter()
-    moved = move_pieces(plan, plan.tasks[number], directory, store_of(plan.source.cipher))
+    store = store_of(plan.source.cipher)
+    moved = move_pieces(plan, plan.tasks[number], directory, store)
+    if drop_cache:
+        moves = [plan.moves[piece.move] for piece in plan.tasks[number]]
+        for holder in {holder for move in moves for holder in move.holders}:
+            store.drop_cache(plan.source.files[holder].path)
+        for target in {target for move in moves for targets in move.targets for target in targets}:
+            store.drop_cache(f"{directory}/{plan.files[target].path}", written=True)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began)
 
 
@@ -111,10 +118,11 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     `Plan.run` does more: it refuses to overwrite, cleans up after a failure and tells progress.
     """
 
-    def __init__(self, plan: Plan, directory: str, *, fsync: bool = True) -> None:
+    def __init__(self, plan: Plan, directory: str, *, fsync: bool = True, drop_cache: bool = False) -> None:
         self.plan = plan
         self.directory = directory
         self.fsync = fsync
+        self.drop_cache = drop_cache
         self._name: str = "reshard-" + tokenize(
             directory,
             fsync,
@@ -142,7 +150,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         last = [number for number, file in enumerate(plan.files) if file.last]
         links = [number for number, file in enumerate(plan.files) if file.link is not None]
         made = add("create", create_files, [(files, directory) for files in _batches(written)])
-        tasks = [(number, directory, made) for number in range(len(plan.tasks))]
+        tasks = [(number, directory, self.drop_cache, made) for number in range(len(plan.tasks))]
         moved = add("move", move_task, tasks) if tasks else made
         unchanged = f"{name}-check"
         graph[unchanged] = Task(unchanged, check_sources, whole, moved)

@@ -207,6 +207,7 @@ class Plan:
         scheduler: str | None = None,
         threads: int | None = None,
         fsync: bool = True,
+        drop_cache: bool | None = None,
         overwrite: bool = False,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
@@ -220,6 +221,7 @@ class Plan:
             scheduler=scheduler,
             threads=threads,
             fsync=fsync,
+            drop_cache=drop_cache,
             overwrite=overwrite,
             progress=progress,
         )

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from reshard.plan import Plan
 
-MOST_THREADS = 4
-"""Threads by default, if there are as many processors: more than this wait for the same disk and memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -71,6 +68,7 @@ def run(
     scheduler: str | None = None,
     threads: int | None = None,
     fsync: bool = True,
+    drop_cache: bool | None = None,
     overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
@@ -83,8 +81,11 @@ def run(
         directory: where the target files go; it is made if it is not there.
         client: a `distributed.Client`; its workers must reach the source and the target by the same paths.
         scheduler: `threads` (default) or `synchronous`, where no client is given.
-        threads: how many; by default one for each available processor, at most 4.
+        threads: how many; by default one for each available processor, at most 4 (more wait for the same disk and
+            memory), and no more than the plan's prediction of memory is for.
         fsync: have every file on the disk before it gets its name.
+        drop_cache: leave nothing of what is read and written in the page cache, so that other programs keep theirs and
+            the kernel is not swamped; by default where source and target together are larger than memory.
         overwrite: replace target files that exist; without it they are refused.
         progress: called after each task.
 
@@ -98,12 +99,14 @@ def run(
     _check_targets(plan, root, overwrite=overwrite)
     check_sources(plan, None)
     if threads is None:
-        threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+        threads = min(len(os.sched_getaffinity(0)), plan.threads)
     if threads < 1:
         raise UsageError(f"{threads} threads are asked for; expected at least 1")
     if scheduler not in {None, "threads", "synchronous"}:
         raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
-    graph = Graph(plan, root, fsync=fsync)
+    if drop_cache is None:
+        drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
+    graph = Graph(plan, root, fsync=fsync, drop_cache=drop_cache)
     told = _Told(plan.stats.bytes_written, progress, began)
     try:
         if client is not None:
@@ -127,6 +130,11 @@ def run(
         time.perf_counter() - began,
         tuple(receipts),
     )
+
+
+def _memory() -> int:
+    """Return the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:

@@ -129,6 +129,13 @@ class LocalStore:
             except OSError as error:
                 raise _write_error(path + PARTIAL, error, len(buffer)) from error
 
+    def drop_cache(self, path: str, *, written: bool = False) -> None:
+        """Leave nothing of a file in the page cache; of an unfinished one, once what is written is on the disk."""
+        with self._opened(*((path + PARTIAL, os.O_RDWR) if written else (path, os.O_RDONLY))) as fd:
+            if written:
+                os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def sync(self, path: str) -> None:
         """Have all bytes of the unfinished file beside `path` on the disk."""
         with self._opened(path + PARTIAL, os.O_RDWR) as fd:

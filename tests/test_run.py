@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 
 import reshard
 from reshard import Layout, Strategy, graph, plan, planner, store
+from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
-from reshard.formats import ckpt
+from reshard.formats import Content, ckpt
 
 ROWS = Strategy.of({"w": Layout.of([8], [0, -1]), "b": Layout.of([8], [-1]), "c": Layout.of([2, 4], [1, 0])})
 TARGET = Strategy.of({"w": Layout.of([3, 2], [-1, 0]), "b": Layout.of([6], [0]), "c": Layout.of([6], [-1, -1], -1)})
@@ -137,8 +138,7 @@ def test_64_ranks_to_56(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bool", "int4", "uint8", "float16", "bfloat16", "int64", "float8_e4m3fn"])
 def test_every_width_moves_as_bits(tmp_path: Path, dtype: str) -> None:
     from reshard.checkpoint import FileIndex
-    from reshard.dtypes import BY_NAME
-    from reshard.formats import Content, by_name
+    from reshard.formats import by_name
 
     kind = BY_NAME[dtype]
     bits = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, (8, 8, kind.itemsize), np.uint8)
@@ -282,6 +282,58 @@ def test_replicas_linked(tmp_path: Path) -> None:
     inodes = {p.stat().st_ino for p in (tmp_path / "linked").rglob("*.safetensors")}
     assert len(inodes) in {2, 64}
     assert plain.stats.bytes_read == linked.stats.bytes_read  # one read whatever the number of replicas
+
+
+def test_the_page_cache_is_left_as_it_was(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:
+    made = reshard.plan(source, TARGET)
+    made.run(tmp_path / "kept")
+    made.run(tmp_path / "dropped", drop_cache=True)
+    assert tree(tmp_path / "dropped") == tree(tmp_path / "kept")
+
+
+@pytest.mark.slow
+def test_one_tensor_of_16_gb_within_512_mb(tmp_path: Path) -> None:
+    """A sparse file with numbers at random places, so that skipping holes cannot pass; peak against prediction."""
+    shape = (1 << 17, 1 << 16)  # two bytes each
+    layout = ckpt.lay_out([Content("w", BY_NAME["bfloat16"], shape)], {})
+    path = tmp_path / "w.ckpt"
+    random = np.random.default_rng(0)
+    places = sorted(random.integers(0, shape[0] * shape[1], 200).tolist())
+    runs = layout.places["w"]
+    with path.open("wb") as file:
+        file.truncate(layout.size)
+        for offset, literal in layout.literals:
+            os.pwrite(file.fileno(), literal, offset)
+        for place in places:
+            part, within = divmod(2 * place, ckpt.PART_BYTES)
+            os.pwrite(file.fileno(), (place % 65521 + 1).to_bytes(2, "little"), runs[part][0] + within)
+    script = """
+import sys
+import reshard
+from reshard import Layout, Strategy
+target = Strategy.of({"w": Layout.of([3, 8], [-1, 0])})
+plan = reshard.plan(reshard.open(sys.argv[1]), target, memory=512 << 20, format="safetensors", ranks=[2, 5])
+plan.run(sys.argv[2], fsync=False)
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(plan.stats.peak_memory, int(peak.split()[1]) * 1024)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path), str(tmp_path / "out")], capture_output=True, text=True, check=True
+    )
+    predicted, peak = map(int, done.stdout.split())
+    assert peak <= predicted <= 512 << 20
+    found = {}
+    for rank in (2, 5):
+        entry = reshard.open(tmp_path / f"out/rank_{rank}/checkpoint_{rank}.safetensors")
+        ((offset, nbytes),) = entry.entry(0, "w").runs
+        assert nbytes == 2 * shape[0] * shape[1] // 8
+        bits = np.memmap(entry.files[0].path, np.uint16, offset=offset, mode="r")
+        for start in range(0, len(bits), 1 << 26):
+            for index in np.flatnonzero(bits[start : start + (1 << 26)]):
+                row, column = divmod(start + int(index), shape[1] // 8)
+                found[row * shape[1] + rank * shape[1] // 8 + column] = int(bits[start + index])
+    expected = {p: p % 65521 + 1 for p in places if p % shape[1] // (shape[1] // 8) in {2, 5}}
+    assert found == expected
 
 
 def test_an_encrypted_source(tmp_path: Path, mindspore_data: Path) -> None:

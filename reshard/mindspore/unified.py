@@ -38,7 +38,8 @@ from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, qint4x2
 from reshard.mindspore.transform import check_complete, check_model, checked_format, open_ranks, warn_of
 from reshard.plan import plan
-from reshard.run import MOST_THREADS, run
+from reshard.planner import THREADS
+from reshard.run import run
 from reshard.selection import Selection
 from reshard.source import open as open_source
 from reshard.target_files import NamedFile, Stored
@@ -102,7 +103,7 @@ def unified_safetensors(
     target_dir = target_directory("dst_dir", dst_dir)
     if not isinstance(merge_with_redundancy, bool):
         raise TypeError(f"merge_with_redundancy is a {type(merge_with_redundancy).__name__}; expected a bool")
-    threads = min(thread_count("max_process_num", max_process_num), MOST_THREADS)
+    threads = min(thread_count("max_process_num", max_process_num), THREADS)
     process, processes = _share(split_dst_file)
     if not source_dir.is_dir():
         raise SourceError(f"src_dir {source_dir} is not there, or a file; expected a directory of rank directories")
@@ -198,7 +199,7 @@ def load_distributed_checkpoint(
     """
     check_format("format", format)
     check_format("output_format", output_format)
-    threads = min(thread_count("max_process_num", max_process_num), MOST_THREADS)
+    threads = min(thread_count("max_process_num", max_process_num), THREADS)
     after = strategy_of("predict_strategy", predict_strategy)
     only_ckpt = {
         "checkpoint_filenames": checkpoint_filenames is not None,
