@@ -143,7 +143,7 @@ class _WithStrategy(_WithoutStrategy):
 
     def _tell_missing(self) -> None:
         """Every rank must be there. Replicas may have all that one held, but a wrong strategy looks just so."""
-        present = {rank for file, rank in zip(self.files, self.ranks, strict=True) if file.index.entries}
+        present = set(self.ranks)
         with_tensors = {placed.stage for places in self.strategy.tensors.values() for placed in places}
         missing = [
             rank for rank in self.strategy.ranks if rank not in present and self.strategy.stage_of(rank) in with_tensors

@@ -144,7 +144,7 @@ class Planner:
             self.selected.dropped,
             self.selected.missing,
             {new: tensor.text or "" for tensor, new in texts},
-            self.source.notices,
+            (*self.source.notices, *self.selected.notices),
         )
 
     def _stored(self, name: str, new: str) -> Stored:
@@ -161,7 +161,8 @@ class Planner:
         grids = {new: self._grid(new, spec.shape) for spec, new in listed}
         itemsizes = {new: self.wishes.target_dtype(spec.dtype).itemsize for spec, new in listed}
         found = {new: grid for new, grid in grids.items() if grid is not None}
-        return stored_once(found, devices=self.target.devices, itemsizes=itemsizes)
+        kept = stored_once(found, devices=self.target.devices, itemsizes=itemsizes)
+        return _none_empty(kept, found, itemsizes)
 
     def _grid(self, new: str, shape: Shape) -> Grid | None:
         """Return which ranks of the target hold which block; None where the layout does not fit, which is told."""
@@ -414,6 +415,22 @@ class Planner:
             tasks=tasks,
             peak_memory=IMPORTED_BYTES + self._plan_bytes() + self.threads * self._buffers() * band,
         )
+
+
+def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:
+    """Let a rank that would store nothing store its smallest block after all; MindSpore reads no file without any."""
+    storing = {rank for grid in kept.values() for ranks in grid.ranks for rank in ranks}
+    smallest: dict[int, tuple[int, str, int]] = {}
+    for name, grid in every.items():
+        for number, (block, ranks) in enumerate(zip(grid.blocks, grid.ranks, strict=True)):
+            for rank in set(ranks) - storing:
+                choice = (block.size * itemsizes[name], name, number)
+                smallest[rank] = min(smallest.get(rank, choice), choice)
+    for rank, (_, name, number) in sorted(smallest.items()):
+        stored = list(kept[name].ranks)
+        stored[number] = tuple(sorted((*stored[number], rank)))
+        kept[name] = replace(kept[name], ranks=tuple(stored))
+    return kept
 
 
 def _wanted_ranks(target: Strategy | None, ranks: Iterable[int] | None) -> tuple[int, ...]:

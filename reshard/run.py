@@ -140,6 +140,10 @@ def _memory() -> int:
 def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
     sources = {os.path.realpath(file.path) for file in plan.source.files}
     existing = []
+    if any(file.last for file in plan.files) and any(os.path.commonpath([root, path]) == root for path in sources):
+        raise TargetError(
+            f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
+        )
     for file in plan.files:
         path = f"{root}/{file.path}"
         resolved = os.path.realpath(path)

@@ -177,11 +177,13 @@ class Selected:
         kept: source name and target name of the tensors that are converted or copied, in the order of the files.
         dropped: source names that the target does not get.
         missing: target names that the source does not have.
+        notices: what a user should know of the choice though it is no error.
     """
 
     kept: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...]
     missing: tuple[str, ...]
+    notices: tuple[str, ...] = ()
 
 
 def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Selected:
@@ -229,7 +231,16 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
         for name in _in_message_order(source, {old for old, new in renamed.items() if new in wanted})
         if name in renamed and name not in left_out
     ]
-    return Selected(tuple(kept), tuple(dropped), tuple(missing))
+    taken = [name for name in source.tensors if wishes.weights_only and name in states and name not in chosen]
+    return Selected(tuple(kept), tuple(dropped), tuple(missing), _of_states(taken, states))
+
+
+def _of_states(taken: Collection[str], states: Mapping[str, str]) -> tuple[str, ...]:
+    """Tell what was left out because of its name: a name is all there is to know an optimizer state by."""
+    if not taken:
+        return ()
+    prefixes = dict.fromkeys(name.removesuffix(states[name]).rstrip(".") for name in taken)
+    return (f"{len(taken)} tensors are taken for optimizer states, by their prefix, and left out: {names(prefixes)}",)
 
 
 def _chosen(source: Checkpoint, wishes: Selection, states: Collection[str]) -> set[str]:

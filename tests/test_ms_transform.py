@@ -203,7 +203,7 @@ def test_by_rank_of_a_deduplicated_source_loses_nothing(mindspore_data: Path, tm
     ms.transform_checkpoint_by_rank(0, files, tmp_path / "all.ckpt", before)
     some = {rank: files[rank] for rank in ms.rank_list_for_transform(0, before)}
     assert len(some) < 8
-    with pytest.raises(SourceError, match=r"de-duplicated, and .* source rank|rank [0-9, ]+ has it"):
+    with pytest.raises(SourceError, match=r"as in a de-duplicated source; source rank|rank [0-9, ]+ has it"):
         ms.transform_checkpoint_by_rank(0, some, tmp_path / "some.ckpt", before)
     assert not (tmp_path / "some.ckpt").exists()
 
@@ -457,3 +457,18 @@ def test_mindspore_goes_on_from_a_pipeline_that_was_merged_and_cut_here(
     if extension == "ckpt":
         expected = sorted({name for name in pipeline.tensors if "accu_grads" not in name} | set(theirs))
         assert printed.split("RESULT ")[1].strip() == str(expected)
+
+
+def test_by_rank_of_a_deduplicated_ckpt_source_loses_nothing(mindspore_data: Path, tmp_path: Path) -> None:
+    """`.ckpt` files carry no mark that replicas are stored once."""
+    import reshard
+
+    folder = mindspore_data / "real" / "tut_src8"
+    before = reshard.read_strategy(folder / "strategy_0.ckpt")
+    source = reshard.open(folder / "ckpt", strategy=before)
+    reshard.plan(source, before, format="ckpt", remove_redundancy=True).run(tmp_path / "once")
+    files = {rank: tmp_path / f"once/rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(8)}
+    some = {rank: files[rank] for rank in ms.rank_list_for_transform(0, folder / "strategy_0.ckpt")}
+    with pytest.raises(SourceError, match=r"as in a de-duplicated source; source rank|rank [0-9, ]+ has it"):
+        ms.transform_checkpoint_by_rank(0, some, tmp_path / "some.ckpt", folder / "strategy_0.ckpt")
+    ms.transform_checkpoint_by_rank(0, files, tmp_path / "all.ckpt", folder / "strategy_0.ckpt")

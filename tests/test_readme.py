@@ -83,6 +83,8 @@ def test_the_figures_about_mindspore_are_those_recorded(mindspore_data: Path) ->
 
 
 def test_inline_commands_name_what_exists() -> None:
-    help_text = run("for c in transform unify convert 'strategy merge' 'strategy make'; do reshard $c --help; done", ROOT)
+    help_text = run(
+        "for c in transform unify convert 'strategy merge' 'strategy make'; do reshard $c --help; done", ROOT
+    )
     for option in re.findall(r"(?<![-|<])--[a-z][a-z-]+", README):
         assert option in help_text, option

@@ -268,6 +268,22 @@ def test_replicas_stored_once(tmp_path: Path) -> None:
         )
 
 
+def test_no_rank_of_a_deduplicated_set_is_empty(tmp_path: Path) -> None:
+    """MindSpore cannot load a file without any tensor."""
+    path = write_file(tmp_path / "whole.safetensors", numbers({"w": (4, 4), "b": (2,)}))
+    everywhere = Strategy.of({"w": Layout.of([8], [-1, -1]), "b": Layout.of([8], [-1])})
+    reshard.plan(reshard.open(path), everywhere, remove_redundancy=True).run(tmp_path / "out")
+    held = [list(file.index.entries) for file in reshard.open(tmp_path / "out", strategy=everywhere).files]
+    assert sorted(map(len, held)) == [1] * 8
+    assert held.count(["w"]) == 1
+
+
+def test_a_unified_set_does_not_hide_its_source(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors")
+    with pytest.raises(TargetError, match="holds the source"):
+        made.run(tmp_path / "src", overwrite=True)
+
+
 def test_replicas_linked(tmp_path: Path) -> None:
     """64 ranks of which 2 differ: two files are written, the others are the same files, or share their blocks."""
     path = write_file(tmp_path / "whole.safetensors", FULL)

@@ -18,7 +18,10 @@ from importlib import import_module
 _HOMES = {
     "communication": (),
     "convert": ("ckpt_to_safetensors", "safetensors_to_ckpt"),
-    "launch": ("get_group_size", "get_rank", "init"),
+    "launch": (
+        "get_group_size", "get_rank", "init", "reset_auto_parallel_context", "set_auto_parallel_context", "set_context",
+        "set_seed",
+    ),
     "network": ("load_param_into_net",),
     "parameter": (
         "Parameter", "Tensor", "bfloat16", "bool_", "complex64", "float16", "float32", "float64", "float8_e4m3fn",

@@ -30,6 +30,34 @@ def init(backend_name: str | None = None) -> None:
     """
 
 
+def set_context(**settings: object) -> None:
+    """Accept the set-up line of a script: nothing is compiled or run on a device here.
+
+    Args:
+        settings: `mode`, `device_target` and so on; ignored.
+    """
+
+
+def set_auto_parallel_context(**settings: object) -> None:
+    """Accept the set-up line of a script: layouts come from strategy files, which this does not make.
+
+    Args:
+        settings: `parallel_mode`, `strategy_ckpt_config` and so on; ignored.
+    """
+
+
+def reset_auto_parallel_context() -> None:
+    """Accept the set-up line of a script; there is nothing to reset."""
+
+
+def set_seed(seed: int) -> None:
+    """Accept the set-up line of a script: nothing here is random.
+
+    Args:
+        seed: ignored.
+    """
+
+
 def get_rank(group: str = _WORLD) -> int:  # noqa: ARG001 -- MindSpore's signature
     """Return the number of this process among those that the launcher started; 0 without a launcher.
 

@@ -380,15 +380,29 @@ def check_complete(planned: Plan, after: Strategy | None, rank: int | None = Non
         SourceError: something may be there.
     """
     source = planned.source
-    if source.strategy is None or not any(file.index.deduplicated for file in source.files):
+    if source.strategy is None:
         return
     others = set(source.strategy.ranks) - set(source.ranks)
     lost = [name for name in _missing(planned, after, rank) if name in source.strategy.tensors]
-    if lost and others:
+    if lost and others and (len(lost) > 1 or _is_deduplicated(source)):
         raise SourceError(
-            f"{source.root}: the source is de-duplicated, and {_counted(lost)} are in none of its files; source rank "
-            f"{names(sorted(others))} is not there and may have them"
+            f"{source.root}: {_counted(lost)} are in none of the files that are there, as in a de-duplicated source; "
+            f"source rank {names(sorted(others))} is not there and may have them"
         )
+
+
+def _is_deduplicated(source: Checkpoint) -> bool:
+    """Tell a source that stores replicas once: by its mark or, as `.ckpt` has none, by what is not everywhere."""
+    if any(file.index.deduplicated for file in source.files):
+        return True
+    strategy = source.strategy
+    for name in source.tensors if strategy else ():
+        stages = strategy.stages_of(name)[:1] if strategy else ()
+        here = [n for n, rank in enumerate(source.ranks) if strategy and strategy.stage_of(rank) in stages]
+        holders = [n for n in here if name in source.files[n].index.entries]
+        if 0 < len(holders) < len(here):
+            return True
+    return False
 
 
 def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
