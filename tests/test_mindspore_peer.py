@@ -105,3 +105,23 @@ def test_mindspore_transforms_back_what_was_transformed_here(mindspore_data: Pat
             found = helpers.read_rank_file(tmp_path / f"{format}_back/rank_{rank}/src{rank}.{format}")
             for name, block in helpers.expected_blocks(full, meta["src"], rank).items():
                 assert found[name][2] == np.ascontiguousarray(block).tobytes()
+
+
+UNIFY = """
+import sys
+import mindspore as ms
+ms.unified_safetensors(sys.argv[1], sys.argv[2], sys.argv[3], merge_with_redundancy=False)
+"""
+
+
+def test_mindspore_merges_what_is_stored_once_here(mindspore_data: Path, tmp_path: Path) -> None:
+    folder = mindspore_data / "real" / "tut_src8"
+    strategy = reshard.read_strategy(folder / "strategy_0.ckpt")
+    source = reshard.open(folder / "safetensors", strategy=strategy)
+    reshard.plan(source, strategy, remove_redundancy=True).run(tmp_path / "once")
+    mindspore(UNIFY, str(tmp_path / "once"), str(folder / "strategy_0.ckpt"), str(tmp_path / "unified"))
+    full, found = helpers.load_full(folder), reshard.open(tmp_path / "unified")
+    listed = [name for name in full if name in strategy.tensors]
+    assert listed
+    for name in listed:
+        assert np.array_equal(found[name].compute(), full[name]), name
