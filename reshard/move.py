@@ -15,14 +15,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.checkpoint import ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
 
-    from reshard.bands import Columns, Segment
+    from reshard.bands import Segment
     from reshard.checkpoint import Runs
     from reshard.plan import Piece, Plan
     from reshard.store import Store
+
+
+class Rows(NamedTuple):
+    """Some rows of a segment, from `start` on."""
+
+    segment: Segment
+    start: int
+    rows: int
+
+
+Band = list[Rows]
+"""Rows that are read, and then written, at once."""
 
 
 class Moved(NamedTuple):
@@ -67,16 +79,17 @@ def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Stor
         TargetError, BudgetError: a target file cannot be written.
     """
     read = written = 0
-    # Tensors alike, which follow each other in a model's layers, have the same segments.
-    known: dict[tuple[int, int, int, int], list[Segment]] = {}
+    # Tensors alike, which follow each other in a model's layers, have the same bands.
+    known: dict[tuple[int, int, int, int, int], list[Band]] = {}
     for piece in pieces:
         mover = _Mover(plan, piece.move, directory, store)
-        recipe, axis = mover.move.recipe, mover.move.axis
-        key = (id(recipe), axis, piece.start, piece.stop)
+        recipe, axis, width = mover.move.recipe, mover.move.axis, mover.width
+        key = (id(recipe), axis, piece.start, piece.stop, width)
         if key not in known:
-            known[key] = _turned(list(recipe.segments(axis, piece.start, piece.stop)))
-        for segment in known[key]:
-            mover.segment(segment)
+            segments = recipe.segments(axis, piece.start, piece.stop)
+            known[key] = _turned(list(_bands(segments, plan.band_bytes // width)))
+        for band in known[key]:
+            mover.band(band)
         read += mover.read
         written += mover.written
     return Moved(read, written)
@@ -88,12 +101,39 @@ def _turned(some: list[Any]) -> list[Any]:
     return some[start:] + some[:start]
 
 
+def _bands(segments: Iterable[Segment], most_elements: int) -> Iterator[Band]:
+    """Cut segments into bands, and join short ones that have the same targets: long writes are quicker than many."""
+    band: Band = []
+    room = most_elements
+    for segment in segments:
+        row = segment.columns.row_elements
+        start = segment.start
+        while start < segment.stop:
+            if band and (row > room or not _goes_on(band[-1], segment, start)):
+                yield band
+                band, room = [], most_elements
+            rows = min(segment.stop - start, max(1, room // row))
+            band.append(Rows(segment, start, rows))
+            room -= rows * row
+            start += rows
+    if band:
+        yield band
+
+
+def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
+    """Tell whether rows are put together with those before them, in each target block."""
+    before, columns = last.segment.columns, segment.columns
+    gathered = not any(len(parts) == 1 and not parts[0].taken for some in (before, columns) for parts in some.parts)
+    follows = last.start + last.rows == start and before.targets == columns.targets
+    return gathered and follows and before.target_shapes == columns.target_shapes
+
+
 class _Mover:
     """Moves the segments of one tensor."""
 
     def __init__(self, plan: Plan, number: int, directory: str, store: Store) -> None:
         self.move = move = plan.moves[number]
-        self.band_bytes = plan.band_bytes
+        self.width = max(move.dtype.itemsize, move.target_dtype.itemsize)
         self.store = store
         self.sources = [
             (plan.source.files[holder].path, plan.source.entry(holder, move.source_name).runs)
@@ -106,53 +146,61 @@ class _Mover:
         self.read = self.written = 0
         self.carrier: np.dtype[Any] | None = None
 
-    def segment(self, segment: Segment) -> None:
-        """Move a run of rows with equal columns, a band at a time."""
-        columns = segment.columns
-        itemsize, target_itemsize = self.move.dtype.itemsize, self.move.target_dtype.itemsize
-        source_rows = [prod(shape) * itemsize for shape in columns.source_shapes]
-        target_rows = [prod(shape) * target_itemsize for shape in columns.target_shapes]
-        most_rows = max(1, self.band_bytes // (max(itemsize, target_itemsize) * columns.row_elements))
-        places = _turned(list(range(len(columns.targets))))
-        for start in range(segment.start, segment.stop, most_rows):
-            rows = min(most_rows, segment.stop - start)
-            done = start - segment.start
-            given = self._gathered(segment, source_rows, rows, done)
-            for place in places:
-                content = self._content(columns, place, given, rows)
-                if self.move.dtype is not self.move.target_dtype:
-                    content = self._cast(content)
-                begin = segment.target_offsets[place] * target_itemsize + done * target_rows[place]
-                for path, runs in self.targets[columns.targets[place]]:
-                    self._write(path, runs, begin, content)
+    def band(self, band: Band) -> None:
+        """Move the rows of one band."""
+        first = band[0]
+        columns = first.segment.columns
+        target_itemsize = self.move.target_dtype.itemsize
+        given = self._gathered(band)
+        rows = sum(part.rows for part in band)
+        for place in _turned(list(range(len(columns.targets)))):
+            content = self._content(band, place, given, rows)
+            if self.move.dtype is not self.move.target_dtype:
+                content = self._cast(content)
+            done = (first.start - first.segment.start) * prod(columns.target_shapes[place])
+            begin = (first.segment.target_offsets[place] + done) * target_itemsize
+            for path, runs in self.targets[columns.targets[place]]:
+                self._write(path, runs, begin, content)
 
-    def _gathered(self, segment: Segment, source_rows: Sequence[int], rows: int, done: int) -> list[memoryview]:
-        """Read the rows of every source block into one buffer; return each block's part of it."""
-        buffer = _buffers.get(0, rows * sum(source_rows))
+    def _gathered(self, band: Band) -> list[list[memoryview]]:
+        """Read the rows of every source block of every part into one buffer; return where each is."""
+        itemsize = self.move.dtype.itemsize
+        buffer = _buffers.get(0, itemsize * sum(part.rows * part.segment.columns.row_elements for part in band))
         found = []
         place = 0
-        for source, offset, row in zip(segment.columns.sources, segment.source_offsets, source_rows, strict=True):
-            part = buffer[place : place + rows * row]
-            path, runs = self.sources[source]
-            self._read(path, runs, offset * self.move.dtype.itemsize + done * row, part)
-            found.append(part)
-            place += rows * row
+        for segment, start, rows in band:
+            views = []
+            columns = segment.columns
+            for source, offset, shape in zip(
+                columns.sources, segment.source_offsets, columns.source_shapes, strict=True
+            ):
+                row = prod(shape) * itemsize
+                view = buffer[place : place + rows * row]
+                path, runs = self.sources[source]
+                self._read(path, runs, offset * itemsize + (start - segment.start) * row, view)
+                views.append(view)
+                place += rows * row
+            found.append(views)
         return found
 
-    def _content(self, columns: Columns, place: int, given: Sequence[memoryview], rows: int) -> memoryview:
+    def _content(self, band: Band, place: int, given: Sequence[Sequence[memoryview]], rows: int) -> memoryview:
         """Return the rows of one target block: a source block's as they are, or columns put together."""
-        parts = columns.parts[place]
+        parts = band[0].segment.columns.parts[place]
         if len(parts) == 1 and not parts[0].taken:
-            return given[parts[0].read]
+            return given[0][parts[0].read]
         import numpy as np  # a quarter of the start-up of a command; rows that stay whole need none of it
 
         carrier = self.carrier = self.carrier or self.move.dtype.carrier()
-        shape = (rows, *columns.target_shapes[place])
+        shape = (rows, *band[0].segment.columns.target_shapes[place])
         buffer = _buffers.get(1, prod(shape) * carrier.itemsize)
         gathered = np.frombuffer(buffer, carrier).reshape(shape)
-        for part in parts:
-            rows_given = np.frombuffer(given[part.read], carrier).reshape(rows, *columns.source_shapes[part.read])
-            gathered[part.put] = rows_given[part.taken]
+        done = 0
+        for (segment, _, some), views in zip(band, given, strict=True):
+            columns = segment.columns
+            for part in columns.parts[place]:
+                taken = np.frombuffer(views[part.read], carrier).reshape(some, *columns.source_shapes[part.read])
+                gathered[done : done + some][part.put or ...] = taken[part.taken or ...]
+            done += some
         return buffer
 
     def _cast(self, content: memoryview) -> memoryview:
