@@ -148,7 +148,7 @@ def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
         path = f"{root}/{file.path}"
         resolved = os.path.realpath(path)
         if resolved in sources:
-            raise TargetError(f"{path}: is one of the source files; choose another target directory or --prefix")
+            raise TargetError(f"{path}: is one of the source files; choose another target directory")
         if os.path.commonpath([root, resolved]) != root:
             raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
         if os.path.lexists(path):

@@ -6,6 +6,7 @@ stages (tied embeddings); as a source it is read whole from the lowest stage tha
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from reshard.block import Shape
     from reshard.operators import OperatorStrategy
     from reshard.rules import Options, Rule
+
+
+MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
+"""A tensor's name in a file that has several pipeline stages: the stage, a dash, the name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.block import Shape, shape_text
 from reshard.errors import Faults, LayoutError, StrategyError, TargetError, UsageError
 from reshard.layout import Axes, Layout, foldings
-from reshard.strategy import Operator, Placed, Strategy, agreed_devices, merge
+from reshard.strategy import MERGED_NAME, Operator, Placed, Strategy, agreed_devices, merge
 
 if TYPE_CHECKING:
     import os
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-_MERGED_NAME = re.compile(r"^(\d+)-(.+)$", re.DOTALL)
 _LAYOUT_KEYS = {
     "dev_matrix", "tensor_map", "tensor_shape", "field", "opt_weight_shard_step", "opt_weight_shard_size",
     "param_split_shape", "indices_offset",
@@ -158,7 +157,7 @@ def _strategy(
     unknown: bytes | tuple[tuple[str, object], ...],
 ) -> Strategy:
     """Put together what a file says, in either format: stages from names or operators, one number of devices."""
-    merged = bool(layouts) and all(_MERGED_NAME.match(name) for name, *_ in layouts)
+    merged = bool(layouts) and all(MERGED_NAME.fullmatch(name) for name, *_ in layouts)
     operator_stages = {operator.stage for operator in operators}
     if not merged and len(operator_stages) > 1:
         subject.add(
@@ -170,7 +169,7 @@ def _strategy(
         subject.add("operators", f"are of stage {own_stage}, more than any pipeline has")
     found: dict[str, dict[int, Placed]] = {}
     for full_name, layout, shape, extra in layouts:
-        match = _MERGED_NAME.match(full_name) if merged else None
+        match = MERGED_NAME.fullmatch(full_name) if merged else None
         name, stage = (match[2], int(match[1][:9])) if match else (full_name, own_stage)
         if stage in found.setdefault(name, {}):
             subject.add(full_name, "is listed a second time")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError, StrategyError, UsageError
 from reshard.mindspore.strategy import any_layout, layout_of
-from reshard.strategy import Strategy
+from reshard.strategy import MERGED_NAME, Strategy
 from reshard.strategy_file import read_strategy
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ PathLike = str | os.PathLike[str]
 StrategyLike = PathLike | Strategy | Mapping[str, Any]
 
 FORMATS = ("ckpt", "safetensors")
-
-_MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
 
 
 class DirectoryError(SourceError, NotADirectoryError):
@@ -53,7 +50,7 @@ def strategy_of(argument: str, given: StrategyLike | None) -> Strategy | None:
         raise TypeError(f"{argument} is a {type(given).__name__}; expected the name of a strategy file")
     if not given:
         raise StrategyError(f"{argument} names no parameter")
-    matches = {name: _MERGED_NAME.fullmatch(name) for name in given}
+    matches = {name: MERGED_NAME.fullmatch(name) for name in given}
     merged = all(matches.values())
     layouts: dict[str, dict[int, Layout]] = {}
     shapes: dict[str, Shape] = {}

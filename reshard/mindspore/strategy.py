@@ -31,6 +31,7 @@ from reshard.formats import index_file
 from reshard.layout import Layout
 from reshard.mindspore.launch import get_group_size, get_rank
 from reshard.redundancy import Group, by_turns, replica_groups
+from reshard.strategy import MERGED_NAME
 from reshard.strategy_file import read_strategy, write_strategy
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 
-_MERGED_NAME = re.compile(r"(\d+)-.")
 _RANK = re.compile(r"rank_\d+")
 
 
@@ -254,12 +254,12 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
             f"layout_obj is {type(layout_obj).__name__}; expected the name of a strategy file, a dict of layouts or a "
             "network"
         )
-    merged = bool(layout_obj) and all(_MERGED_NAME.match(name) for name in layout_obj)
+    merged = bool(layout_obj) and all(MERGED_NAME.fullmatch(name) for name in layout_obj)
     found = {}
     for name in sorted(layout_obj):
         try:
             layout = any_layout(layout_obj[name])
-            match = _MERGED_NAME.match(name) if merged else None
+            match = MERGED_NAME.fullmatch(name) if merged else None
             if match:
                 first_rank = (initial_rank or 0) + int(match[1]) * layout.devices
             elif initial_rank is None:
@@ -287,6 +287,11 @@ def remove_param_redundancy(
     >>> remove_param_redundancy({"a": ((0, 1),), "b": ((0, 1),), "c": ((0,), (1,))}) == {0: {"a", "c"}, 1: {"b", "c"}}
     True
     """
+    if not isinstance(param_redundancy_dict, Mapping):
+        raise TypeError(
+            f"param_redundancy_dict is a {type(param_redundancy_dict).__name__}; expected the dict that "
+            "get_parameter_redundancy returns"
+        )
     stored: dict[int, set[str]] = defaultdict(set)
     groups = {name: [tuple(group) for group in held] for name, held in param_redundancy_dict.items()}
     for name, chosen in by_turns(groups, copies=keep_redundancy).items():
@@ -324,7 +329,7 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: Path
         return own
     alike = None
     for name, groups in get_parameter_redundancy(cur_strategy_path).items():
-        parameter = name.partition("-")[2] if _MERGED_NAME.match(name) else name
+        parameter = name.partition("-")[2] if MERGED_NAME.fullmatch(name) else name
         if parameter.startswith(("accu_grads", "inputs")):
             continue
         for group in groups:
