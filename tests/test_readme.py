@@ -86,5 +86,6 @@ def test_inline_commands_name_what_exists() -> None:
     help_text = run(
         "for c in transform unify convert 'strategy merge' 'strategy make'; do reshard $c --help; done", ROOT
     )
+    help_text += run(f"{sys.executable} tests/bench/bench.py --help", ROOT)
     for option in re.findall(r"(?<![-|<])--[a-z][a-z-]+", README):
         assert option in help_text, option
