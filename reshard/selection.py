@@ -322,9 +322,9 @@ def optimizer_states(known: Collection[str]) -> dict[str, str]:
     """Return those of some names that are of optimizer states, each with its weight's name.
 
     Such a name is a prefix and a weight's name; all of `accu_grads.*` are such. A prefix of the optimizer stands before
-    weights' names only: `backbone.fc` is no state of `fc` if there is a `backbone.conv` and no `conv`.
+    weights' names: `backbone.fc` is no state of `fc` if most of what else is in `backbone` is none of a weight.
 
-    >>> optimizer_states(["fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1"])
+    >>> optimizer_states(["fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1", "backbone.conv2"])
     {'adam_m.fc': 'fc', 'adam_m.conv': 'conv'}
     """
     every: Counter[str] = Counter()
@@ -339,7 +339,7 @@ def optimizer_states(known: Collection[str]) -> dict[str, str]:
         name: rest
         for name, some in candidates.items()
         for prefix, rest in reversed(some)  # the longest name counts
-        if 2 * before_weight[prefix] > every[prefix]
+        if 2 * before_weight[prefix] >= every[prefix]
     }
 
 
