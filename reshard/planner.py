@@ -110,6 +110,7 @@ class Planner:
         self.remove_redundancy = remove_redundancy
         self.threads, self.band_bytes = self._within(memory)
         self.faults = Faults(source.root)
+        self._fitted: dict[str, Grid | None] = {}
         self.grids = self._grids()
         self.originals = self._originals() if link_replicas else {rank: rank for rank in self.ranks}
         self._wanted: dict[object, tuple[_Wanted, object]] = {}
@@ -165,7 +166,12 @@ class Planner:
         return _none_empty(kept, found, itemsizes)
 
     def _grid(self, new: str, shape: Shape) -> Grid | None:
-        """Return which ranks of the target hold which block; None where the layout does not fit, which is told."""
+        """Return which ranks of the target hold which block; None where the layout does not fit, which is told once."""
+        if new not in self._fitted:
+            self._fitted[new] = self._fit(new, shape)
+        return self._fitted[new]
+
+    def _fit(self, new: str, shape: Shape) -> Grid | None:
         assert self.target is not None  # noqa: S101 -- it names the tensor
         try:
             grid = self.target.grid(new, shape)

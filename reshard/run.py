@@ -116,8 +116,10 @@ def run(
     except BaseException:
         for file in plan.files:
             local_store().discard(f"{root}/{file.path}")
-            with suppress(OSError):  # it holds something else
-                os.rmdir(os.path.dirname(f"{root}/{file.path}"))
+            directory = os.path.dirname(f"{root}/{file.path}")
+            if directory != root:  # the target directory itself may have been there before
+                with suppress(OSError):  # it holds something else
+                    os.rmdir(directory)
         raise
     finally:
         local_store().close()

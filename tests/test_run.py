@@ -284,6 +284,16 @@ def test_a_unified_set_does_not_hide_its_source(source: reshard.Checkpoint, tmp_
         made.run(tmp_path / "src", overwrite=True)
 
 
+def test_a_failed_unified_set_leaves_the_directory_that_was_there(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: None
+) -> None:
+    (tmp_path / "out").mkdir()
+    made = reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors")
+    with pytest.raises(BudgetError, match="No space left on device"):
+        made.run(tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_replicas_linked(tmp_path: Path) -> None:
     """64 ranks of which 2 differ: two files are written, the others are the same files, or share their blocks."""
     path = write_file(tmp_path / "whole.safetensors", FULL)
