@@ -15,6 +15,7 @@ Everything here is integers. A model of ten thousand tensors has a few dozen dis
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
@@ -86,9 +87,9 @@ class Segment:
     target_offsets: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How the blocks of one grid are made from those of another, for one shape.
+    """How the blocks of one grid are made from those of another, for one shape; equal only to itself.
 
     Attributes:
         shape: the whole tensor's; `(1,)` for a scalar.
@@ -126,7 +127,6 @@ class Recipe:
     def segments(self, axis: int, start: int, stop: int) -> Iterator[Segment]:
         """Yield the segments of the rows from `start` to `stop`, in order; rows that no target needs are left out."""
         extent = self.shape[axis]
-        known: dict[tuple[tuple[int, ...], tuple[int, ...]], Columns] = {}
         if start >= stop:
             return
         for outer in range(start // extent, (stop - 1) // extent + 1):
@@ -136,10 +136,7 @@ class Recipe:
             sources = _met(self.sources, prefix, first, last)
             targets = _met(self.targets, prefix, first, last)
             for a, b, some_sources, some_targets in _sweep(self, axis, first, last, sources, targets):
-                key = (some_sources, some_targets)
-                columns = known.get(key)
-                if columns is None:
-                    columns = known[key] = _columns(self, axis, *key)
+                columns = _columns(self, axis, some_sources, some_targets)
                 if columns.targets:
                     yield Segment(
                         outer * extent + a,
@@ -205,6 +202,7 @@ def _sweep(
         yield a, b, tuple(sorted(met[0])), tuple(sorted(met[1]))
 
 
+@lru_cache(maxsize=1024)
 def _columns(recipe: Recipe, axis: int, sources: tuple[int, ...], targets: tuple[int, ...]) -> Columns:
     """Work out which source columns go to which target columns; sources that give nothing are left out."""
     given = [_inner(recipe.sources[number], axis) for number in sources]

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from reshard.plan import Plan
 
 FILES_A_TASK = 32
-"""How many target files a task makes or finishes."""
+"""The most target files that a task makes or finishes."""
+
+FILE_TASKS = 64
+"""Fewer files than this have a task each: to take the space of a large file is work for a thread."""
 
 
 class Receipt(NamedTuple):
@@ -184,7 +187,8 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
 
 def _batches(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    return [tuple(numbers[i : i + FILES_A_TASK]) for i in range(0, len(numbers), FILES_A_TASK)]
+    size = min(FILES_A_TASK, -(-len(numbers) // FILE_TASKS)) or 1
+    return [tuple(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
 def _first(results: Sequence[Any]) -> Any:

@@ -178,8 +178,7 @@ class _Told:
 def _here(graph: Graph, threads: int, told: _Told) -> list[Receipt]:
     """Run on this machine. After a failure no task runs any more when this returns."""
     from dask.callbacks import Callback
-    from dask.local import get_sync
-    from dask.threaded import get as get_threaded
+    from dask.local import get_async, get_sync
 
     def posttask(_key: str, result: object, _dsk: object, _state: object, _worker: object) -> None:
         told.add(result)
@@ -192,7 +191,8 @@ def _here(graph: Graph, threads: int, told: _Told) -> list[Receipt]:
             return found
         pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
         try:
-            (found,) = get_threaded(tasks, [graph.key], pool=pool, num_workers=threads)
+            # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
+            (found,) = get_async(pool.submit, 2 * threads, tasks, [graph.key])
         finally:
             # dask raises while other tasks still write: wait for them before anybody touches the files.
             pool.shutdown(wait=True, cancel_futures=True)
