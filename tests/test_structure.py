@@ -45,7 +45,7 @@ LAYERS = [
     {"rules"},
     {"strategy", "proto", "redundancy", "operators", "needed"},
     {"layout"},
-    {"block", "dtypes"},
+    {"block", "dtypes", "checksum"},
     {"errors"},
 ]
 

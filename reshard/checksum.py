@@ -1,0 +1,67 @@
+"""CRC-32C checksums of buffers, and of ranges from those of their parts.
+
+The polynomial is Castagnoli's (RFC 3720, appendix B.4), which zarr and object stores use too. Buffers are summed by
+google-crc32c, which zarr brings. On 4 MiB buffers (AMD EPYC, 2 processors) it runs at 34 GB/s as ICRAR's `crc32c` does,
+is imported in 2 ms where that takes 26 ms, and is Apache-2.0 where that is LGPL; but it gives up the interpreter's lock
+only for a `bytes`: two threads make 33 GB/s of it against 69 GB/s. That lock is held for 0.12 ms a buffer, which
+takes 1 ms to move.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+_POLYNOMIAL = 0x82F63B78  # bits reflected: the highest is the coefficient of x ** 0
+_ONE = 1 << 31
+_X8 = 1 << 23  # x ** 8: a step of one byte
+
+
+def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
+    """Return the CRC-32C of bytes; `value` is that of what comes before them.
+
+    >>> hex(crc32c(b"123456789")), crc32c(b"6789", crc32c(b"12345")) == crc32c(b"123456789")
+    ('0xe3069283', True)
+    """
+    from google_crc32c import extend  # not on every import of reshard
+
+    view = memoryview(buffer).cast("B")
+    if view.readonly:
+        return int(extend(value, bytes(view)))
+    # It takes no memoryview; an array of ctypes is the same bytes without a copy.
+    return int(extend(value, (ctypes.c_char * len(view)).from_buffer(view)))
+
+
+def combine(first: int, second: int, second_nbytes: int) -> int:
+    """Return the CRC-32C of two byte strings, one behind the other, from that of each.
+
+    The sum of the first is carried over the length of the second: multiplied by x ** (8 n) modulo the polynomial, in
+    O(log n) (the rule of zlib's `crc32_combine`).
+
+    >>> combine(crc32c(b"12345"), crc32c(b"6789"), 4) == crc32c(b"123456789")
+    True
+    """
+    return _product(_carry(second_nbytes), first) ^ second
+
+
+@lru_cache(maxsize=4096)
+def _carry(nbytes: int) -> int:
+    """Return x ** (8 n) modulo the polynomial; bands have few distinct lengths."""
+    power, square = _ONE, _X8
+    while nbytes:
+        if nbytes & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        nbytes >>= 1
+    return power
+
+
+def _product(a: int, b: int) -> int:
+    """Multiply two polynomials modulo the polynomial."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
