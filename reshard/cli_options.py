@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MOST_RANKS = 1 << 20
+_PLANNING = ("prefix", "format", "ranks", "remove_redundancy", "link_replicas", "memory")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
 
@@ -124,6 +125,9 @@ source_strategy_option = click.option(
     help="Strategy file of the source, or the directory of its ranks' strategy files.",
 )
 
+memory_option = click.option(
+    "--memory", callback=size, metavar="SIZE", help="The most memory that a run may take, such as 8GB."
+)
 suffix_option = click.option(
     "--suffix",
     metavar="SUFFIX",
@@ -160,6 +164,45 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what the target is, and pass them as `target_strategy` and one `planning`."""
+
+    @functools.wraps(command)
+    def planning(*args: Any, **given: Any) -> Any:
+        return command(*args, planning={key: given.pop(key) for key in _PLANNING}, **given)
+
+    wrapped: Callable[..., Any] = planning
+    for option in (
+        memory_option,
+        click.option("--link-replicas", is_flag=True, help="Make target files that are equal links to one file."),
+        click.option(
+            "--remove-redundancy", is_flag=True, help="Store each block on one of the ranks that would hold it."
+        ),
+        click.option(
+            "--ranks", callback=rank_list, metavar="LIST", help="Only these ranks of the target, such as 0,3-5."
+        ),
+        click.option(
+            "--format",
+            type=click.Choice(["ckpt", "safetensors"]),
+            help="Of the target files.  [default: the source's]",
+        ),
+        click.option(
+            "--prefix",
+            default="checkpoint_",
+            show_default=True,
+            help="Target files are rank_0/checkpoint_0.ckpt and so on.",
+        ),
+        click.option(
+            "--target-strategy",
+            type=PATH,
+            metavar="STRATEGY",
+            help="Strategy file of the target. Without it, the target is one rank of whole tensors.",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
 
 
 def drop_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

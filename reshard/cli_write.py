@@ -14,13 +14,14 @@ from reshard.cli_options import (
     PATH,
     Running,
     drop_option,
-    rank_list,
+    memory_option,
     rank_pattern_option,
     run_options,
     selection_options,
     size,
     source_options,
     suffix_option,
+    target_options,
 )
 from reshard.errors import SourceError, TargetError, names
 from reshard.formats.unified import SET_FILES
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
     from reshard.plan import Plan
     from reshard.selection import Selection
 
-_KEYS = """
+KEYS = """
 The object of --json has the keys dry_run, source, target, format, ranks,
 tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
 files), source_files, target_files, tasks, peak_memory, read_amplification,
-seconds (null in a dry run), dropped, missing, notices, and files: rank, path,
-nbytes.
+seconds (null in a dry run), dropped, missing, notices, files: rank, path,
+nbytes; replicas, links, measured_memory, checksums, and verify: the command to
+type.
 """
 
 
@@ -48,28 +50,13 @@ Example:
 
   reshard transform src_checkpoints dst_checkpoints \\
       --source-strategy src_strategy.ckpt --target-strategy dst_strategy.ckpt
-{_KEYS}""",
+{KEYS}""",
     short_help="Write a checkpoint anew, cut as another strategy says.",
 )
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
 @source_options
-@click.option(
-    "--target-strategy",
-    type=PATH,
-    metavar="STRATEGY",
-    help="Strategy file of the target. Without it, the target is one rank of whole tensors.",
-)
-@click.option(
-    "--prefix", default="checkpoint_", show_default=True, help="Target files are rank_0/checkpoint_0.ckpt and so on."
-)
-@click.option(
-    "--format", type=click.Choice(["ckpt", "safetensors"]), help="Of the target files.  [default: the source's]"
-)
-@click.option("--ranks", callback=rank_list, metavar="LIST", help="Only these ranks of the target, such as 0,3-5.")
-@click.option("--remove-redundancy", is_flag=True, help="Store each block on one of the ranks that would hold it.")
-@click.option("--link-replicas", is_flag=True, help="Make target files that are equal links to one file.")
-@click.option("--memory", callback=size, metavar="SIZE", help="The most memory that a run may take, such as 8GB.")
+@target_options
 @selection_options
 @run_options
 def transform(
@@ -77,12 +64,7 @@ def transform(
     target: Path,
     source_strategy: Path | None,
     target_strategy: Path | None,
-    prefix: str,
-    format: str | None,
-    ranks: tuple[int, ...] | None,
-    remove_redundancy: bool,
-    link_replicas: bool,
-    memory: int | None,
+    planning: dict[str, Any],
     selection: Selection,
     running: Running,
     **reading: Any,
@@ -94,23 +76,13 @@ def transform(
     """
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     wanted = reshard.read_strategy(target_strategy) if target_strategy else None
-    plan = reshard.plan(
-        checkpoint,
-        wanted,
-        format=format,
-        prefix=prefix,
-        ranks=ranks,
-        selection=selection,
-        remove_redundancy=remove_redundancy,
-        link_replicas=link_replicas,
-        memory=memory,
-    )
-    if not _carry_out(plan, target, running):
+    plan = reshard.plan(checkpoint, wanted, selection=selection, **planning)
+    if not carry_out(plan, target, running, _verify(target, source, target_strategy, source_strategy)):
         return
     options = ["--source-strategy", str(target_strategy)] if target_strategy else []
-    if options and (ranks is not None or checkpoint.part is not None):
+    if options and (planning["ranks"] is not None or checkpoint.part is not None):
         options.append("--partial")
-    _propose(target, [*options, *_told_apart(plan, target, f"rank_{{rank}}/{prefix}{{rank}}*")])
+    propose(target, [*options, *_told_apart(plan, target, f"rank_{{rank}}/{planning['prefix']}{{rank}}*")])
 
 
 @click.command(
@@ -120,7 +92,7 @@ Example:
 
   reshard unify src_checkpoints weights --source-strategy src_strategy.ckpt \\
       --style huggingface --weights-only --cast float32=bfloat16
-{_KEYS}""",
+{KEYS}""",
     short_help="Write whole tensors, in a few safetensors files and an index.",
 )
 @click.argument("source", type=PATH)
@@ -142,7 +114,7 @@ Example:
     metavar="SIZE",
     help="The most bytes of tensors in a file, unless one tensor is larger.",
 )
-@click.option("--memory", callback=size, metavar="SIZE", help="The most memory that a run may take, such as 8GB.")
+@memory_option
 @selection_options
 @run_options
 def unify(
@@ -163,9 +135,9 @@ def unify(
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     files = (reshard.MindSporeSet if style == "mindspore" else reshard.HuggingFaceSet)(max_shard_size)
     plan = reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, memory=memory)
-    _refuse_another_set(plan, target)
-    if _carry_out(plan, target, running):
-        _propose(target, [])
+    refuse_another_set(plan, target)
+    if carry_out(plan, target, running, _verify(target, source, None, source_strategy)):
+        propose(target, [])
 
 
 @click.command(
@@ -175,7 +147,7 @@ Example:
 
   reshard convert src_checkpoints src_safetensors --format safetensors
   reshard convert net.ckpt net.safetensors --format safetensors
-{_KEYS}""",
+{KEYS}""",
     short_help="Write every file anew in another format.",
 )
 @click.argument("source", type=PATH)
@@ -207,9 +179,9 @@ def convert(
             raise TargetError(f"{target}: is a directory; expected the name of a file, because {source} is one")
         directory, name = target.parent, target.name
     plan = plan_convert(source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop)
-    if _carry_out(plan, directory, running):
+    if carry_out(plan, directory, running):
         pattern = ["--rank-pattern", rank_pattern] if rank_pattern != _default_pattern() else []
-        _propose(target, pattern or ([] if name else _told_apart(plan, target)))
+        propose(target, pattern or ([] if name else _told_apart(plan, target)))
 
 
 def _default_pattern() -> str:
@@ -218,9 +190,16 @@ def _default_pattern() -> str:
     return RANK_PATTERN
 
 
-def _carry_out(plan: Plan, target: Path, running: Running) -> bool:
-    """Run a plan, or tell what it would do; return whether there is something to look at, and a reader of text."""
-    from reshard import show
+def carry_out(plan: Plan, target: Path, running: Running, verify: str | None = None) -> bool:
+    """Run a plan, or tell what it would do; return whether there is something to look at, and a reader of text.
+
+    Args:
+        plan: what to do.
+        target: the directory of the target files.
+        running: the options.
+        verify: the command that verifies the result, for the report.
+    """
+    from reshard import report, show
 
     if not running.quiet:
         say_notices(plan.notices)
@@ -229,13 +208,13 @@ def _carry_out(plan: Plan, target: Path, running: Running) -> bool:
         if existing:
             say_notices([f"{show.count_text(existing, 'target file')} would be in the way; a run needs --overwrite"])
         if running.as_json:
-            print_json(show.plan_data(plan, str(target)))
+            print_json(report.report_data(plan, str(target)))
         else:
             click.echo(show.plan_text(plan, str(target)))
         return False
     try:
         with progress(quiet=running.quiet) as shown:
-            report = plan.run(
+            done = plan.run(
                 target,
                 scheduler=running.scheduler,
                 threads=running.threads,
@@ -250,13 +229,26 @@ def _carry_out(plan: Plan, target: Path, running: Running) -> bool:
         stopped.add_note(f"unfinished files are removed; the same command starts from the beginning{hint}")
         raise
     if running.as_json:
-        print_json(show.plan_data(plan, str(target), report))
+        print_json(report.report_data(plan, str(target), done, verify))
     elif not running.quiet:
-        click.echo(show.report_text(plan, report))
+        click.echo(report.report_text(plan, done, verify))
     return not (running.as_json or running.quiet)
 
 
-def _refuse_another_set(plan: Plan, target: Path) -> None:
+def _verify(target: Path, source: Path, target_strategy: Path | None, source_strategy: Path | None) -> str:
+    """Return the command that verifies what was written."""
+    from reshard.report import verify_command
+
+    return verify_command(
+        called_as(),
+        str(target),
+        str(source),
+        target_strategy=None if target_strategy is None else str(target_strategy),
+        source_strategy=None if source_strategy is None else str(source_strategy),
+    )
+
+
+def refuse_another_set(plan: Plan, target: Path) -> None:
     """Refuse a directory in which something of an older set would be taken for a part of this one."""
     planned = {file.path for file in plan.files}
     other = [name for name in SET_FILES if name not in planned and os.path.lexists(target / name)]
@@ -268,7 +260,7 @@ def _existing(plan: Plan, target: Path) -> int:
     return sum(os.path.lexists(target / file.path) for file in plan.files)
 
 
-def _propose(target: Path, options: list[str]) -> None:
+def propose(target: Path, options: list[str]) -> None:
     """Say how to look at what was written."""
     say(f"to look at it: {called_as()} {shlex.join(['inspect', str(target), *options])}")
 

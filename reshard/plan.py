@@ -164,6 +164,15 @@ class Plan:
     texts: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
+    @property
+    def replicas(self) -> int:
+        """How many blocks are written for one more rank, beyond the first that gets them; linked files write none."""
+        copies: dict[int, int] = {}  # by identity: tensors share these
+        for move in self.moves:
+            if id(move.targets) not in copies:
+                copies[id(move.targets)] = sum(max(len(files) - 1, 0) for files in move.targets)
+        return sum(copies[id(move.targets)] for move in self.moves)
+
     def source_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose files are read, ascending."""
         return tuple(sorted({self.source.ranks[number] for move in self.moves for number in move.holders}))

@@ -7,6 +7,8 @@ began.
 from __future__ import annotations
 
 import os
+import resource
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +21,7 @@ from reshard.graph import Graph, Receipt, check_sources
 from reshard.store import local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from reshard.plan import Plan
 
@@ -44,6 +46,16 @@ class Report:
         bytes_written: bytes of contents written, replicas included.
         seconds: the whole run, from its first check to the last file's name.
         receipts: what each task did.
+        tensors: how many distinct tensors were moved.
+        source_files: how many files were read.
+        target_bytes: size of all files written, headers included.
+        replicas: blocks written for one more rank, beyond the first that got them.
+        links: how many of the files are links to another one.
+        dropped: names in the source that the target does not have.
+        missing: names in the target that the source does not have.
+        peak_memory: the most resident memory that this process had since it began, in bytes; the workers of a cluster
+            are other processes.
+        checksums: target file to tensor to the CRC-32C of its bytes there; None where none were made.
     """
 
     directory: str
@@ -52,6 +64,15 @@ class Report:
     bytes_written: int
     seconds: float
     receipts: tuple[Receipt, ...]
+    tensors: int
+    source_files: int
+    target_bytes: int
+    replicas: int
+    links: int
+    dropped: tuple[str, ...]
+    missing: tuple[str, ...]
+    peak_memory: int
+    checksums: Mapping[str, Mapping[str, int]] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -131,12 +152,32 @@ def run(
         sum(receipt.written for receipt in receipts),
         time.perf_counter() - began,
         tuple(receipts),
+        plan.stats.tensors,
+        plan.stats.source_files,
+        plan.stats.target_bytes,
+        plan.replicas,
+        sum(file.link is not None for file in plan.files),
+        plan.dropped,
+        plan.missing,
+        _peak_memory(),
     )
 
 
 def _memory() -> int:
     """Return the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _peak_memory() -> int:
+    """Return the most resident memory of this process so far, in bytes.
+
+    It is Linux's VmHWM; elsewhere `ru_maxrss`, which begins with the peak of the process that started this one.
+    """
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:

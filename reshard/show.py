@@ -186,7 +186,7 @@ def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
     ]
 
 
-def _list(found: Sequence[str]) -> str:
+def list_text(found: Sequence[str]) -> str:
     """Return names, folded, the first few of many."""
     folded = [printable(name) for name, _, _ in fold((name, None) for name in found)]
     more = f" and {len(folded) - _MOST_NAMES:,} more" if len(folded) > _MOST_NAMES else ""
@@ -509,8 +509,8 @@ def plan_text(plan: Plan, directory: str) -> str:
         ("write", f"{bytes_text(stats.target_bytes)} to {count_text(stats.target_files, 'file')}"),
         ("tasks", f"{stats.tasks:,}"),
         ("memory", f"about {bytes_text(stats.peak_memory)} at the peak"),
-        ("dropped", _list(plan.dropped) if plan.dropped else "none"),
-        ("missing", _list(plan.missing) if plan.missing else "none"),
+        ("dropped", list_text(plan.dropped) if plan.dropped else "none"),
+        ("missing", list_text(plan.missing) if plan.missing else "none"),
     ]
     for number, file in enumerate(plan.files[:_MOST_FILES]):
         path = printable(f"{Path(directory) / file.path}")
@@ -518,26 +518,6 @@ def plan_text(plan: Plan, directory: str) -> str:
     if len(plan.files) > _MOST_FILES:
         rows.append(("", f"and {len(plan.files) - _MOST_FILES:,} more"))
     return "\n".join(f"{title:<8} {text}" for title, text in rows)
-
-
-def report_text(plan: Plan, report: Report) -> str:
-    """Write in words what a run did."""
-    rate = report.bytes_written / report.seconds if report.seconds else 0
-    lines = [
-        (
-            f"wrote {count_text(len(report.files), 'file')} ({plan.format}) for "
-            f"{count_text(len(plan.ranks), 'rank')} ({ranges_text(plan.ranks)}) to {printable(report.directory)}"
-        ),
-        (
-            f"read {bytes_text(report.bytes_read)} from {count_text(plan.stats.source_files, 'file')}, "
-            f"wrote {bytes_text(plan.stats.target_bytes)} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
-        ),
-    ]
-    if plan.dropped:
-        lines.append(f"dropped, because the target does not have it: {_list(plan.dropped)}")
-    if plan.missing:
-        lines.append(f"missing, because the source does not have it: {_list(plan.missing)}")
-    return "\n".join(lines)
 
 
 def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[str, object]:

@@ -113,13 +113,14 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     assert list(before) == list(after)
     assert before["seconds"] is None
     assert after["seconds"] > 0
-    same = set(before) - {"dry_run", "seconds"}
+    assert (before["measured_memory"], before["verify"]) == (None, None)
+    same = set(before) - {"dry_run", "seconds", "measured_memory", "verify"}
     assert {key: before[key] for key in same} == {key: after[key] for key in same}
     assert set(before) == {
         "dry_run", "source", "target", "format", "ranks", "tensors", "bytes_needed", "bytes_read", "bytes_written",
         "target_bytes",
         "source_files", "target_files", "tasks", "peak_memory", "read_amplification", "seconds", "dropped", "missing",
-        "notices", "files",
+        "notices", "files", "replicas", "links", "measured_memory", "checksums", "verify",
     }  # fmt: skip
     assert before["files"][3] == {"rank": 3, "path": "rank_3/checkpoint_3.ckpt", "nbytes": 4321}
     sizes = {name.removeprefix("dst/"): len(content) for name, content in contents(tmp_path).items()}
@@ -128,7 +129,13 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
 
 def test_json_keys_are_documented() -> None:
     text = " ".join(call("transform", "--help").stdout.split())
-    for key in ("read_amplification", "peak_memory", "seconds (null in a dry run)", "files: rank, path,"):
+    for key in (
+        "read_amplification",
+        "peak_memory",
+        "seconds (null in a dry run)",
+        "files: rank, path,",
+        "measured_memory",
+    ):
         assert key in text
 
 

@@ -29,6 +29,7 @@ LAYERS = [
     {"mindspore.launch", "mindspore.parameter"},
     {"demo"},
     {"cli_options", "terminal"},
+    {"report"},
     {"run", "show", "convert"},
     {"graph", "arrays"},
     {"source", "move"},

@@ -1,0 +1,105 @@
+"""The report at the end of a run: what was read and written, how fast, in how much memory, how to verify it.
+
+Pure functions over `run.Report`, as in `show`; in words it fits on one screen.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from reshard.show import bytes_text, count_text, list_text, plan_data, printable, ranges_text
+
+if TYPE_CHECKING:
+    from reshard.plan import Plan
+    from reshard.run import Report
+
+
+def report_text(plan: Plan, report: Report, verify: str | None = None) -> str:
+    """Write in words what a run did.
+
+    Args:
+        plan: what was run.
+        report: what came of it.
+        verify: the command that verifies the result, to be copied as it is.
+    """
+    rate = report.bytes_written / report.seconds if report.seconds else 0
+    links = f", {count_text(report.links, 'file')} linked" if report.links else ""
+    lines = [
+        (
+            f"wrote {count_text(len(report.files), 'file')} ({plan.format}) for "
+            f"{count_text(len(plan.ranks), 'rank')} ({ranges_text(plan.ranks)}) to {printable(report.directory)}"
+        ),
+        (
+            f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, "
+            f"wrote {bytes_text(report.target_bytes)} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
+        ),
+        f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",
+        f"dropped, because the target does not have it: {_names_or_none(report.dropped)}",
+        f"missing, because the source does not have it: {_names_or_none(report.missing)}",
+        f"checksums: {_checksums_text(report)}",
+        f"memory: {bytes_text(report.peak_memory)} at the peak of this process",
+    ]
+    if verify is not None:
+        lines.append(f"to verify it: {printable(verify)}")
+    return "\n".join(lines)
+
+
+def _names_or_none(found: tuple[str, ...]) -> str:
+    return list_text(found) if found else "none"
+
+
+def _checksums_text(report: Report) -> str:
+    if report.checksums is None:
+        return "none made"
+    count = sum(map(len, report.checksums.values()))
+    return f"CRC-32C of {count_text(count, 'block')} in {count_text(len(report.checksums), 'file')}"
+
+
+def report_data(
+    plan: Plan, directory: str, report: Report | None = None, verify: str | None = None
+) -> dict[str, object]:
+    """Return a plan and the report of its run for `--json`; the keys are the same before a run (null) and after."""
+    data = plan_data(plan, directory, report)
+    data["replicas"] = plan.replicas
+    data["links"] = sum(file.link is not None for file in plan.files)
+    data["measured_memory"] = report and report.peak_memory
+    data["checksums"] = report and _checksums_data(report)
+    data["verify"] = report and verify
+    return data
+
+
+def _checksums_data(report: Report) -> dict[str, dict[str, str]] | None:
+    if report.checksums is None:
+        return None
+    return {
+        path: {name: f"{checksum:08x}" for name, checksum in tensors.items()}
+        for path, tensors in report.checksums.items()
+    }
+
+
+def verify_command(
+    program: str,
+    target: str,
+    source: str,
+    *,
+    target_strategy: str | None = None,
+    source_strategy: str | None = None,
+) -> str:
+    """Write the command that compares a target with its source, for a shell.
+
+    Args:
+        program: what to type for `reshard`, quoted already.
+        target: where the target files are.
+        source: the checkpoint that was read.
+        target_strategy: the strategy file of the target; None where that is one rank of whole tensors.
+        source_strategy: likewise of the source.
+
+    >>> verify_command("reshard", "my dst", "src", source_strategy="s.ckpt")
+    "reshard verify 'my dst' --against src --source-strategy s.ckpt"
+    """
+    words = ["verify", target]
+    words += ["--target-strategy", target_strategy] if target_strategy is not None else []
+    words += ["--against", source]
+    words += ["--source-strategy", source_strategy] if source_strategy is not None else []
+    return f"{program} {shlex.join(words)}"

@@ -1,0 +1,103 @@
+"""The report at the end of a run, in words and as data."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import numbers, write_ranks
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.report import report_data, report_text, verify_command
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.run import Report
+
+SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "adam_m.w": Layout.of([4], [0, -1])})
+TARGET = Strategy.of({"w": Layout.of([2, 2], [0, -1]), "adam_v.w": Layout.of([2, 2], [0, -1])})
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> reshard.Plan:
+    full = numbers({"w": (8, 8), "adam_m.w": (8, 8)})
+    root = write_ranks(tmp_path / "src", full, SOURCE, also={"global_step": np.array(7, np.int32)})
+    return reshard.plan(reshard.open(root, strategy=SOURCE), TARGET)
+
+
+@pytest.fixture
+def report(plan: reshard.Plan, tmp_path: Path) -> Report:
+    return plan.run(tmp_path / "dst")
+
+
+def test_it_counts_what_was_written(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
+    assert (report.tensors, report.source_files) == (2, 4)
+    assert report.replicas == plan.replicas == 2 + 3  # w has 2 blocks on 4 ranks, global_step 1
+    assert report.bytes_written == report.bytes_read + 256 + 3 * 4
+    assert report.target_bytes == sum(path.stat().st_size for path in (tmp_path / "dst").rglob("*.safetensors"))
+    assert (report.dropped, report.missing) == (("adam_m.w",), ("adam_v.w",))
+    assert report.checksums is None
+
+
+def test_linked_files_are_no_replicas_that_were_written(plan: reshard.Plan, tmp_path: Path) -> None:
+    linked = reshard.plan(plan.source, TARGET, link_replicas=True)
+    report = linked.run(tmp_path / "linked")
+    assert (report.links, report.replicas) == (2, 1)
+    assert "3 tensors" not in report_text(linked, report)
+    assert "2 tensors, 1 replica of their blocks, 2 files linked\n" in report_text(linked, report)
+
+
+def test_memory_is_measured(report: Report) -> None:
+    assert 20e6 < report.peak_memory < 2e9
+    held = b"\1" * (report.peak_memory + (64 << 20))
+    assert len(held) > report.peak_memory
+    from reshard.run import _peak_memory
+
+    assert _peak_memory() >= len(held)
+
+
+def test_in_words(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
+    report = replace(report, seconds=0.5, peak_memory=48_000_000)
+    assert report_text(plan, report, "reshard verify dst") == (
+        f"wrote 4 files (safetensors) for 4 ranks (0-3) to {tmp_path}/dst\n"
+        f"read 260 B from 4 files, wrote {report.target_bytes / 1000:.1f} kB in 0.50 s (1.1 kB/s)\n"
+        "2 tensors, 5 replicas of their blocks\n"
+        "dropped, because the target does not have it: 1 name: adam_m.w\n"
+        "missing, because the source does not have it: 1 name: adam_v.w\n"
+        "checksums: none made\n"
+        "memory: 48.0 MB at the peak of this process\n"
+        "to verify it: reshard verify dst"
+    )
+
+
+def test_it_fits_on_one_screen_and_shows_no_control_characters(plan: reshard.Plan, report: Report) -> None:
+    many = tuple(f"n{k}.x{k % 7}\x1b.{'w' * (k % 5)}" for k in range(10_000))
+    text = report_text(plan, replace(report, dropped=many, missing=many), "reshard verify dst")
+    assert sum(-(-len(line) // 80) for line in text.splitlines()) <= 24
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+def test_checksums_have_their_place(plan: reshard.Plan, report: Report) -> None:
+    sums = {"rank_0/checkpoint_0.safetensors": {"w": 0x1A2B, "global_step": 0xFFFFFFFF}}
+    summed = replace(report, checksums=sums)
+    assert "checksums: CRC-32C of 2 blocks in 1 file\n" in report_text(plan, summed)
+    data = report_data(plan, "dst", summed)
+    assert data["checksums"] == {"rank_0/checkpoint_0.safetensors": {"w": "00001a2b", "global_step": "ffffffff"}}
+
+
+def test_as_data_it_has_the_same_keys_before_and_after(plan: reshard.Plan, report: Report) -> None:
+    before, after = report_data(plan, "dst"), report_data(plan, "dst", report, "reshard verify dst")
+    assert list(before) == list(after)
+    assert [key for key in before if before[key] != after[key]] == ["dry_run", "seconds", "measured_memory", "verify"]
+    assert json.loads(json.dumps(after))["replicas"] == 5
+
+
+def test_the_command_that_verifies_is_quoted() -> None:
+    command = verify_command("reshard", "a b/$x", "it's", target_strategy="t;rm", source_strategy=None)
+    assert shlex.split(command) == ["reshard", "verify", "a b/$x", "--target-strategy", "t;rm", "--against", "it's"]
