@@ -29,6 +29,7 @@ _HOMES = {
     "Strategy": "strategy",
     "merge_strategies": "strategy_file",
     "open": "source",
+    "read_plan": "plan_file",
     "read_strategy": "strategy_file",
     "write_strategy": "strategy_file",
 }
@@ -47,6 +48,7 @@ __all__ = [
     "merge_strategies",
     "open",
     "plan",
+    "read_plan",
     "read_strategy",
     "write_strategy",
 ]
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from reshard.errors import ReshardError
     from reshard.formats.unified import HuggingFaceSet, MindSporeSet
     from reshard.layout import Layout
+    from reshard.plan_file import read_plan
     from reshard.selection import Selection
     from reshard.source import open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.strategy import Strategy

@@ -162,6 +162,7 @@ class Checkpoint(Mapping[str, Any]):
         notices: what was noticed when it was opened and is no error.
         unreadable: names in the files that cannot be converted, with the reason.
         cipher: decrypts the files; None where they are plain.
+        partial: it was opened though the files of some ranks may not be there.
     """
 
     root: str
@@ -173,6 +174,7 @@ class Checkpoint(Mapping[str, Any]):
     notices: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
     cipher: Cipher | None = None
+    partial: bool = False
 
     @property
     def format(self) -> str | None:

@@ -13,6 +13,7 @@ import click
 
 import reshard
 from reshard.cli_options import PATH, json_option, source_options
+from reshard.cli_plan import plan, run
 from reshard.cli_strategy import strategy
 from reshard.cli_write import convert, transform, unify
 from reshard.terminal import Border, called_as, print_json, say_notices, width
@@ -43,6 +44,8 @@ def cli() -> None:
 cli.add_command(transform)
 cli.add_command(unify)
 cli.add_command(convert)
+cli.add_command(plan)
+cli.add_command(run)
 
 
 @cli.command(

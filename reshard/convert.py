@@ -117,4 +117,5 @@ def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
         dropped=tuple(dict.fromkeys(name for one in plans for name in one.dropped)),
         texts={},
         notices=source.notices,
+        request=None,
     )

@@ -46,6 +46,10 @@ class StrategyError(SourceError):
     """A strategy file cannot be read, contradicts itself or does not fit the checkpoint."""
 
 
+class PlanError(SourceError):
+    """A plan file cannot be read, contradicts itself, or would do something else than was planned."""
+
+
 class BudgetError(ReshardError):
     """Memory or disk space does not suffice."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dask.base import DaskMethodsMixin, tokenize
@@ -139,7 +140,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         """Return the tasks by key."""
         name, plan, directory = self._name, self.plan, self.directory
         whole = TaskRef(f"{name}-plan")
-        graph: dict[str, Any] = {whole.key: DataNode(whole.key, plan)}
+        graph: dict[str, Any] = {whole.key: DataNode(whole.key, replace(plan, request=None))}
 
         def add(kind: str, function: Callable[..., Receipt], arguments: Sequence[tuple[Any, ...]]) -> TaskRef:
             keys = [f"{name}-{kind}-{len(arguments) - i:06d}" for i in range(len(arguments))]

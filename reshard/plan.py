@@ -131,6 +131,20 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a plan was asked for; with its source, all that it is made from. See `plan`."""
+
+    target: Strategy | None
+    format: str
+    files: TargetFiles
+    ranks: tuple[int, ...] | None
+    selection: Selection
+    remove_redundancy: bool
+    link_replicas: bool
+    memory: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """All that a conversion will do.
 
@@ -148,6 +162,7 @@ class Plan:
         missing: names in the target that the source does not have.
         texts: target name to value of the `str` entries, which every rank gets.
         notices: what a user should know though it is no error.
+        request: what was asked for; None where the plan was put together from others.
     """
 
     source: Checkpoint
@@ -163,6 +178,7 @@ class Plan:
     missing: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    request: Request | None = None
 
     @property
     def replicas(self) -> int:
@@ -235,6 +251,12 @@ class Plan:
             progress=progress,
         )
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a plan file, which `reshard.read_plan` and `reshard run` read: `reshard.plan_file.save`."""
+        from reshard.plan_file import save  # upward, as above
+
+        save(self, path)
+
     def __repr__(self) -> str:
         stats = self.stats
         return (
@@ -291,7 +313,9 @@ def plan(
     wishes = replace(wishes, drop=(*wishes.drop, *drop), allow_missing=(*wishes.allow_missing, *allow_missing))
     if files is None:
         files = RankFiles(prefix, "" if source.part is None else f"_part{source.part}")
-    return Planner(
+    if ranks is not None:
+        ranks = tuple(ranks)
+    made = Planner(
         source,
         target,
         format=format,
@@ -302,3 +326,5 @@ def plan(
         link_replicas=link_replicas,
         memory=memory,
     ).plan()
+    request = Request(target, made.format, files, ranks, wishes, remove_redundancy, link_replicas, memory)
+    return replace(made, request=request)

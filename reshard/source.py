@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from reshard.strategy_file import read_strategy
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 COPY = "copy"
 """The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
@@ -72,7 +73,40 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     tensors = join(root, files, ranks, strategy, partial=partial)
     tensors = compare_contents(root, files, ranks, tensors, ruled, notices, store_of(cipher))
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    return Checkpoint(root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher)
+    return Checkpoint(root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial)
+
+
+def reopen(
+    root: str,
+    paths: Mapping[int, Sequence[Path]],
+    *,
+    strategy: Strategy | None,
+    part: int | None,
+    partial: bool,
+    varying: Collection[str],
+    notices: Sequence[str],
+    cipher: Cipher | None,
+) -> Checkpoint:
+    """Open a checkpoint that was opened before, maybe elsewhere, with what was found out then; headers are read again.
+
+    Args:
+        root: the directory or file that was opened.
+        paths: the files of each rank, ascending.
+        strategy: the strategy of the checkpoint that was opened, rules and stage applied.
+        part: as `Checkpoint.part`.
+        partial: as `Checkpoint.partial`.
+        varying: names of the tensors that differ from rank to rank.
+        notices: as `Checkpoint.notices`.
+        cipher: decrypts the files.
+
+    Raises:
+        SourceError: a file is not sound, or headers contradict the strategy.
+    """
+    files, ranks = _indexed(paths, cipher)
+    joined = join(root, files, ranks, strategy, partial=partial)
+    tensors = {name: replace(tensor, varies=name in varying and not tensor.listed) for name, tensor in joined.items()}
+    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
+    return Checkpoint(root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial)
 
 
 def read_headers(

@@ -105,7 +105,15 @@ def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
         TargetError: the file cannot be written.
     """
     place = Path(path)
-    content = _to_json(strategy) if place.suffix == ".json" else _to_protobuf(strategy)
+    write_whole(place, _to_json(strategy) if place.suffix == ".json" else _to_protobuf(strategy))
+
+
+def write_whole(place: Path, content: bytes) -> None:
+    """Write a small file, which appears under its name only when it is complete.
+
+    Raises:
+        TargetError: it cannot be written.
+    """
     beside = place.with_name(place.name + ".partial")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ def test_every_kind_has_its_exit_code() -> None:
         "SourceError": 4,
         "LayoutError": 4,
         "StrategyError": 4,
+        "PlanError": 4,
         "BudgetError": 5,
         "TargetError": 6,
     }

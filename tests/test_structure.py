@@ -15,6 +15,7 @@ PACKAGE = Path(reshard.__file__).parent
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"cli_plan"},
     {"cli_strategy", "cli_write"},
     {"mindspore"},
     {"mindspore.parallel"},
@@ -30,10 +31,10 @@ LAYERS = [
     {"demo"},
     {"cli_options", "terminal"},
     {"report"},
-    {"run", "show", "convert"},
+    {"run", "show", "convert", "plan_file"},
     {"graph", "arrays"},
     {"source", "move"},
-    {"contents"},
+    {"contents", "fingerprint"},
     {"join"},
     {"planner"},
     {"plan"},
@@ -47,12 +48,13 @@ LAYERS = [
     {"strategy", "proto", "redundancy", "operators", "needed"},
     {"layout"},
     {"block", "dtypes", "checksum"},
-    {"errors"},
+    {"errors", "schema"},
 ]
 
 # One-line conveniences that look upward: `checkpoint["w"]`, `plan.rank`, `plan.graph`, `plan.run`, the registry of
 # formats; and names for type checkers only do not count.
 UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("plan", "run"), ("plan", "planner"),
+          ("plan", "plan_file"),
           ("strategy", "rules"), ("formats", "formats.ckpt"),
           ("formats", "formats.safetensors")}  # fmt: skip
 

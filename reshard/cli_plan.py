@@ -1,0 +1,180 @@
+"""`reshard plan` and `run`: plan here, run there."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import reshard
+from reshard.cli_options import (
+    PATH,
+    Running,
+    json_option,
+    run_options,
+    selection_options,
+    size,
+    source_options,
+    target_options,
+)
+from reshard.cli_write import KEYS, carry_out, propose, refuse_another_set
+from reshard.errors import UsageError
+from reshard.terminal import Command, called_as, print_json, say, say_notices
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.plan import Plan
+    from reshard.plan_file import Names
+    from reshard.selection import Selection
+
+
+@click.command(
+    cls=Command,
+    epilog=f"""
+Example:
+
+  reshard plan src_checkpoints --source-strategy src_strategy.ckpt \\
+      --target-strategy dst_strategy.ckpt -o plan.json
+{KEYS}""",
+    short_help="Show what a transformation would do, and save it to be run elsewhere.",
+)
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH, required=False)
+@click.option("-o", "--output", type=PATH, metavar="FILE", help="Write the plan to this file, for `reshard run`.")
+@source_options
+@target_options
+@click.option(
+    "--style",
+    type=click.Choice(["mindspore", "huggingface"]),
+    help="The target is a set of whole tensors, as `reshard unify` writes it.",
+)
+@click.option(
+    "--max-shard-size",
+    default="4GB",
+    show_default=True,
+    callback=size,
+    metavar="SIZE",
+    help="The most bytes of tensors in a file of such a set, unless one tensor is larger.",
+)
+@selection_options
+@json_option
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+def plan(
+    source: Path,
+    target: Path | None,
+    output: Path | None,
+    source_strategy: Path | None,
+    target_strategy: Path | None,
+    planning: dict[str, Any],
+    style: str | None,
+    max_shard_size: int,
+    selection: Selection,
+    as_json: bool,
+    quiet: bool,
+    **reading: Any,
+) -> None:
+    """Show what `reshard transform` (or `unify`, with --style) would do to the checkpoint SOURCE.
+
+    With -o it is saved, and `reshard run` does it, here or on another machine that has the same files. The plan file
+    holds no weights and no key. TARGET, a path below the directory in which it is run, may be given then too.
+    """
+    from reshard import plan_file, report, show
+
+    if target is not None and output is not None:
+        plan_file.check_directory(str(target))
+    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    if style is None:
+        wanted = reshard.read_strategy(target_strategy) if target_strategy else None
+        made = reshard.plan(checkpoint, wanted, selection=selection, **planning)
+    else:
+        made = _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
+    if output is not None:
+        names = plan_file.Names(
+            *(None if path is None else str(path) for path in (target, source_strategy, target_strategy))
+        )
+        plan_file.save(made, output, names)
+    if not quiet:
+        say_notices(made.notices)
+    directory = "TARGET" if target is None else str(target)
+    if as_json:
+        print_json(report.report_data(made, directory))
+    elif not quiet:
+        click.echo(show.plan_text(made, directory))
+        if output is not None:
+            words = ["run", str(output), *([] if target else ["TARGET"])]
+            say(f"saved; to run it: {called_as()} {shlex.join(words)}")
+
+
+def _unified(
+    checkpoint: reshard.Checkpoint,
+    style: str,
+    max_shard_size: int,
+    selection: Selection,
+    target_strategy: Path | None,
+    planning: dict[str, Any],
+) -> Plan:
+    """Plan a unified set, for which the options of rank directories mean nothing."""
+    others = [key for key in ("ranks", "remove_redundancy", "link_replicas") if planning[key]]
+    others += ["target_strategy"] if target_strategy else []
+    others += ["format"] if planning["format"] not in {None, "safetensors"} else []
+    if others:
+        given = ", ".join(f"--{key.replace('_', '-')}" for key in others)
+        raise UsageError(f"--style asks for a set of whole tensors in safetensors files; leave {given} out")
+    files = (reshard.MindSporeSet if style == "mindspore" else reshard.HuggingFaceSet)(max_shard_size)
+    return reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, memory=planning["memory"])
+
+
+@click.command(
+    cls=Command,
+    epilog=f"""
+Example:
+
+  reshard run plan.json dst_checkpoints --source /mnt/src_checkpoints
+{KEYS}""",
+    short_help="Do what a plan file says.",
+)
+@click.argument("plan_file", type=PATH, metavar="PLAN")
+@click.argument("target", type=PATH, required=False)
+@click.option(
+    "--source",
+    type=PATH,
+    metavar="SOURCE",
+    help="Where the source is, if it is not where it was planned: a directory with the same files below it.",
+)
+@run_options
+def run(plan_file: Path, target: Path | None, source: Path | None, running: Running) -> None:
+    """Write below TARGET what was planned by `reshard plan`, which saved it in the file PLAN.
+
+    The source must be what it was then: every file is compared by its size, all that its header says, and some pages of
+    its contents (its time may differ). What would be written is compared with what was planned; if anything
+    differs, nothing is written.
+    """
+    from reshard.plan_file import read
+
+    saved = read(plan_file)
+    if target is None:
+        if saved.names.directory is None:
+            raise UsageError(f"{plan_file} names no target; give it: reshard run {plan_file} TARGET")
+        target = PATH.convert(saved.names.directory, None, None)
+    made = saved.plan(source)
+    if any(file.last for file in made.files):
+        refuse_another_set(made, target)
+    if carry_out(made, target, running, _verify(made, target, saved.names)):
+        whole = made.request is None or made.request.target is None
+        propose(target, [] if whole else ["--source-strategy", saved.names.target_strategy or "STRATEGY"])
+
+
+def _verify(made: Plan, target: Path, names: Names) -> str:
+    """Return the command that verifies what was written; `STRATEGY` stands for a strategy file that has no name."""
+    from reshard.report import verify_command
+
+    cut = made.request is not None and made.request.target is not None
+    return verify_command(
+        called_as(),
+        str(target),
+        made.source.root,
+        target_strategy=(names.target_strategy or "STRATEGY") if cut else None,
+        source_strategy=(names.source_strategy or "STRATEGY") if made.source.strategy is not None else None,
+    )

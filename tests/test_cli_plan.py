@@ -1,0 +1,170 @@
+"""`reshard plan` and `run`: what they print, what they write, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import tree
+from test_cli import Case, call, case, done
+
+from reshard.formats import index_file
+
+__all__ = ["case"]
+
+
+def saved(case: Case, tmp_path: Path, *options: str | Path) -> Path:
+    """A plan of the tutorial's case, whose source is then elsewhere."""
+    shutil.copytree(case.source, tmp_path / "src")
+    done("plan", tmp_path / "src", *options, "-o", tmp_path / "plan.json")
+    (tmp_path / "src").rename(tmp_path / "moved")
+    return tmp_path / "plan.json"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--format", "safetensors", "--ranks", "0,2-3", "--prefix", "x"],
+        ["--remove-redundancy"],
+        ["--link-replicas", "--memory", "64MB"],
+        ["--weights-only", "--cast", "float32=bfloat16", "--exclude", "*layer3*"],
+    ],
+)
+def test_what_is_planned_is_what_transform_does(case: Case, tmp_path: Path, options: list[str]) -> None:
+    done("transform", case.source, tmp_path / "direct", *case.strategies, *options)
+    path = saved(case, tmp_path, *case.strategies, *options)
+    done("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
+    assert tree(tmp_path / "dst") == tree(tmp_path / "direct")
+
+
+@pytest.mark.parametrize("style", ["mindspore", "huggingface"])
+def test_what_is_planned_is_what_unify_does(case: Case, tmp_path: Path, style: str) -> None:
+    options = ["--source-strategy", case.source_strategy, "--style", style, "--max-shard-size", "4kB"]
+    done("unify", case.source, tmp_path / "direct", *options)
+    path = saved(case, tmp_path, *options)
+    result = done("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
+    assert tree(tmp_path / "dst") == tree(tmp_path / "direct")
+    assert result.stderr == f"to look at it: reshard inspect {tmp_path}/dst\n"
+    (tmp_path / "dst" / "hyper_param.ckpt").touch()
+    refused = call("run", path, tmp_path / "dst", "--source", tmp_path / "moved", "--overwrite")
+    assert refused.exit_code == 6
+    assert "of another set" in refused.stderr
+
+
+def test_a_plan_is_shown_as_a_dry_run_is(case: Case, tmp_path: Path) -> None:
+    shown = done("plan", case.source, tmp_path / "dst", *case.strategies)
+    dry = done("transform", case.source, tmp_path / "dst", *case.strategies, "--dry-run")
+    assert shown.stdout == dry.stdout
+    assert shown.stderr == dry.stderr == ""
+    data = json.loads(done("plan", case.source, tmp_path / "dst", *case.strategies, "--json").stdout)
+    assert data == json.loads(
+        done("transform", case.source, tmp_path / "dst", *case.strategies, "--dry-run", "--json").stdout
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_says_how_to_run_it(case: Case, tmp_path: Path) -> None:
+    result = done("plan", case.source, *case.strategies, "-o", tmp_path / "my plan.json")
+    assert "to       TARGET: 4 files (ckpt), 4 ranks (0-3)\n" in result.stdout
+    assert result.stderr == f"saved; to run it: reshard run '{tmp_path}/my plan.json' TARGET\n"
+    quiet = done("plan", case.source, *case.strategies, "-o", tmp_path / "plan.json", "-q")
+    assert quiet.stdout == quiet.stderr == ""
+    as_json = done("plan", case.source, *case.strategies, "-o", tmp_path / "plan.json", "--json")
+    assert json.loads(as_json.stdout)["dry_run"] is True
+
+
+def test_a_run_ends_with_a_report(case: Case, tmp_path: Path) -> None:
+    path = saved(case, tmp_path, *case.strategies)
+    result = done("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
+    assert f"wrote 4 files (ckpt) for 4 ranks (0-3) to {tmp_path}/dst\n" in result.stdout
+    assert "15 tensors, 9 replicas of their blocks\n" in result.stdout
+    verify = result.stdout.splitlines()[-1].removeprefix("to verify it: ")
+    assert shlex.split(verify) == [
+        "reshard", "verify", f"{tmp_path}/dst", "--target-strategy", str(case.target_strategy),
+        "--against", f"{tmp_path}/moved", "--source-strategy", str(case.source_strategy),
+    ]  # fmt: skip
+    proposed = result.stderr.split("reshard ", 1)[1].split()
+    assert "15 tensors, 14.9 kB in whole tensors" in done(*proposed).stdout
+
+
+def test_run_takes_the_options_of_transform(case: Case, tmp_path: Path) -> None:
+    path = saved(case, tmp_path, *case.strategies)
+    command = ["run", path, tmp_path / "dst", "--source", tmp_path / "moved"]
+    planned = json.loads(done(*command, "--dry-run", "--json").stdout)
+    assert not (tmp_path / "dst").exists()
+    ran = json.loads(done(*command, "--json", "--scheduler", "synchronous", "--no-fsync").stdout)
+    assert list(ran) == list(planned)
+    assert ran["verify"].startswith(f"reshard verify {tmp_path}/dst --target-strategy ")
+    assert ran["measured_memory"] > 0
+    assert call(*command).exit_code == 6
+    done(*command, "--overwrite", "-q")
+
+
+def test_a_target_below_the_current_directory_may_be_planned(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done("plan", case.source, "made/dst", *case.strategies, "-o", "plan.json")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    done("run", "../plan.json")
+    assert len(tree(tmp_path / "there" / "made" / "dst")) == 4
+    done("run", "../plan.json", "other")
+    assert tree(Path("other")) == tree(Path("made/dst"))
+
+
+@pytest.mark.parametrize("target", ["/somewhere", "../somewhere", "a/../../b"])
+def test_no_other_target_may_be_planned(case: Case, tmp_path: Path, target: str) -> None:
+    refused = call("plan", case.source, target, *case.strategies, "-o", tmp_path / "plan.json")
+    assert refused.exit_code == 2
+    assert "is not below the current directory, and so no plan file may name it" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_needs_a_target_and_the_source(case: Case, tmp_path: Path) -> None:
+    path = saved(case, tmp_path, *case.strategies)
+    refused = call("run", path)
+    assert refused.exit_code == 2
+    assert f"{path} names no target; give it: reshard run {path} TARGET" in refused.stderr
+    refused = call("run", path, tmp_path / "dst")
+    assert refused.exit_code == 4
+    assert "Say where the source is: --source DIRECTORY" in refused.stderr
+    assert not (tmp_path / "dst").exists()
+
+
+def test_another_source_is_refused(case: Case, tmp_path: Path) -> None:
+    path = saved(case, tmp_path, *case.strategies)
+    file = tmp_path / "moved" / "rank_5" / "net.ckpt"
+    content = bytearray(file.read_bytes())
+    entry = index_file(str(file)).entries["net.layer1.weight"]
+    content[entry.runs[0][0]] ^= 1
+    file.write_bytes(content)
+    refused = call("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
+    assert refused.exit_code == 6
+    assert "rank_5/net.ckpt: has other contents than when it was planned" in refused.stderr
+    assert not (tmp_path / "dst").exists()
+
+
+def test_what_is_no_plan_is_refused(case: Case, tmp_path: Path) -> None:
+    refused = call("run", case.source_strategy, tmp_path / "dst")
+    assert refused.exit_code == 4
+    assert "is no sound plan file" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--ranks", "0", "--link-replicas"], "--ranks, --link-replicas"),
+        (["--format", "ckpt"], "--format"),
+        (["--target-strategy", "x"], "--target-strategy"),
+    ],
+)
+def test_a_set_has_no_ranks(case: Case, options: list[str], named: str) -> None:
+    refused = call("plan", case.source, "--source-strategy", case.source_strategy, "--style", "huggingface", *options)
+    assert refused.exit_code == 2
+    assert f"leave {named} out" in refused.stderr
