@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MOST_RANKS = 1 << 20
+NAME_MAP = "reshard.name_map"
+"""Where click's context keeps the path of the map of names, for the commands that a report proposes."""
+
 _PLANNING = ("prefix", "format", "ranks", "remove_redundancy", "link_replicas", "memory")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
@@ -83,7 +86,7 @@ def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def _name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:
+def _name_map(ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:
     """Read a JSON object of old names to new names.
 
     Raises:
@@ -112,6 +115,7 @@ def _name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -
     if not isinstance(content, dict):
         raise UsageError(f'name map {path}: is a JSON {type(content).__name__}; expected {{"old name": "new name"}}')
     faults.raise_if_any(UsageError)
+    ctx.meta[NAME_MAP] = str(path)
     return content
 
 

@@ -9,6 +9,7 @@ import click
 
 import reshard
 from reshard.cli_options import (
+    NAME_MAP,
     PATH,
     Running,
     json_option,
@@ -18,7 +19,8 @@ from reshard.cli_options import (
     source_options,
     target_options,
 )
-from reshard.cli_write import KEYS, carry_out, propose, refuse_another_set
+from reshard.cli_words import reading_words, selection_words, strategy_words
+from reshard.cli_write import KEYS, carry_out, found_by, refuse_another_set
 from reshard.errors import UsageError
 from reshard.terminal import Command, called_as, print_json, say, say_notices
 
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.plan import Plan
-    from reshard.plan_file import Names
     from reshard.selection import Selection
 
 
@@ -91,9 +92,8 @@ def plan(
     else:
         made = _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
     if output is not None:
-        names = plan_file.Names(
-            *(None if path is None else str(path) for path in (target, source_strategy, target_strategy))
-        )
+        name_map = click.get_current_context().meta.get(NAME_MAP)
+        names = plan_file.Names(_text(target), _text(source_strategy), _text(target_strategy), name_map, reading)
         plan_file.save(made, output, names)
     if not quiet:
         say_notices(made.notices)
@@ -105,6 +105,10 @@ def plan(
         if output is not None:
             words = ["run", str(output), *([] if target else ["TARGET"])]
             say(f"saved; to run it: {called_as()} {shlex.join(words)}")
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _unified(
@@ -149,7 +153,8 @@ def run(plan_file: Path, target: Path | None, source: Path | None, running: Runn
 
     The source must be what it was then: every file is compared by its size, all that its header says, and some pages of
     its contents (its time may differ). What would be written is compared with what was planned; if anything
-    differs, nothing is written.
+    differs, nothing is written. In the command that the report proposes, STRATEGY stands for a strategy file that
+    the plan does not name.
     """
     from reshard.plan_file import read
 
@@ -161,20 +166,19 @@ def run(plan_file: Path, target: Path | None, source: Path | None, running: Runn
     made = saved.plan(source)
     if any(file.last for file in made.files):
         refuse_another_set(made, target)
-    if carry_out(made, target, running, _verify(made, target, saved.names)):
-        whole = made.request is None or made.request.target is None
-        propose(target, [] if whole else ["--source-strategy", saved.names.target_strategy or "STRATEGY"])
-
-
-def _verify(made: Plan, target: Path, names: Names) -> str:
-    """Return the command that verifies what was written; `STRATEGY` stands for a strategy file that has no name."""
-    from reshard.report import verify_command
-
-    cut = made.request is not None and made.request.target is not None
-    return verify_command(
-        called_as(),
-        str(target),
-        made.source.root,
-        target_strategy=(names.target_strategy or "STRATEGY") if cut else None,
-        source_strategy=(names.source_strategy or "STRATEGY") if made.source.strategy is not None else None,
+    names, request = saved.names, made.request
+    assert request is not None  # noqa: S101 -- a plan that is read has one
+    source_strategy = names.source_strategy or "STRATEGY" if made.source.strategy else None
+    carry_out(
+        made,
+        target,
+        running,
+        found_by=lambda: found_by(made, target),
+        target_strategy=names.target_strategy or "STRATEGY" if request.target else None,
+        source=made.source.root,
+        asked=[
+            *strategy_words("source", source_strategy),
+            *(reading_words(names.reading) if names.reading else []),
+            *selection_words(request.selection, names.name_map),
+        ],
     )

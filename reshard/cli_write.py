@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import click
 
 import reshard
 from reshard.cli_options import (
+    NAME_MAP,
     PATH,
     Running,
     drop_option,
@@ -23,15 +23,26 @@ from reshard.cli_options import (
     suffix_option,
     target_options,
 )
+from reshard.cli_words import (
+    inspect_command,
+    option,
+    reading_words,
+    selection_words,
+    strategy_words,
+    verify_command,
+)
 from reshard.errors import SourceError, TargetError, names
 from reshard.formats.unified import SET_FILES
-from reshard.terminal import Command, called_as, print_json, progress, say, say_notices
+from reshard.rank_files import RANK_PATTERN
+from reshard.selection import Selection
+from reshard.target_files import RankFiles
+from reshard.terminal import Command, print_json, progress, say, say_notices
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from reshard.plan import Plan
-    from reshard.selection import Selection
 
 KEYS = """
 The object of --json has the keys dry_run, source, target, format, ranks,
@@ -77,12 +88,15 @@ def transform(
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     wanted = reshard.read_strategy(target_strategy) if target_strategy else None
     plan = reshard.plan(checkpoint, wanted, selection=selection, **planning)
-    if not carry_out(plan, target, running, _verify(target, source, target_strategy, source_strategy)):
-        return
-    options = ["--source-strategy", str(target_strategy)] if target_strategy else []
-    if options and (planning["ranks"] is not None or checkpoint.part is not None):
-        options.append("--partial")
-    propose(target, [*options, *_told_apart(plan, target, f"rank_{{rank}}/{planning['prefix']}{{rank}}*")])
+    carry_out(
+        plan,
+        target,
+        running,
+        found_by=lambda: found_by(plan, target),
+        target_strategy=target_strategy,
+        source=source,
+        asked=[*strategy_words("source", source_strategy), *reading_words(reading), *selected(selection)],
+    )
 
 
 @click.command(
@@ -136,8 +150,14 @@ def unify(
     files = (reshard.MindSporeSet if style == "mindspore" else reshard.HuggingFaceSet)(max_shard_size)
     plan = reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, memory=memory)
     refuse_another_set(plan, target)
-    if carry_out(plan, target, running, _verify(target, source, None, source_strategy)):
-        propose(target, [])
+    carry_out(
+        plan,
+        target,
+        running,
+        found_by=list,
+        source=source,
+        asked=[*strategy_words("source", source_strategy), *reading_words(reading), *selected(selection)],
+    )
 
 
 @click.command(
@@ -179,25 +199,45 @@ def convert(
             raise TargetError(f"{target}: is a directory; expected the name of a file, because {source} is one")
         directory, name = target.parent, target.name
     plan = plan_convert(source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop)
-    if carry_out(plan, directory, running):
-        pattern = ["--rank-pattern", rank_pattern] if rank_pattern != _default_pattern() else []
-        propose(target, pattern or ([] if name else _told_apart(plan, target)))
+    pattern = None if rank_pattern == RANK_PATTERN else rank_pattern
+    carry_out(
+        plan,
+        directory,
+        running,
+        result=target,
+        found_by=lambda: option("rank-pattern", pattern) or ([] if name else _told_apart(plan, target)),
+        source=source,
+        asked=[*option("rank-pattern", pattern), *option("suffix", suffix), *selected(Selection(drop=drop))],
+    )
 
 
-def _default_pattern() -> str:
-    from reshard.rank_files import RANK_PATTERN
+def selected(selection: Selection) -> list[str]:
+    """Return the words of a selection that the options of this command made."""
+    return selection_words(selection, click.get_current_context().meta.get(NAME_MAP))
 
-    return RANK_PATTERN
 
-
-def carry_out(plan: Plan, target: Path, running: Running, verify: str | None = None) -> bool:
-    """Run a plan, or tell what it would do; return whether there is something to look at, and a reader of text.
+def carry_out(
+    plan: Plan,
+    target: Path,
+    running: Running,
+    *,
+    found_by: Callable[[], list[str]],
+    source: object,
+    asked: Sequence[str],
+    target_strategy: object = None,
+    result: Path | None = None,
+) -> None:
+    """Run a plan, or tell what it would do.
 
     Args:
         plan: what to do.
         target: the directory of the target files.
         running: the options.
-        verify: the command that verifies the result, for the report.
+        found_by: tells, when all is written, with which options it is found in the target.
+        source: what is read.
+        asked: the options that said how to read it and what to take of it.
+        target_strategy: the strategy file of the target, or None.
+        result: what was asked for, where that is a file in the target directory.
     """
     from reshard import report, show
 
@@ -211,7 +251,7 @@ def carry_out(plan: Plan, target: Path, running: Running, verify: str | None = N
             print_json(report.report_data(plan, str(target)))
         else:
             click.echo(show.plan_text(plan, str(target)))
-        return False
+        return
     try:
         with progress(quiet=running.quiet) as shown:
             done = plan.run(
@@ -228,24 +268,15 @@ def carry_out(plan: Plan, target: Path, running: Running, verify: str | None = N
         hint = f"; it needs --overwrite, because {show.count_text(finished, 'file')} got finished" if finished else ""
         stopped.add_note(f"unfinished files are removed; the same command starts from the beginning{hint}")
         raise
+    if running.quiet and not running.as_json:
+        return
+    there, options = result or target, found_by()
+    verify = verify_command(there, target_strategy, options, source, asked)
     if running.as_json:
         print_json(report.report_data(plan, str(target), done, verify))
-    elif not running.quiet:
+    else:
         click.echo(report.report_text(plan, done, verify))
-    return not (running.as_json or running.quiet)
-
-
-def _verify(target: Path, source: Path, target_strategy: Path | None, source_strategy: Path | None) -> str:
-    """Return the command that verifies what was written."""
-    from reshard.report import verify_command
-
-    return verify_command(
-        called_as(),
-        str(target),
-        str(source),
-        target_strategy=None if target_strategy is None else str(target_strategy),
-        source_strategy=None if source_strategy is None else str(source_strategy),
-    )
+        say(f"to look at it: {inspect_command(there, target_strategy, options)}")
 
 
 def refuse_another_set(plan: Plan, target: Path) -> None:
@@ -260,23 +291,29 @@ def _existing(plan: Plan, target: Path) -> int:
     return sum(os.path.lexists(target / file.path) for file in plan.files)
 
 
-def propose(target: Path, options: list[str]) -> None:
-    """Say how to look at what was written."""
-    say(f"to look at it: {called_as()} {shlex.join(['inspect', str(target), *options])}")
+def found_by(plan: Plan, target: Path) -> list[str]:
+    """Return the options with which what was written is found, as those of a source."""
+    if plan.request is None or any(file.last for file in plan.files):
+        return []
+    some = plan.request.ranks is not None or plan.source.part is not None
+    partial = ["--partial"] if some and plan.request.target is not None else []
+    way = plan.request.files
+    pattern = f"rank_{{rank}}/{way.prefix}{{rank}}*" if isinstance(way, RankFiles) else None
+    return [*partial, *_told_apart(plan, target, pattern)]
 
 
 def _told_apart(plan: Plan, target: Path, pattern: str | None = None) -> list[str]:
     """Return the options that find what was written, where other checkpoints are in the same directories."""
-    from reshard.rank_files import RANK_PATTERN, rank_files
+    from reshard.rank_files import rank_files
 
     written = {file.rank: target / file.path for file in plan.files}
     extension = PurePath(plan.files[0].path).suffix
     tries: list[tuple[list[str], str, str | None]] = [
         ([], RANK_PATTERN, None),
-        (["--suffix", extension], RANK_PATTERN, extension),
+        (option("suffix", extension), RANK_PATTERN, extension),
     ]
     if pattern:
-        tries.append((["--rank-pattern", pattern + extension], pattern + extension, None))
+        tries.append((option("rank-pattern", pattern + extension), pattern + extension, None))
     for options, rank_pattern, suffix in tries:
         try:
             found = rank_files(target, rank_pattern, suffix, [])

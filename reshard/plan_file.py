@@ -71,7 +71,6 @@ _STRATEGY = {
 }
 _SOURCE = {
     "root": TEXT,
-    "strategy_file": Maybe(TEXT),  # as it was called, for messages; it is not read
     "strategy": Maybe(_STRATEGY),
     "stage": Maybe(COUNT),
     "partial": FLAG,
@@ -82,8 +81,6 @@ _SOURCE = {
     "files": [(COUNT, INNER_PATH, COUNT, COUNT, TEXT)],  # rank, path, size, number of the header, digest of pages
 }
 _TARGET = {
-    "directory": Maybe(INNER_PATH),
-    "strategy_file": Maybe(TEXT),
     "strategy": Maybe(_STRATEGY),
     "format": TEXT,
     "ranks": Maybe([COUNT]),
@@ -100,6 +97,21 @@ _SELECTION = {
     "drop": [TEXT],
     "allow_missing": [TEXT],
 }
+_NAMES = {
+    "directory": Maybe(INNER_PATH),
+    "source_strategy": Maybe(TEXT),
+    "target_strategy": Maybe(TEXT),
+    "name_map": Maybe(TEXT),
+    "reading": Maybe(
+        {
+            "rank_pattern": TEXT,
+            "suffix": Maybe(TEXT),
+            "layouts": {TEXT: TEXT},
+            "stage": Maybe(COUNT),
+            "partial": FLAG,
+        }
+    ),
+}
 _PLAN = {
     "reshard_plan": COUNT,
     "made_by": TEXT,
@@ -108,21 +120,25 @@ _PLAN = {
     "target": _TARGET,
     "files": {"way": TEXT, "fields": ANY},
     "selection": _SELECTION,
+    "names": _NAMES,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a plan file tells beside the plan: names that a command was given.
+    """What a plan file tells beside the plan: what a command was given. None of it changes what is written.
 
     Attributes:
         directory: where the target goes unless another directory is named: a path below the current one.
-        source_strategy, target_strategy: the strategy files, for the commands that the report proposes.
+        source_strategy, target_strategy, name_map: files, for the commands that the report proposes.
+        reading: the options with which the source was opened, by `open`'s names, likewise.
     """
 
     directory: str | None = None
     source_strategy: str | None = None
     target_strategy: str | None = None
+    name_map: str | None = None
+    reading: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -302,10 +318,8 @@ def _data(plan: Plan, request: Request, names: Names) -> Json:
         "reshard_plan": VERSION,
         "made_by": __version__,
         "digest": plan_digest(plan),
-        "source": _source_data(plan.source, names.source_strategy),
+        "source": _source_data(plan.source),
         "target": {
-            "directory": names.directory,
-            "strategy_file": names.target_strategy,
             "strategy": _strategy_data(request.target),
             "format": request.format,
             "ranks": request.ranks,
@@ -315,6 +329,7 @@ def _data(plan: Plan, request: Request, names: Names) -> Json:
         },
         "files": _way_data(request.files),
         "selection": {key: _plain(getattr(request.selection, key)) for key in _SELECTION},
+        "names": {key: _plain(getattr(names, key)) for key in _NAMES},
     }
 
 
@@ -322,7 +337,7 @@ def _plain(value: object) -> object:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _source_data(source: Checkpoint, strategy_file: str | None) -> Json:
+def _source_data(source: Checkpoint) -> Json:
     root = Path(source.root).absolute()
     headers: dict[str, int] = {}
     known: dict[int, int] = {}  # by identity: ranks mostly share their index
@@ -338,7 +353,6 @@ def _source_data(source: Checkpoint, strategy_file: str | None) -> Json:
         files.append((rank, path, file.nbytes, known[id(file.index)], pages_digest(file.path)))
     return {
         "root": os.path.abspath(root),  # noqa: PTH100 -- without `..`, links as they are
-        "strategy_file": strategy_file,
         "strategy": _strategy_data(source.strategy),
         "stage": source.part,
         "partial": source.partial,
@@ -394,9 +408,7 @@ def _sound(content: bytes, path: str) -> PlanFile:
         _request(found)
     except (ValueError, ReshardError) as error:
         raise PlanError(f"{path}: is no sound plan file: {error}") from None
-    source, target = found["source"], found["target"]
-    names = Names(target["directory"], source["strategy_file"], target["strategy_file"])
-    return PlanFile(path, source["root"], names, found)
+    return PlanFile(path, found["source"]["root"], Names(**found["names"]), found)
 
 
 def _check_version(found: object) -> None:

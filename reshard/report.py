@@ -5,7 +5,6 @@ Pure functions over `run.Report`, as in `show`; in words it fits on one screen.
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 from reshard.show import bytes_text, count_text, list_text, plan_data, printable, ranges_text
@@ -76,30 +75,3 @@ def _checksums_data(report: Report) -> dict[str, dict[str, str]] | None:
         path: {name: f"{checksum:08x}" for name, checksum in tensors.items()}
         for path, tensors in report.checksums.items()
     }
-
-
-def verify_command(
-    program: str,
-    target: str,
-    source: str,
-    *,
-    target_strategy: str | None = None,
-    source_strategy: str | None = None,
-) -> str:
-    """Write the command that compares a target with its source, for a shell.
-
-    Args:
-        program: what to type for `reshard`, quoted already.
-        target: where the target files are.
-        source: the checkpoint that was read.
-        target_strategy: the strategy file of the target; None where that is one rank of whole tensors.
-        source_strategy: likewise of the source.
-
-    >>> verify_command("reshard", "my dst", "src", source_strategy="s.ckpt")
-    "reshard verify 'my dst' --against src --source-strategy s.ckpt"
-    """
-    words = ["verify", target]
-    words += ["--target-strategy", target_strategy] if target_strategy is not None else []
-    words += ["--against", source]
-    words += ["--source-strategy", source_strategy] if source_strategy is not None else []
-    return f"{program} {shlex.join(words)}"

@@ -271,10 +271,10 @@ def test_the_command_it_proposes_tells_formats_apart(case: Case, tmp_path: Path)
     command = ["transform", case.source, tmp_path, *case.strategies]
     assert "--suffix" not in proposed(done(*command))
     second = proposed(done(*command, "--format", "safetensors"))
-    assert second[-2:] == ["--suffix", ".safetensors"]
+    assert second[-1:] == ["--suffix=.safetensors"]
     assert "4 files (safetensors), 4 ranks (0-3)" in done(*second).stdout
     third = proposed(done(*command, "--prefix", "net_"))
-    assert third[-2:] == ["--rank-pattern", "rank_{rank}/net_{rank}*.ckpt"]
+    assert third[-1:] == ["--rank-pattern=rank_{rank}/net_{rank}*.ckpt"]
     assert "4 files (ckpt), 4 ranks (0-3)" in done(*third).stdout
     refused = call("inspect", tmp_path)
     assert refused.exit_code == 4

@@ -168,3 +168,26 @@ def test_a_set_has_no_ranks(case: Case, options: list[str], named: str) -> None:
     refused = call("plan", case.source, "--source-strategy", case.source_strategy, "--style", "huggingface", *options)
     assert refused.exit_code == 2
     assert f"leave {named} out" in refused.stderr
+
+
+def test_the_command_that_verifies_has_what_was_asked_for(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text('{"net.layer*.weight": "model.*.w"}')
+    options = ["--source-strategy", case.source_strategy, "--rank-pattern", "rank_{rank}/*.ckpt", "--partial"]
+    options += ["--name-map", tmp_path / "names.json", "--include", "*.weight@6", "--cast", "float32=bfloat16"]
+    direct = done("transform", case.source, tmp_path / "direct", *options).stdout.splitlines()[-1]
+    path = saved(case, tmp_path, *options)
+    again = done("run", path, tmp_path / "dst", "--source", tmp_path / "moved").stdout.splitlines()[-1]
+    for line, target, source in ((direct, "direct", case.source), (again, "dst", tmp_path / "moved")):
+        assert shlex.split(line.removeprefix("to verify it: reshard ")) == [
+            "verify", f"{tmp_path}/{target}", "--against", str(source), "--source-strategy", str(case.source_strategy),
+            "--rank-pattern=rank_{rank}/*.ckpt", "--partial", "--include=*.weight@6",
+            f"--name-map={tmp_path}/names.json", "--cast=float32=bfloat16",
+        ]  # fmt: skip
+
+
+def test_the_command_that_verifies_finds_what_was_written(case: Case, tmp_path: Path) -> None:
+    done("transform", case.source, tmp_path, *case.strategies)
+    path = tmp_path / "plan.json"
+    done("plan", case.source, *case.strategies, "--format", "safetensors", "--ranks", "0,2", "-o", path)
+    line = done("run", path, tmp_path).stdout.splitlines()[-1]
+    assert " --target-partial '--target-rank-pattern=rank_{rank}/checkpoint_{rank}*.safetensors' --against " in line

@@ -210,7 +210,7 @@ def test_any_pair_of_strategies(tmp_path_factory: pytest.TempPathFactory, model:
     again = reshard.read_plan(folder / "plan.json")
     assert plan_digest(again) == plan_digest(plan)
     assert again.files == plan.files
-    assert again.moves == plan.moves
+    assert repr(again.moves) == repr(plan.moves)
     shutil.rmtree(folder)
 
 
@@ -355,8 +355,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "an absolute path": (lambda c: c["source"]["files"][0].__setitem__(1, "/etc/passwd"), "stays below"),
     "a null byte": (lambda c: c["source"]["files"][0].__setitem__(1, "a\0b"), "stays below"),
-    "a target elsewhere": (lambda c: c["target"].update(directory="../x"), "stays below"),
-    "an absolute target": (lambda c: c["target"].update(directory="/x"), "stays below"),
+    "a target elsewhere": (lambda c: c["names"].update(directory="../x"), "stays below"),
+    "an absolute target": (lambda c: c["names"].update(directory="/x"), "stays below"),
     "half a surrogate pair": (lambda c: c["source"].update(root="\ud800"), "expected text"),
     "a negative size": (lambda c: c["source"]["files"][0].__setitem__(2, -1), "is -1; expected a whole number"),
     "a size of 2^64": (lambda c: c["source"]["files"][0].__setitem__(2, 1 << 64), "expected a whole number"),
@@ -549,7 +549,8 @@ def test_pages_are_spread_over_the_file(tmp_path: Path) -> None:
 
 
 def test_names_are_told_and_mean_nothing(plan: reshard.Plan, tmp_path: Path) -> None:
-    names = Names("dst", "src.ckpt", "dst.ckpt")
+    reading = {"rank_pattern": "r{rank}", "suffix": None, "layouts": {"w": "whole"}, "stage": 1, "partial": True}
+    names = Names("dst", "src.ckpt", "dst.ckpt", "names.json", reading)
     save(plan, tmp_path / "plan.json", names)
     assert read(tmp_path / "plan.json").names == names
     assert plan_digest(reshard.read_plan(tmp_path / "plan.json")) == plan_digest(plan)

@@ -29,6 +29,7 @@ LAYERS = [
     {"mindspore.communication"},
     {"mindspore.launch", "mindspore.parameter"},
     {"demo"},
+    {"cli_words"},
     {"cli_options", "terminal"},
     {"report"},
     {"run", "show", "convert", "plan_file"},
