@@ -9,7 +9,8 @@ ranks; only the norms are replicas). Some virtual machines hand free memory back
 touching it again is ten times slower; so before each timed arm a process of its own allocates, touches and frees four
 times the job's bytes. Arms run in random order, the first round is thrown away, and medians are told with the least
 and the most. Warm rows: source in the page cache, `--no-fsync`, against `cp -r`. Synced and cold rows: the default,
-against `cp -r` followed by `sync`. The machine's name for itself is printed; absolute times mean little.
+against `cp -r` followed by `sync`; one has a source of 0.55 of the machine's memory. The machine's name for itself is
+printed; absolute times mean little.
 """
 
 from __future__ import annotations
@@ -136,6 +137,9 @@ ROWS = [
     Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--format", "safetensors"]),
     Row("cold", "st", "tp4", "tp8 → tp4, cold cache, synced", 1.1, cold=True, synced=True),
     Row("fsync", "st", "tp4", "tp8 → tp4, synced", 1.1, synced=True),
+    Row(
+        "larger", "larger-st", "larger-tp4", "tp8 → tp4, larger than memory, synced", 0.8, synced=True
+    ),
 ]
 
 
@@ -261,7 +265,7 @@ def tell(row: Row, found: dict[str, list[Timing]], moved: tuple[float, float]) -
     }  # fmt: skip
 
 
-def make_data(root: Path, nbytes: int, wanted: set[str]) -> int:
+def make_data(root: Path, nbytes: int, wanted: set[str], prefix: str = "") -> int:
     """Make the sources that some rows need, and all strategies; return the bytes of a source."""
     model = shapes(nbytes)
     sources = {"st": over(model, 8, 0), "ckpt": over(model, 8, 0), "pipeline": pipeline(model, 8)}
@@ -270,11 +274,11 @@ def make_data(root: Path, nbytes: int, wanted: set[str]) -> int:
         "optimizer": over(model, 8, None, optimizer=True),
     }  # fmt: skip
     for name, strategy in (sources | targets).items():
-        reshard.write_strategy(strategy, root / f"{name}.strategy.ckpt")
+        reshard.write_strategy(strategy, root / f"{prefix}{name}.strategy.ckpt")
     made = [
-        write_source(root / name, model, strategy, "ckpt" if name == "ckpt" else "safetensors")
+        write_source(root / f"{prefix}{name}", model, strategy, "ckpt" if name == "ckpt" else "safetensors")
         for name, strategy in sources.items()
-        if name in wanted
+        if prefix + name in wanted
     ]
     print(f"{len(model)} tensors, {made[0] / 1e9:.2f} GB over 8 ranks, bfloat16, random bytes\n")
     return made[0]
@@ -299,7 +303,10 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} processors, {memory() / 2**30:.0f} GiB")
     print(f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}: {' '.join(sys.argv)}\n")
     try:
-        job = make_data(options.dir, parse_bytes(options.bytes), {row.source for row in rows} | {"st"})
+        wanted = {row.source for row in rows}
+        job = make_data(options.dir, parse_bytes(options.bytes), wanted | {"st"})
+        if "larger-st" in wanted:
+            make_data(options.dir, int(0.55 * memory()), wanted, "larger-")
         print("| case | time ÷ `cp -r` | reshard | `cp -r` | CPU | peak | read ÷ needed | written ÷ produced |")
         print("|---|---|---|---|---|---|---|---|")
         figures = [
