@@ -23,14 +23,20 @@ _HOMES = {
     "Cipher": "cipher",
     "HuggingFaceSet": "formats.unified",
     "Layout": "layout",
+    "Manifest": "manifest",
     "MindSporeSet": "formats.unified",
     "ReshardError": "errors",
     "Selection": "selection",
     "Strategy": "strategy",
+    "Verification": "verification",
+    "make_manifest": "verification",
     "merge_strategies": "strategy_file",
     "open": "source",
     "read_plan": "plan_file",
+    "read_manifest": "manifest",
     "read_strategy": "strategy_file",
+    "verify": "verification",
+    "write_manifest": "manifest",
     "write_strategy": "strategy_file",
 }
 
@@ -40,16 +46,22 @@ __all__ = [
     "Cipher",
     "HuggingFaceSet",
     "Layout",
+    "Manifest",
     "MindSporeSet",
     "Plan",
     "ReshardError",
     "Selection",
     "Strategy",
+    "Verification",
+    "make_manifest",
     "merge_strategies",
     "open",
     "plan",
     "read_plan",
+    "read_manifest",
     "read_strategy",
+    "verify",
+    "write_manifest",
     "write_strategy",
 ]
 
@@ -61,10 +73,12 @@ if TYPE_CHECKING:
     from reshard.formats.unified import HuggingFaceSet, MindSporeSet
     from reshard.layout import Layout
     from reshard.plan_file import read_plan
+    from reshard.manifest import Manifest, read_manifest, write_manifest
     from reshard.selection import Selection
     from reshard.source import open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.strategy import Strategy
     from reshard.strategy_file import merge_strategies, read_strategy, write_strategy
+    from reshard.verification import Verification, make_manifest, verify
 
 
 def __getattr__(name: str) -> object:

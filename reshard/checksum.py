@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _POLYNOMIAL = 0x82F63B78  # bits reflected: the highest is the coefficient of x ** 0
 _ONE = 1 << 31
@@ -42,6 +46,24 @@ def combine(first: int, second: int, second_nbytes: int) -> int:
     True
     """
     return _product(_carry(second_nbytes), first) ^ second
+
+
+def combine_ranges(ranges: Iterable[tuple[int, int, int]]) -> int:
+    """Return the CRC-32C of a whole from those of its ranges, in any order: (begin, number of bytes, sum).
+
+    Raises:
+        ValueError: the ranges leave a gap, or overlap.
+
+    >>> combine_ranges([(5, 4, crc32c(b"6789")), (0, 5, crc32c(b"12345"))]) == crc32c(b"123456789")
+    True
+    """
+    value = end = 0
+    for begin, nbytes, one in sorted(ranges):
+        if begin != end:
+            raise ValueError(f"a range begins at byte {begin}; expected {end}")
+        value = combine(value, one, nbytes)
+        end += nbytes
+    return value
 
 
 @lru_cache(maxsize=4096)

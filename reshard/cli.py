@@ -15,6 +15,7 @@ import reshard
 from reshard.cli_options import PATH, json_option, source_options
 from reshard.cli_plan import plan, run
 from reshard.cli_strategy import strategy
+from reshard.cli_verify import verify
 from reshard.cli_write import convert, transform, unify
 from reshard.terminal import Border, called_as, print_json, say_notices, width
 
@@ -93,6 +94,7 @@ def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading
 
 
 cli.add_command(strategy)
+cli.add_command(verify)
 
 
 @cli.command(

@@ -54,7 +54,8 @@ def rank_list(_ctx: click.Context, param: click.Parameter, value: str | None) ->
     return tuple(sorted(found))
 
 
-def _rules(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+def layout_rules(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Return the rules of texts such as `embedding.*=split:0`."""
     found = {}
     for value in values:
         name, equals, rule = value.rpartition("=")
@@ -158,7 +159,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "layouts",
             multiple=True,
             metavar="NAME=RULE",
-            callback=_rules,
+            callback=layout_rules,
             help="How the tensors of this name (or glob) are cut, whatever the strategy says: whole, split:DIM or "
             "DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect` shows it. May be repeated.",
         ),

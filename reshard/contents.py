@@ -64,6 +64,18 @@ def compare_contents(
     return found
 
 
+def own_value(tensor: Tensor, ruled: Mapping[str, str]) -> Tensor:
+    """Return a tensor without looking at it: `varies` is set where its copies may be values of their ranks' own."""
+    is_own = not tensor.listed and (is_single(tensor) or ruled.get(tensor.spec.name) == "copy")
+    return replace(tensor, varies=True) if is_own and tensor.text is None else tensor
+
+
+def is_single(tensor: Tensor) -> bool:
+    """Tell whether a tensor is one number, or text, which ranks may have values of their own of; but not the step."""
+    single = tensor.text is not None or tensor.spec.nbytes <= tensor.spec.dtype.itemsize
+    return single and tensor.spec.name != "global_step"
+
+
 class _Look:
     """Compares contents, collecting faults and notices."""
 
@@ -81,12 +93,11 @@ class _Look:
             differs = any(self.sample(number, name) != first for number in holders[1:])
         if not differs:
             return tensor
-        single = tensor.text is not None or tensor.spec.nbytes <= tensor.spec.dtype.itemsize
         if name == "global_step":
             self.faults.add(
                 "global_step", "differs between the ranks, which are of different steps; choose the files with --suffix"
             )
-        elif single or own_values:
+        elif is_single(tensor) or own_values:
             self.notices.append(f"{name} differs between the ranks; each target rank gets that of one source rank")
         else:
             self.faults.add(

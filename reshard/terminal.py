@@ -196,8 +196,13 @@ def called_as() -> str:
 
 
 @contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """Give a callback that shows progress on a terminal, by `rich` where it is installed; None elsewhere."""
+def progress(
+    *, quiet: bool, words: tuple[str, str, str] = ("writing", "syncing", "written")
+) -> Iterator[Callable[[Progress], None] | None]:
+    """Give a callback that shows progress on a terminal, by `rich` where it is installed; None elsewhere.
+
+    `words` are what is done, what is done when all bytes are, and what is done at the end.
+    """
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -218,15 +223,15 @@ def progress(*, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
         bars.TextColumn("{task.fields[pace]}"),
     )
     with bars.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("writing", total=None, pace="")
+        task = bar.add_task(words[0], total=None, pace="")
 
         def show(state: Progress) -> None:
             # At the end files are still synced to the disk, which takes a while and counts no bytes.
-            kind = "syncing" if state.written >= state.total else "writing"
+            kind = words[1] if state.written >= state.total else words[0]
             bar.update(task, total=state.total, completed=state.written, description=kind, pace=_pace(state))
 
         yield show
-        bar.update(task, description="written")
+        bar.update(task, description=words[2])
 
 
 def _pace(state: Progress) -> str:

@@ -29,7 +29,10 @@ _MINDSPORE_INDEX = "param_name_map.json"
 _HUGGING_FACE_INDEX = "model.safetensors.index.json"
 _HYPER_PARAMETERS = "hyper_param"
 
-SET_FILES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
+SET_INDEXES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX)
+"""What the index of a set may be called."""
+
+SET_FILES = (*SET_INDEXES, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
 """Files that are read as parts of a set by their names, whatever an index says."""
 
 _LARGEST_INDEX = 1 << 28
@@ -149,7 +152,7 @@ def read_index(directory: Path) -> tuple[list[Path], Mapping[str, str]] | None:
     Raises:
         SourceError: the index is not sound, names a file that is not there, or one outside the directory.
     """
-    indexes = [path for name in (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX) if (path := directory / name).is_file()]
+    indexes = [path for name in SET_INDEXES if (path := directory / name).is_file()]
     if not indexes:
         return None
     if len(indexes) > 1:

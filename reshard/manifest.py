@@ -1,0 +1,218 @@
+"""Manifests: the size of every file of a checkpoint, and a checksum of every tensor's part in it.
+
+A manifest goes with files that leave the machine: they can be checked by it alone, without a strategy. As JSON it is
+
+    {"reshard_manifest": 1,
+     "files": {
+       "rank_0/checkpoint_0.ckpt": {"nbytes": 8237, "tensors": {"w": ["float32", [2, 8], "8a9136aa"]}},
+       "param_name_map.json": {"nbytes": 312, "crc32c": "62a8ab43"}}}
+
+with paths below the directory, and the CRC-32C of the contents of each tensor in the file, row-major, little-endian;
+of the UTF-8 bytes of a `str` entry. A file that is no checkpoint (an index) has one of all its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.dtypes import BY_NAME
+from reshard.errors import Faults, SourceError, TargetError, names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.block import Shape
+    from reshard.dtypes import DType
+
+VERSION = 1
+
+_VERSION_KEY = "reshard_manifest"
+_LARGEST = 1 << 30
+_MOST_DIMS = 64
+_LARGEST_COUNT = 1 << 62
+_SUM = re.compile("[0-9a-f]{8}")
+
+
+class Part(NamedTuple):
+    """What a file has of a tensor: dtype, shape and the CRC-32C of the bytes."""
+
+    dtype: DType
+    shape: Shape
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileSums:
+    """What is known of a file.
+
+    Attributes:
+        nbytes: its size.
+        tensors: what it has of each tensor.
+        crc32c: of all its bytes, where it is no checkpoint file; else None.
+    """
+
+    nbytes: int
+    tensors: Mapping[str, Part] = field(default_factory=dict)
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is known of the files of a checkpoint, by their paths below its directory.
+
+    Raises:
+        SourceError: a path leads out of the directory.
+    """
+
+    files: Mapping[str, FileSums]
+
+    def __post_init__(self) -> None:
+        faults = Faults("manifest")
+        _check_paths(self.files, faults)
+        faults.raise_if_any(SourceError)
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, Mapping[str, tuple[DType, Shape, int]]],
+        nbytes: Mapping[str, int],
+        others: Mapping[str, int] | None = None,
+    ) -> Manifest:
+        """Build a manifest from the checksums of blocks, such as those that the receipts of a run combine to.
+
+        Args:
+            tensors: for each checkpoint file, and each tensor in it, dtype, shape and CRC-32C.
+            nbytes: the size of each file.
+            others: the CRC-32C of each file that is no checkpoint.
+
+        >>> from reshard.dtypes import BFLOAT16
+        >>> made = Manifest.of({"a.safetensors": {"w": (BFLOAT16, (2,), 7)}}, {"a.safetensors": 100, "i": 3}, {"i": 9})
+        >>> made.files["a.safetensors"].tensors["w"].crc32c, made.files["i"]
+        (7, FileSums(nbytes=3, tensors={}, crc32c=9))
+        """
+        files = {
+            path: FileSums(nbytes[path], {name: Part(*part) for name, part in parts.items()})
+            for path, parts in tensors.items()
+        }
+        files.update({path: FileSums(nbytes[path], {}, crc32c) for path, crc32c in (others or {}).items()})
+        return cls(dict(sorted(files.items())))
+
+    def __repr__(self) -> str:
+        """Describe the manifest on one line.
+
+        >>> Manifest({"a": FileSums(8)})
+        <Manifest: 1 file, 8 bytes, 0 checksums of tensors>
+        """
+        count = len(self.files)
+        sums = sum(len(file.tensors) for file in self.files.values())
+        nbytes = sum(file.nbytes for file in self.files.values())
+        return f"<Manifest: {count} file{'s' * (count != 1)}, {nbytes} bytes, {sums} checksums of tensors>"
+
+
+def write_manifest(manifest: Manifest, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a manifest as JSON, a line for each file; the same manifest gives the same bytes.
+
+    Raises:
+        TargetError: the file exists, or cannot be written.
+    """
+    lines = [f"{json.dumps(name)}: {json.dumps(_file_data(file))}" for name, file in manifest.files.items()]
+    content = f'{{"{_VERSION_KEY}": {VERSION},\n"files": {{\n' + ",\n".join(lines) + "\n}}\n"
+    if os.path.lexists(path) and not overwrite:
+        raise TargetError(f"{path}: is there already; choose another name, or replace it with --overwrite")
+    try:
+        partial = Path(f"{os.fspath(path)}.partial")
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _file_data(file: FileSums) -> dict[str, object]:
+    data: dict[str, object] = {"nbytes": file.nbytes}
+    if file.crc32c is not None:
+        data["crc32c"] = f"{file.crc32c:08x}"
+    else:
+        data["tensors"] = {
+            name: [part.dtype.name, list(part.shape), f"{part.crc32c:08x}"] for name, part in file.tensors.items()
+        }
+    return data
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Read a manifest, and check that it is one.
+
+    Raises:
+        SourceError: it cannot be read, is no manifest, of another version, or names paths outside of a directory;
+            all faults at once.
+    """
+    faults = Faults(f"manifest {os.fspath(path)}")
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            faults.add("$", f"has {names({key for key in found if keys.count(key) > 1}, most=3)} twice in one object")
+        return found
+
+    try:
+        if Path(path).stat().st_size > _LARGEST:
+            raise SourceError(f"manifest {path}: has more than {_LARGEST} bytes, which no manifest has")
+        content = json.loads(Path(path).read_bytes(), object_pairs_hook=once)
+    except OSError as error:
+        raise SourceError(f"manifest {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"manifest {path}: is not JSON: {error}") from None
+    if not isinstance(content, dict) or _VERSION_KEY not in content:
+        raise SourceError(f"manifest {path}: is none; expected a JSON object with the key {_VERSION_KEY!r}")
+    if content[_VERSION_KEY] != VERSION:
+        raise SourceError(
+            f"manifest {path}: is of version {content[_VERSION_KEY]!r:.40}; known is {VERSION}: use a newer reshard"
+        )
+    match content:
+        case {"files": dict(listed), **rest} if set(rest) == {_VERSION_KEY}:
+            files = {name: _file(item, f"$.files[{name!r:.200}]", faults) for name, item in listed.items()}
+        case _:
+            raise SourceError(f"manifest {path}: has not the key 'files' and no other, with an object of paths")
+    _check_paths(files, faults)
+    faults.raise_if_any(SourceError)
+    return Manifest({name: file for name, file in files.items() if file is not None})
+
+
+def _file(item: object, where: str, faults: Faults) -> FileSums | None:
+    match item:
+        case {"nbytes": int(nbytes), "tensors": dict(tensors), **rest} if _is_count(nbytes) and not rest:
+            parts = {name: _part(part, f"{where}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()}
+            return FileSums(nbytes, {name: part for name, part in parts.items() if part is not None})
+        case {"nbytes": int(nbytes), "crc32c": str(crc), **rest} if (
+            _is_count(nbytes) and _SUM.fullmatch(crc) and not rest
+        ):
+            return FileSums(nbytes, {}, int(crc, 16))
+    faults.add(where, "is no object of 'nbytes' and either 'tensors' or 'crc32c'")
+    return None
+
+
+def _part(item: object, where: str, faults: Faults) -> Part | None:
+    match item:
+        case [str(dtype), list(shape), str(crc)] if (
+            dtype in BY_NAME and len(shape) <= _MOST_DIMS and all(map(_is_count, shape)) and _SUM.fullmatch(crc)
+        ):
+            return Part(BY_NAME[dtype], tuple(shape), int(crc, 16))
+    faults.add(where, 'is no dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]')
+    return None
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number < _LARGEST_COUNT
+
+
+def _check_paths(paths: Mapping[str, object], faults: Faults) -> None:
+    """Every path must be a plain one below a directory."""
+    for path in paths:
+        pure = PurePosixPath(path)
+        if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name or not path.isprintable():
+            faults.add(f"path {path!r:.200}", "is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'")

@@ -1,0 +1,236 @@
+"""Making a manifest of files, and holding files against one: each byte of contents is read once, on some threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.block import shape_text
+from reshard.checkpoint import ranges
+from reshard.checksum import combine_ranges, crc32c
+from reshard.difference import Difference
+from reshard.dtypes import STR
+from reshard.errors import SourceError
+from reshard.formats import index_file
+from reshard.manifest import Manifest
+from reshard.store import local_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from reshard.checkpoint import Entry, SourceFile
+    from reshard.difference import Kind
+    from reshard.manifest import FileSums
+
+TASK_BYTES = 64 << 20
+BAND_BYTES = 1 << 20
+"""How much is read at once: what the processor's cache still holds when it is summed."""
+
+
+class _Range(NamedTuple):
+    """A range of the contents of one tensor in one file; of all bytes of a file where there is no entry."""
+
+    path: str
+    name: str
+    entry: Entry | None
+    begin: int
+    nbytes: int
+
+
+class Summed(NamedTuple):
+    """The checksums of tensors in files, by path and name, and how many bytes were read for them."""
+
+    sums: Mapping[tuple[str, str], int]
+    read: int
+
+
+class Checked(NamedTuple):
+    """What holding files against a manifest found.
+
+    Attributes:
+        differences: what is not as the manifest says.
+        paths: the files that were checked, as the manifest calls them.
+        read: how many bytes were read.
+    """
+
+    differences: tuple[Difference, ...]
+    paths: tuple[str, ...]
+    read: int
+
+
+def sum_files(
+    root: Path,
+    files: Sequence[SourceFile],
+    others: Sequence[str],
+    *,
+    threads: int,
+    progress: Callable[[int, int], None],
+) -> Manifest:
+    """Read files, and return their manifest.
+
+    Args:
+        root: the directory that the paths of the manifest go out from.
+        files: the checkpoint files below it.
+        others: paths below it of files that are no checkpoints, such as the index of a set.
+        threads: how many read.
+        progress: called with the bytes read and the bytes to be read.
+
+    Raises:
+        SourceError: a file cannot be read, or is shorter than its header says.
+    """
+    top = root.absolute()
+    paths = {file.path: Path(file.path).relative_to(top).as_posix() for file in files}
+    whole: dict[str, Mapping[str, Entry | None]] = {str(top / name): {"": None} for name in others}
+    summed = _summed({file.path: file.index.entries for file in files} | whole, threads, progress)
+    tensors = {
+        paths[file.path]: {
+            name: (entry.dtype, _shape(entry), summed.sums[file.path, name])
+            for name, entry in file.index.entries.items()
+        }
+        for file in files
+    }
+    nbytes = {paths[file.path]: file.nbytes for file in files}
+    nbytes |= {name: (top / name).stat().st_size for name in others}
+    return Manifest.of(tensors, nbytes, {name: summed.sums[str(top / name), ""] for name in others})
+
+
+def check_files(
+    root: Path, manifest: Manifest, *, partial: bool, threads: int, progress: Callable[[int, int], None]
+) -> Checked:
+    """Hold the files below a directory against a manifest; nothing else is needed.
+
+    Args:
+        root: the directory.
+        manifest: says what the files hold.
+        partial: files may be lacking.
+        threads: how many read.
+        progress: called with the bytes read and the bytes to be read.
+    """
+    top = root.resolve()
+    differences: list[Difference] = []
+    paths: dict[str, str] = {}  # of the manifest, by where the file is
+    indexed: dict[str, Mapping[str, Entry | None]] = {}
+    for path, file in manifest.files.items():
+        place = top / path
+        if partial and not os.path.lexists(place):
+            continue
+        paths[str(place)] = path
+        fault = _file_fault(top, place, file)
+        if fault is not None:
+            differences.append(replace(fault, path=path))
+        elif file.crc32c is not None:
+            indexed[str(place)] = {"": None}
+        else:
+            indexed[str(place)] = _entries(path, str(place), file, differences)
+    summed = _summed(indexed, threads, progress)
+    for (where, name), found in summed.sums.items():
+        file = manifest.files[paths[where]]
+        expected = file.tensors[name].crc32c if file.crc32c is None else file.crc32c
+        if found != expected:
+            told = f"has the CRC-32C {found:08x}; expected {expected:08x}"
+            differences.append(Difference("checksum", told, name or None, path=paths[where]))
+    return Checked(tuple(differences), tuple(paths.values()), summed.read)
+
+
+def _file_fault(top: Path, place: Path, file: FileSums) -> Difference | None:
+    """Tell what is wrong with a file as a whole."""
+    if not os.path.lexists(place):
+        return Difference("file", "is not there")
+    if not place.resolve().is_relative_to(top):
+        return Difference("file", "leads out of the directory, and is not followed")
+    if not place.is_file():
+        return Difference("file", "is no regular file")
+    nbytes = place.stat().st_size
+    return None if nbytes == file.nbytes else Difference("size", f"has {nbytes} bytes; expected {file.nbytes}")
+
+
+def _entries(path: str, place: str, file: FileSums, differences: list[Difference]) -> dict[str, Entry | None]:
+    """Return what a file holds of the tensors that are worth summing; all else becomes a difference."""
+    try:
+        entries = index_file(place).entries
+    except SourceError as error:
+        differences.append(Difference("file", f"cannot be read: {error}", path=path))
+        return {}
+    found: dict[str, Entry | None] = {}
+    for name, part in file.tensors.items():
+        entry = entries.get(name)
+        if entry is None:
+            differences.append(Difference("missing", "is not in the file", name=name, path=path))
+        elif (entry.dtype, _shape(entry)) != part[:2]:
+            told = f"is {entry.dtype} {shape_text(_shape(entry))}; expected {part.dtype} {shape_text(part.shape)}"
+            kind: Kind = "dtype" if entry.dtype is not part.dtype else "shape"
+            differences.append(Difference(kind, told, name=name, path=path))
+        else:
+            found[name] = entry
+    differences += [
+        Difference("extra", "is in the file, not in the manifest", name=name, path=path)
+        for name in entries
+        if name not in file.tensors
+    ]
+    return found
+
+
+def _shape(entry: Entry) -> tuple[int, ...]:
+    """Return the shape of what a file has; formats differ in what they say of text."""
+    return () if entry.dtype is STR else entry.shape
+
+
+def _summed(
+    indexed: Mapping[str, Mapping[str, Entry | None]], threads: int, progress: Callable[[int, int], None]
+) -> Summed:
+    """Sum the contents of tensors in files; without an entry, the bytes of a file."""
+    tasks: list[list[_Range]] = [[]]
+    sums: dict[tuple[str, str], int] = {}
+    room = TASK_BYTES
+    total = 0
+    for path, entries in indexed.items():
+        for name, entry in entries.items():
+            if entry is not None and entry.text is not None:
+                sums[path, name] = crc32c(entry.text.encode())
+                continue
+            sums[path, name] = 0  # of no bytes
+            nbytes = Path(path).stat().st_size if entry is None else entry.nbytes
+            for begin in range(0, nbytes, TASK_BYTES):
+                one = _Range(path, name, entry, begin, min(TASK_BYTES, nbytes - begin))
+                if one.nbytes > room:
+                    tasks.append([])
+                    room = TASK_BYTES
+                tasks[-1].append(one)
+                room -= one.nbytes
+            total += nbytes
+    found: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+    read = 0
+    scratch = threading.local()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+    try:
+        for task, values in zip(tasks, pool.map(lambda task: _task(task, scratch), tasks), strict=True):
+            for one, value in zip(task, values, strict=True):
+                found.setdefault((one.path, one.name), []).append((one.begin, one.nbytes, value))
+                read += one.nbytes
+            progress(read, total)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        local_store().close()
+    sums |= {key: combine_ranges(some) for key, some in found.items()}
+    return Summed(sums, read)
+
+
+def _task(task: Sequence[_Range], scratch: threading.local) -> list[int]:
+    """Return the sum of each range."""
+    if not hasattr(scratch, "buffer"):
+        scratch.buffer = memoryview(bytearray(BAND_BYTES))
+    values = []
+    for one in task:
+        value = 0
+        runs = ((0, one.begin + one.nbytes),) if one.entry is None else one.entry.runs
+        for begin in range(one.begin, one.begin + one.nbytes, BAND_BYTES):
+            band = scratch.buffer[: min(BAND_BYTES, one.begin + one.nbytes - begin)]
+            for offset, start, stop in ranges(runs, begin, len(band)):
+                local_store().read_into(one.path, offset, band[start:stop])
+            value = crc32c(band, value)
+        values.append(value)
+    return values

@@ -1,0 +1,159 @@
+"""Which tensors of a source and a target are the same ones, and in what their headers differ.
+
+Names, selections and dtypes are those of a conversion with the same options (`selection`). Two checkpoints of rank
+directories that no strategy joins are matched rank by rank, as `convert` leaves them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from reshard.block import shape_text
+from reshard.checkpoint import Shard
+from reshard.difference import Difference
+from reshard.errors import SourceError
+from reshard.join import join
+from reshard.selection import matches, optimizer_states, select
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from reshard.checkpoint import Checkpoint, Tensor
+    from reshard.selection import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What was matched.
+
+    Attributes:
+        pairs: source and target name of the tensors that are alike in dtype and shape.
+        differences: what headers tell.
+        dropped: names of the source's tensors that the target need not have, and has not.
+        left_out: names of the target's tensors that were not asked for.
+        notices: what should be known though it is no difference.
+    """
+
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Checkpoint, Checkpoint]]:
+    """Yield what is compared with what: the two checkpoints, or, where no strategy joins their ranks, rank by rank."""
+    if source.tensors and target.tensors:
+        yield source, target
+        return
+    for one, what, other in ((source, "source", target), (target, "target", source)):
+        if not one.tensors and (other.tensors or set(source.ranks) != set(target.ranks)):
+            raise SourceError(
+                f"{one.root}: has {len(set(one.ranks))} ranks and no strategy says which part each holds; give "
+                f"--{what}-strategy, or --{'target-' * (what == 'target')}layout '*=RULE'"
+            )
+    for rank in sorted(set(source.ranks)):
+        yield _of_rank(source, rank), _of_rank(target, rank)
+
+
+def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
+    """Return what one rank holds, as a checkpoint of whole tensors whose files are numbered as before."""
+    numbers = [number for number, other in enumerate(checkpoint.ranks) if other == rank]
+    files = [checkpoint.files[number] for number in numbers]
+    tensors = {
+        name: replace(
+            tensor,
+            shards=tuple(Shard(s.block, tuple(numbers[holder] for holder in s.holders)) for s in tensor.shards),
+        )
+        for name, tensor in join(checkpoint.root, files, (rank,) * len(files), None, partial=False).items()
+    }
+    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
+    return replace(checkpoint, tensors=tensors, unreadable=unreadable)
+
+
+def match(source: Checkpoint, target: Checkpoint, wishes: Selection) -> Matched:
+    """Find each source tensor in the target, by the name that a conversion gives it."""
+    lenient = replace(wishes, drop=("*",), allow_missing=("*",))
+    selected = select(source, target.strategy, lenient)
+    chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
+    new_names = wishes.renamed(list(source.tensors))
+    states = optimizer_states({**source.tensors, **target.tensors})
+    found = Matched(notices=list(selected.notices))
+    for name in chosen:
+        new = new_names[name]
+        other = target.tensors.get(new)
+        if other is not None:
+            _hold_headers(found, source, target, source.tensors[name], other, wishes)
+        elif _may_lack(source, target, name, new, wishes, states):
+            found.dropped.append(name)
+        else:
+            found.differences.append(Difference("missing", "is in the source, not in the target", name=new))
+    for name in set(source.unreadable) & set(selected.dropped):
+        found.dropped.append(name)
+        if not matches(name, wishes.drop):
+            told = f"{source.unreadable[name]}; to leave it out give --drop '{name}'"
+            found.differences.append(Difference("missing", told, name=name))
+    expected = {new_names[name] for name in chosen}
+    known = set(new_names.values())
+    for name in target.tensors:
+        if name in expected:
+            continue
+        if name in known or source.part is not None or matches(name, wishes.allow_missing):
+            found.left_out.append(name)
+        else:
+            found.differences.append(Difference("extra", "is in the target, not in the source", name=name))
+    return found
+
+
+def _may_lack(
+    source: Checkpoint, target: Checkpoint, name: str, new: str, wishes: Selection, states: Mapping[str, str]
+) -> bool:
+    """Tell whether the target need not have a tensor that is asked for."""
+    if matches(name, wishes.drop):
+        return True
+    strategy = target.strategy
+    if strategy is None:
+        return False
+    if new not in strategy.tensors:  # a conversion drops states that the target does not name
+        return source.tensors[name].listed and (name in states or target.part is not None)
+    present = {strategy.stage_of(rank) for rank in target.ranks}  # opened with --partial, there may be no rank of it
+    return not present.intersection(strategy.stages_of(new))
+
+
+def _hold_headers(
+    found: Matched, source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Tensor, wishes: Selection
+) -> None:
+    """Compare what headers say of a tensor on both sides; what agrees goes on to be compared."""
+    name = other.spec.name
+    if tensor.text is not None or other.text is not None:
+        found.differences.extend(_of_texts(source, target, tensor, other))
+        return
+    dtype = wishes.target_dtype(tensor.spec.dtype)
+    if other.spec.dtype is not dtype:
+        told = f"is {other.spec.dtype}; the source's becomes {dtype}"
+        found.differences.append(Difference("dtype", told, name=name))
+    elif other.spec.shape != tensor.spec.shape:
+        told = f"is {shape_text(other.spec.shape)}; the source has {shape_text(tensor.spec.shape)}"
+        found.differences.append(Difference("shape", told, name=name))
+    else:
+        absent = sum(not shard.holders for one in (tensor, other) for shard in one.shards)
+        if absent:
+            found.notices.append(f"{absent} blocks of {name} are in no file, and are not compared")
+        found.pairs.append((tensor.spec.name, name))
+
+
+def _of_texts(source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Tensor) -> Iterator[Difference]:
+    """Compare `str` entries: each copy in the target must be that of some source rank."""
+    held = {source.entry(number, tensor.spec.name).text for shard in tensor.shards for number in shard.holders}
+    for shard in other.shards:
+        for number in shard.holders:
+            text = target.entry(number, other.spec.name).text
+            if text not in held:
+                told = f"is {_shown(text)}; the source has {_shown(next(iter(held)))}"
+                file = target.files[number]
+                yield Difference("text", told, other.spec.name, "target", target.ranks[number], file.path)
+
+
+def _shown(text: str | None) -> str:
+    return "no text" if text is None else f"{text!r:.80}"
