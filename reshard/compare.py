@@ -125,44 +125,42 @@ class Compared(NamedTuple):
 
 
 def checks(
-    source: Checkpoint, target: Checkpoint | None, pairs: Iterable[tuple[str, str]], cast: Callable[[DType], DType]
+    source: Checkpoint, target: Checkpoint, pairs: Iterable[tuple[str, str]], cast: Callable[[DType], DType]
 ) -> list[Check]:
     """Return what is to be compared of some tensors.
 
     Args:
         source: has the references.
-        target: held against them; None to compare the source's own replicas only.
+        target: held against them.
         pairs: source name and target name of each tensor, which both have with the same shape.
         cast: the dtype that a conversion makes of another.
     """
     known: dict[tuple[Shape, int, int], Check] = {}
     found = []
     for source_name, name in pairs:
-        tensor, other = source.tensors[source_name], target.tensors[name] if target else None
+        tensor, other = source.tensors[source_name], target.tensors[name]
         names = (name, source_name, tensor.spec.dtype, cast(tensor.spec.dtype))
-        key = (tensor.spec.shape, id(tensor.shards), id(other.shards) if other else 0)
-        is_alike = not (_in_several_stages(source, tensor) or (target and other and _in_several_stages(target, other)))
-        alike = known.get(key) if is_alike and not tensor.varies else None
-        if alike is None:
-            check = _check(source, tensor, target, other, names)
-            if is_alike and not tensor.varies:
-                known[key] = check
-        else:  # tensors alike have one recipe, and one list of copies
-            check = Check(*names, alike.shape, alike.recipe, alike.holders, alike.copies)
-        found.append(check)
+        key = (tensor.spec.shape, id(tensor.shards), id(other.shards))
+        if tensor.varies or _in_several_stages(source, tensor) or _in_several_stages(target, other):
+            found.append(_check(source, tensor, target, other, names))
+            continue
+        if key not in known:  # tensors alike have one recipe, and one list of copies
+            known[key] = _check(source, tensor, target, other, names)
+        alike = known[key]
+        found.append(Check(*names, alike.shape, alike.recipe, alike.holders, alike.copies))
     return found
 
 
 def _check(
     source: Checkpoint,
     tensor: Tensor,
-    target: Checkpoint | None,
-    other: Tensor | None,
+    target: Checkpoint,
+    other: Tensor,
     names: tuple[str, str, DType, DType],
 ) -> Check:
     shape = tensor.spec.shape
     references = [shard for shard in tensor.shards if shard.holders]
-    own_values = tensor.varies and (other is None or not other.listed)
+    own_values = tensor.varies and not other.listed
     copies: dict[Block, list[Copy]] = {}
     if not tensor.varies:
         first = {shard.block: shard.holders[0] for shard in references}
@@ -170,12 +168,9 @@ def _check(
             some = [Copy("source", number) for number in shard.holders if number != first.get(shard.block)]
             if some:
                 copies.setdefault(shard.block, []).extend(some)
-    if target is not None and other is not None:
-        for shard in _every_shard(target, other):
+    for shard in _every_shard(target, other):
+        if shard.holders:
             copies.setdefault(shard.block, []).extend(Copy("target", number) for number in shard.holders)
-    else:  # only what has replicas need be read
-        references = [shard for shard in references if any(shard.block & block for block in copies)]
-    copies = {block: some for block, some in copies.items() if some}
     recipe = Recipe.of(shape, [shard.block for shard in references], list(copies))
     holders = references[0].holders if own_values else tuple(shard.holders[0] for shard in references)
     return Check(*names, shape, recipe, holders, tuple(map(tuple, copies.values())), own_values)
@@ -254,8 +249,8 @@ def shared_out(
 class Comparer:
     """Compares runs of rows. Safe to use from several threads, each of which has buffers of its own."""
 
-    def __init__(self, source: Checkpoint, target: Checkpoint | None, some: Sequence[Check], band_bytes: int) -> None:
-        self.sides = {"source": source, "target": target or source}
+    def __init__(self, source: Checkpoint, target: Checkpoint, some: Sequence[Check], band_bytes: int) -> None:
+        self.sides = {"source": source, "target": target}
         self.stores = {side: store_of(checkpoint.cipher) for side, checkpoint in self.sides.items()}
         self.checks = some
         self.band_bytes = band_bytes

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
@@ -153,11 +154,10 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     faults = Faults(f"manifest {os.fspath(path)}")
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            faults.add("$", f"has {names({key for key in found if keys.count(key) > 1}, most=3)} twice in one object")
-        return found
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if twice:
+            faults.add("$", f"has {names(twice, most=3)} twice in one object")
+        return dict(pairs)
 
     try:
         if Path(path).stat().st_size > _LARGEST:
@@ -169,7 +169,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise SourceError(f"manifest {path}: is not JSON: {error}") from None
     if not isinstance(content, dict) or _VERSION_KEY not in content:
         raise SourceError(f"manifest {path}: is none; expected a JSON object with the key {_VERSION_KEY!r}")
-    if content[_VERSION_KEY] != VERSION:
+    if type(content[_VERSION_KEY]) is not int or content[_VERSION_KEY] != VERSION:
         raise SourceError(
             f"manifest {path}: is of version {content[_VERSION_KEY]!r:.40}; known is {VERSION}: use a newer reshard"
         )

@@ -1,0 +1,247 @@
+"""Manifests: made by reading, checked without a strategy, refused where they lie or lead astray."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import numbers, write_file, write_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from test_verify import AFTER, BEFORE, FULL, flip, rank_file, sides  # noqa: F401 -- a fixture
+
+import reshard
+from reshard import Layout, Manifest, Strategy, manifest_files
+from reshard.checksum import combine_ranges, crc32c
+from reshard.dtypes import BFLOAT16, BY_NAME
+from reshard.errors import SourceError, TargetError, UsageError
+from reshard.manifest import FileSums, read_manifest, write_manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Sides = tuple["Path", "Path"]
+
+
+@pytest.fixture
+def made(sides: Sides) -> Manifest:  # noqa: F811
+    return reshard.make_manifest(sides[1])
+
+
+def test_a_manifest_has_sizes_and_sums(sides: Sides, made: Manifest) -> None:  # noqa: F811
+    _, target = sides
+    assert list(made.files) == [f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in range(6)]
+    for rank in range(6):
+        file = made.files[f"rank_{rank}/checkpoint_{rank}.safetensors"]
+        assert file.nbytes == rank_file(target, rank).stat().st_size
+        assert set(file.tensors) == {*FULL, "step", "note"}
+        block = FULL["c"][4 * rank : 4 * rank + 4]
+        assert file.tensors["c"] == (BY_NAME["float32"], (4, 8), crc32c(block.tobytes()))
+        assert file.tensors["note"] == (BY_NAME["str"], (), crc32c(b"hello"))
+
+
+def test_the_sums_do_not_depend_on_format_threads_or_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for format in ("ckpt", "safetensors"):
+        for threads, nbytes in ((1, 64 << 20), (3, 100)):
+            monkeypatch.setattr(manifest_files, "TASK_BYTES", nbytes)
+            monkeypatch.setattr(manifest_files, "BAND_BYTES", nbytes // 2 - 13)
+            path = write_file(tmp_path / f"a.{format}", {**FULL, "note": "größe", "none": np.zeros(0)}, format)
+            found.append(reshard.make_manifest(path, threads=threads).files[path.name].tensors)
+    assert all(a == b for a, b in pairwise(found))
+    assert found[0]["w"].crc32c == crc32c(FULL["w"].tobytes())
+    assert found[0]["none"].crc32c == 0
+
+
+def test_there_and_back(tmp_path: Path, made: Manifest) -> None:
+    write_manifest(made, tmp_path / "m.json")
+    assert read_manifest(tmp_path / "m.json") == made
+    before = (tmp_path / "m.json").read_bytes()
+    with pytest.raises(TargetError, match="--overwrite"):
+        write_manifest(made, tmp_path / "m.json")
+    write_manifest(made, tmp_path / "m.json", overwrite=True)
+    assert (tmp_path / "m.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.glob("m.json*")) == ["m.json"]
+
+
+def test_built_from_the_ranges_that_a_run_wrote() -> None:
+    content = bytes(range(100))
+    ranges = [(60, 40, crc32c(content[60:])), (0, 60, crc32c(content[:60]))]
+    one = Manifest.of({"a.ckpt": {"w": (BFLOAT16, (5, 10), combine_ranges(ranges))}}, {"a.ckpt": 130})
+    assert one.files["a.ckpt"] == FileSums(130, {"w": (BFLOAT16, (5, 10), crc32c(content))})  # type: ignore[dict-item]
+    for wrong in (ranges[:1], [*ranges, ranges[0]]):
+        with pytest.raises(ValueError, match="begins at byte 60"):
+            combine_ranges(wrong)
+
+
+def test_unharmed_files_pass_wherever_they_are(sides: Sides, made: Manifest) -> None:  # noqa: F811
+    moved = sides[1].rename(sides[1].parent / "elsewhere")
+    found = reshard.verify(moved, manifest=made)
+    assert found.equal
+    assert (found.files, found.tensors, found.copies) == (6, 5, 30)
+    assert found.bytes_read == FULL["w"].nbytes * 3 + FULL["b"].nbytes + FULL["c"].nbytes + 6 * 4
+    assert not found.notices
+
+
+@pytest.mark.parametrize("name", [*FULL, "step"])
+def test_one_flipped_bit_of_contents(sides: Sides, made: Manifest, name: str) -> None:  # noqa: F811
+    flip(rank_file(sides[1], 3), name, 0, bit=31)
+    (one,) = reshard.verify(sides[1], manifest=made).differences
+    assert (one.kind, one.name, one.path) == ("checksum", name, "rank_3/checkpoint_3.safetensors")
+
+
+@given(data=st.data())
+def test_any_flipped_bit_of_a_file_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """In the header too, but for what is neither name, dtype, shape nor place: notes and spaces."""
+    format = data.draw(st.sampled_from(["ckpt", "safetensors"]))
+    path = write_file(tmp_path_factory.mktemp("one") / f"a.{format}", numbers({"w": (5, 3), "v": (4,)}), format)
+    made = reshard.make_manifest(path)
+    content = bytearray(path.read_bytes())
+    begin = content.index(b'"w"') if format == "safetensors" else 0
+    spaces = {i for i, byte in enumerate(content) if byte == ord(" ") and i < content.index(b"}}")} if begin else set()
+    place = data.draw(st.sampled_from([i for i in range(begin, len(content)) if i not in spaces]))
+    content[place] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    assert not reshard.verify(path, manifest=made).equal
+
+
+def test_what_is_wrong_is_told_of_each_file(sides: Sides, made: Manifest) -> None:  # noqa: F811
+    _, target = sides
+    rank_file(target, 0).unlink()
+    with rank_file(target, 1).open("ab") as file:
+        file.write(b"\0")
+    rank_file(target, 2).write_bytes(bytes(rank_file(target, 2).stat().st_size))
+    other = {name: array[::-1].copy() if name == "w" else array for name, array in FULL.items()}
+    write_ranks(target.parent / "other", {**other, "v": FULL["c"]}, AFTER, also={"step": np.array(7, np.int32)})
+    outside = target.parent / "outside"
+    rank_file(target, 4).rename(outside)
+    (target / "rank_4" / "checkpoint_4.safetensors").symlink_to(outside)
+    write_file(target / "rank_9" / "late.ckpt", FULL, "ckpt")
+    found = reshard.verify(target, manifest=made)
+    told = {str(one.path)[:6]: (one.kind, one.told.split(";")[0]) for one in found.differences}
+    assert told == {
+        "rank_0": ("file", "is not there"),
+        "rank_1": ("size", f"has {rank_file(target, 1).stat().st_size} bytes"),
+        "rank_2": ("file", told["rank_2"][1]),
+        "rank_4": ("file", "leads out of the directory, and is not followed"),
+    }
+    assert "no known checkpoint format" in told["rank_2"][1]
+    assert found.notices == ("rank_9/late.ckpt: not in the manifest, and not checked",)
+
+
+def test_headers_that_say_something_else(tmp_path: Path) -> None:
+    def sums(**tensors: Any) -> tuple[Path, Manifest]:
+        path = write_file(tmp_path / "a.safetensors", tensors)
+        return path, reshard.make_manifest(path)
+
+    zeros = np.zeros((2, 4), np.float32)
+    _, before = sums(w=zeros, v=zeros, u=zeros)
+    path, after = sums(w=zeros.reshape(4, 2), v=zeros.view(np.int32), x=zeros)
+    (one,) = before.files.values()
+    same_size = Manifest({path.name: FileSums(after.files[path.name].nbytes, one.tensors)})
+    found = {(one.kind, one.name) for one in reshard.verify(path, manifest=same_size).differences}
+    assert found == {("shape", "w"), ("dtype", "v"), ("missing", "u"), ("extra", "x")}
+
+
+def test_some_of_the_files_only(sides: Sides, made: Manifest) -> None:  # noqa: F811
+    for rank in (0, 2, 5):
+        rank_file(sides[1], rank).unlink()
+    assert len(reshard.verify(sides[1], manifest=made).differences) == 3
+    found = reshard.verify(sides[1], manifest=made, partial=True)
+    assert found.equal
+    assert found.files == 3
+    assert found.notices == ("3 of the 6 files of the manifest are not here",)
+
+
+@pytest.mark.parametrize("style", [reshard.MindSporeSet, reshard.HuggingFaceSet])
+def test_the_index_of_a_set_is_summed_whole(sides: Sides, tmp_path: Path, style: Any) -> None:  # noqa: F811
+    source = reshard.open(sides[0], strategy=BEFORE)
+    reshard.plan(source, files=style(4000), format="safetensors").run(tmp_path / "set", fsync=False)
+    made = reshard.make_manifest(tmp_path / "set")
+    assert reshard.verify(tmp_path / "set", manifest=made).equal
+    (index,) = (tmp_path / "set").glob("*.json")
+    assert made.files[index.name] == FileSums(index.stat().st_size, {}, crc32c(index.read_bytes()))
+    index.write_bytes(index.read_bytes().replace(b'"w"', b'"v"'))
+    (one,) = reshard.verify(tmp_path / "set", manifest=made).differences
+    assert (one.kind, one.name, one.path) == ("checksum", None, index.name)
+
+
+PART = ["float32", [2], "00000000"]
+FILE = {"nbytes": 8, "tensors": {"w": PART}}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is not JSON"),
+        (b"\xff{}", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "expected a JSON object with the key 'reshard_manifest'"),
+        (b'{"files": {}}', "expected a JSON object with the key"),
+        (b'{"reshard_manifest": 2, "files": {}}', "is of version 2; known is 1"),
+        (b'{"reshard_manifest": true, "files": 1}', "is of version True; known is 1"),
+        (b'{"reshard_manifest": 1, "files": []}', "with an object of paths"),
+        (b'{"reshard_manifest": 1, "files": {}, "more": 1}', "and no other"),
+        (b'{"reshard_manifest": 1, "files": {"a": {"nbytes": 1, "nbytes": 2}}}', "has nbytes twice"),
+    ],
+)
+def test_what_is_no_manifest(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_bytes(content)
+    with pytest.raises(SourceError, match=told) as caught:
+        read_manifest(path)
+    assert caught.value.exit_code == 4
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "path", ["../a", "/etc/passwd", "a/../../b", "", ".", "a//b", "a/", "./a", "a\nb", "a\x00", "..", "a/./b"]
+)
+def test_paths_stay_below_the_directory(tmp_path: Path, path: str) -> None:
+    (tmp_path / "m.json").write_text(json.dumps({"reshard_manifest": 1, "files": {path: FILE}}))
+    with pytest.raises(SourceError, match="is no path below a directory"):
+        read_manifest(tmp_path / "m.json")
+    with pytest.raises(SourceError, match="is no path below a directory"):
+        Manifest({path: FileSums(8)})
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        None, [], {}, {"nbytes": 8}, {"nbytes": -1, "tensors": {}}, {"nbytes": True, "tensors": {}},
+        {"nbytes": 1e3, "tensors": {}}, {"nbytes": 1 << 63, "tensors": {}}, {"nbytes": 8, "tensors": []},
+        {"nbytes": 8, "crc32c": "1"}, {"nbytes": 8, "crc32c": "ABCDEF00"}, {"nbytes": 8, "crc32c": 7},
+        {**FILE, "crc32c": "00000000"}, {**FILE, "more": 1},
+        *({"nbytes": 8, "tensors": {"w": part}} for part in (
+            None, {}, PART[:2], [*PART, 1], ["float33", [2], "00000000"], ["float32", [-2], "00000000"],
+            ["float32", 2, "00000000"], ["float32", [2.0], "00000000"], ["float32", [True], "00000000"],
+            ["float32", [2], "0000000g"], ["float32", [2], "000000000"], ["float32", [1] * 65, "00000000"],
+            ["float32", [1 << 62], "00000000"], [["float32"], [2], "00000000"],
+        )),
+    ],
+)  # fmt: skip
+def test_files_and_parts_that_are_none(tmp_path: Path, file: object) -> None:
+    (tmp_path / "m.json").write_text(json.dumps({"reshard_manifest": 1, "files": {"a": file, "b": FILE}}))
+    with pytest.raises(SourceError, match=r"\$\.files\['a'\]"):
+        read_manifest(tmp_path / "m.json")
+
+
+def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="cannot be read: No such file"):
+        read_manifest(tmp_path / "m.json")
+
+
+def test_a_checkpoint_is_no_directory_of_files(sides: Sides, made: Manifest) -> None:  # noqa: F811
+    with pytest.raises(UsageError, match="name the directory"):
+        reshard.verify(reshard.open(sides[1], strategy=AFTER), manifest=made)
+
+
+def test_strategies_are_not_needed(tmp_path: Path) -> None:
+    strategy = Strategy.of({"w": Layout.of([4], [0])})
+    write_ranks(tmp_path / "a", numbers({"w": (8,)}), strategy, "ckpt", name="net")
+    made = reshard.make_manifest(tmp_path / "a", rank_pattern="rank_{rank}/net*", suffix=".ckpt")
+    assert list(made.files) == [f"rank_{rank}/net.ckpt" for rank in range(4)]
+    assert repr(made).startswith("<Manifest: 4 files, ")
