@@ -7,19 +7,27 @@ only blocks and byte ranges.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import UsageError, names
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from reshard.block import Block, Shape
     from reshard.cipher import Cipher
     from reshard.dtypes import DType
+    from reshard.groups import Groups
+    from reshard.show.picture import Picture
     from reshard.strategy import Strategy
+
+_NUMBER = re.compile("[0-9]+")
 
 Runs = tuple[tuple[int, int], ...]
 """Byte ranges of a file that hold one block in row-major order: (offset, number of bytes), one after the other."""
@@ -163,6 +171,7 @@ class Checkpoint(Mapping[str, Any]):
         unreadable: names in the files that cannot be converted, with the reason.
         cipher: decrypts the files; None where they are plain.
         partial: it was opened though the files of some ranks may not be there.
+        left_out: names in the files that `sel` did not choose.
     """
 
     root: str
@@ -175,6 +184,7 @@ class Checkpoint(Mapping[str, Any]):
     unreadable: Mapping[str, str] = field(default_factory=dict)
     cipher: Cipher | None = None
     partial: bool = False
+    left_out: frozenset[str] = frozenset()
 
     @property
     def format(self) -> str | None:
@@ -191,13 +201,61 @@ class Checkpoint(Mapping[str, Any]):
         """Return a tensor's part in a file, by the file's number."""
         return self.files[holder].index.entries[name]
 
-    def __getitem__(self, name: str) -> Any:
-        """Return a tensor as a lazy dask array, one chunk a source shard."""
-        from reshard.arrays import tensor_array  # upward: a convenience, see DESIGN section 6
+    def sel(self, *patterns: str) -> Checkpoint:
+        """Return the checkpoint of some tensors only; nothing is read.
 
+        What it leaves out, a plan leaves out too, and does not miss.
+
+        Args:
+            patterns: names of tensors, or globs; every one must match.
+
+        Raises:
+            UsageError: a pattern matches no tensor; the patterns that come nearest are told.
+        """
+        every = {**self.tensors, **self.unreadable}
+        chosen: set[str] = set()
+        for pattern in patterns:
+            some = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
+            if not some:
+                alike = _nearest(pattern, every)
+                raise UsageError(f"{self.root}: no tensor matches {pattern!r}; nearest are {names(map(repr, alike))}")
+            chosen.update(some)
+        return replace(
+            self,
+            tensors={name: tensor for name, tensor in self.tensors.items() if name in chosen},
+            unreadable={name: reason for name, reason in self.unreadable.items() if name in chosen},
+            left_out=self.left_out | (every.keys() - chosen),
+        )
+
+    def groups(self, by: str = "name") -> Groups:
+        """Return how many tensors there are, how large and of which dtypes: by name, folded; `prefix`; or `dtype`."""
+        from reshard.groups import groups  # upward: a convenience, see DESIGN section 6
+
+        return groups(self, by)
+
+    def picture(self, name: str, target: Strategy | None = None) -> Picture:
+        """Draw which rank holds which block of a tensor, and beside it how another strategy cuts it.
+
+        Raises:
+            KeyError: there is no such tensor.
+            UsageError: the target strategy does not name it.
+            LayoutError: the target strategy does not fit its shape.
+        """
+        from reshard.show.blocks import checkpoint_picture  # upward, as above
+
+        self._require(name)
+        return checkpoint_picture(self, name, target)
+
+    def _require(self, name: str) -> None:
         if name not in self.tensors:
             alike = get_close_matches(name, self.tensors, n=3)
             raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a tensor as a lazy dask array, one chunk a source shard."""
+        from reshard.arrays import tensor_array  # upward, as above
+
+        self._require(name)
         return tensor_array(self, name)
 
     def __iter__(self) -> Iterator[str]:
@@ -212,6 +270,21 @@ class Checkpoint(Mapping[str, Any]):
     def __repr__(self) -> str:
         count = len(self.tensors)
         return (
-            f"<Checkpoint {self.root}: {count} tensor{'s' * (count != 1)}, "
+            f"<Checkpoint {names([self.root])}: {count} tensor{'s' * (count != 1)}, "
             f"{self.nbytes} bytes in {len(self.files)} file{'s' * (len(self.files) != 1)}>"
         )
+
+    def _repr_html_(self) -> str:
+        from reshard.show.notebook import checkpoint_html  # upward, as above
+
+        return checkpoint_html(self)
+
+
+def _nearest(pattern: str, every: Iterable[str]) -> list[str]:
+    """Return the names most like a pattern, as patterns: stars stand for numbers.
+
+    >>> _nearest("layer.*.wq", ["layers.0.wq", "layers.1.wq", "layers.0.wk", "norm"])
+    ['layers.*.wq', 'layers.*.wk']
+    """
+    starred = dict.fromkeys(_NUMBER.sub("*", name) for name in every)
+    return get_close_matches(_NUMBER.sub("*", pattern), starred, n=3, cutoff=0.4)

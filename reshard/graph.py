@@ -7,8 +7,11 @@ worker once. Independent tasks run in reverse key order, so keys are numbered do
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import replace
+from collections import Counter
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dask.base import DaskMethodsMixin, tokenize
@@ -16,7 +19,7 @@ from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
 from reshard.cipher import store_of
-from reshard.errors import TargetError
+from reshard.errors import TargetError, names
 from reshard.move import move_pieces
 from reshard.store import local_store
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard.plan import Plan
+
+_KIND = re.compile("([a-z]+)-[0-9]{6}|check")
 
 FILES_A_TASK = 32
 """The most target files that a task makes or finishes."""
@@ -135,9 +140,25 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             [(move.name, move.source_name, move.holders, move.targets) for move in plan.moves],
         )
         self.key = f"{self._name}-done"
+        self._tasks: dict[str, Any] | None = None
 
     def __dask_graph__(self) -> dict[str, Any]:
         """Return the tasks by key."""
+        if self._tasks is None:
+            self._tasks = self._made()
+        return self._tasks
+
+    @property
+    def dask(self) -> dict[str, Any]:
+        """The tasks by key, as other collections have them."""
+        return self.__dask_graph__()
+
+    def kinds(self) -> dict[str, int]:
+        """Return how many tasks of each kind there are: `create`, `move`, `check`, `sync`, `commit`."""
+        found = (_KIND.fullmatch(key.removeprefix(f"{self._name}-")) for key in self.dask)
+        return dict(Counter(match[1] or match[0] for match in found if match))
+
+    def _made(self) -> dict[str, Any]:
         name, plan, directory = self._name, self.plan, self.directory
         whole = TaskRef(f"{name}-plan")
         graph: dict[str, Any] = {whole.key: DataNode(whole.key, replace(plan, request=None))}
@@ -180,11 +201,30 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         """Return how the computed keys become the result: the receipts."""
         return _first, ()
 
+    def __dask_postpersist__(self) -> tuple[Callable[..., Graph], tuple[()]]:
+        """Return how the persisted task, which has run, becomes a graph again."""
+        return self._ran, ()
+
+    def _ran(self, tasks: dict[str, Any], *, rename: dict[str, str] | None = None) -> Graph:
+        done = copy(self)
+        done.key = (rename or {}).get(self.key, self.key)
+        done._tasks = dict(tasks)  # noqa: SLF001 -- of the same class
+        return done
+
     __dask_optimize__ = None  # the tasks are what they should be
     __dask_scheduler__ = staticmethod(threaded_get)
 
+    def __len__(self) -> int:
+        return len(self.dask)
+
+    def _repr_html_(self) -> str:
+        from reshard.show.notebook import graph_html
+
+        return graph_html(self)
+
     def __repr__(self) -> str:
-        return f"<Graph: {len(self.plan.tasks)} tasks to write {len(self.plan.files)} files below {self.directory}>"
+        tasks, files = len(self.plan.tasks), len(self.plan.files)
+        return f"<Graph: {tasks} tasks to write {files} files below {names([self.directory])}>"
 
 
 def _batches(numbers: Sequence[int]) -> list[tuple[int, ...]]:

@@ -30,6 +30,8 @@ from reshard.errors import LayoutError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.show.picture import Picture
+
 Axes = tuple[int, ...]
 
 MOST_DEVICES = 1 << 20
@@ -249,6 +251,25 @@ class Layout:
             LayoutError: a size does not divide, or the layout interleaves rows (`field`).
         """
         return grid(shape, ((self, 0),))
+
+    def picture(self, shape: Shape | None = None, target: Layout | None = None) -> Picture:
+        """Draw which rank of the stage holds which block, and beside it the same for another layout.
+
+        Args:
+            shape: the whole tensor's; by default the least that the layouts divide, in units of blocks.
+            target: the layout to be drawn beside it.
+
+        Raises:
+            LayoutError: the shape does not divide, or the layouts have different numbers of dimensions.
+        """
+        from reshard.show.blocks import layout_picture  # upward: a convenience, see DESIGN section 6
+
+        return layout_picture(self, shape, target)
+
+    def _repr_html_(self) -> str:
+        from reshard.show.notebook import layout_html  # upward, as above
+
+        return layout_html(self)
 
     def __str__(self) -> str:
         """Write the layout on one line.

@@ -8,6 +8,7 @@ layouts of target files with equal contents.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from reshard.block import Block
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from reshard.formats import FileLayout
     from reshard.graph import Graph
     from reshard.run import Progress, Report
+    from reshard.show.picture import Picture
     from reshard.strategy import Strategy
     from reshard.target_files import TargetFiles
 
@@ -224,6 +226,22 @@ class Plan:
 
         return Graph(self, str(directory), fsync=fsync)
 
+    def picture(self, name: str | None = None) -> Picture:
+        """Draw what is moved: source files, tensors and target files, or blocks and row bands of one tensor.
+
+        Args:
+            name: the tensor, by its name in the target or the source; all by default.
+
+        Raises:
+            UsageError: the plan does not move such a tensor.
+        """
+        from reshard.show.flow import plan_picture  # upward, as above
+
+        if name is not None and not any(name in {move.name, move.source_name} for move in self.moves):
+            alike = get_close_matches(name, (move.name for move in self.moves), n=3)
+            raise UsageError(f"the plan moves no tensor {name!r}{f'; did you mean {names(alike)}?' if alike else ''}")
+        return plan_picture(self, name)
+
     def run(
         self,
         directory: str | os.PathLike[str],
@@ -256,6 +274,10 @@ class Plan:
         from reshard.plan_file import save  # upward, as above
 
         save(self, path)
+
+    def _repr_html_(self) -> str:
+        from reshard.show.notebook import plan_html  # upward, as above
+        return plan_html(self)
 
     def __repr__(self) -> str:
         stats = self.stats

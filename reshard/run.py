@@ -76,9 +76,14 @@ class Report:
 
     def __repr__(self) -> str:
         return (
-            f"<Report: {len(self.files)} files in {self.directory}, {self.bytes_read} bytes read, "
+            f"<Report: {len(self.files)} files in {names([self.directory])}, {self.bytes_read} bytes read, "
             f"{self.bytes_written} written, {self.seconds:.2f} s>"
         )
+
+    def _repr_html_(self) -> str:
+        from reshard.show.notebook import report_html
+
+        return report_html(self)
 
 
 def run(

@@ -218,9 +218,10 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
                 faults.add(f"tensor {name!r}", f"{reason}; to leave it out give --drop '{name}'")
     if target is not None:
         rename = _Renaming(wishes.names, set(source.tensors))
-        had = {*renamed.values(), *(rename(name) for name in source.tensors if name not in chosen)}
+        unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
+        had = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:
-        had = set(source.tensors)
+        had = {*source.tensors, *source.left_out}
     expected = wanted if target else strategy.tensors if strategy else {}
     absent = [name for name in expected if name not in had and _may_be_asked_for(name, wishes, states)]
     missing = _missing(source, absent, states, wishes, faults)

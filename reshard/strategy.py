@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from reshard.block import Shape
     from reshard.operators import OperatorStrategy
     from reshard.rules import Options, Rule
+    from reshard.show.picture import Picture
 
 
 MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
@@ -263,6 +264,27 @@ class Strategy:
             stages = self.stages_of(name) or tuple(self.stages)
             tensors[name] = tuple(Placed(stage, layout) for stage in stages)
         return replace(self, tensors=tensors)
+
+    def picture(self, name: str, shape: Shape | None = None, target: Strategy | None = None) -> Picture:
+        """Draw which rank holds which block of a tensor, and beside it the same for another strategy.
+
+        Args:
+            name: a tensor that the strategies name.
+            shape: the whole tensor's; by default what the strategy says, else the least that the layouts divide.
+            target: the strategy to be drawn beside it.
+
+        Raises:
+            UsageError: a strategy does not name the tensor.
+            LayoutError: the shape does not divide.
+        """
+        from reshard.show.blocks import strategy_picture  # upward: a convenience, see DESIGN section 6
+
+        return strategy_picture(self, name, shape, target)
+
+    def _repr_html_(self) -> str:
+        from reshard.show.notebook import strategy_html  # upward, as above
+
+        return strategy_html(self)
 
     def __repr__(self) -> str:
         """Describe the strategy on one line.

@@ -33,8 +33,16 @@ LAYERS = [
     {"verification"},
     {"cli_words"},
     {"cli_options", "terminal"},
+    {"show.notebook"},
     {"report"},
-    {"run", "show", "convert", "plan_file"},
+    {"run", "show", "convert", "plan_file", "groups"},
+    {"show.blocks", "show.flow"},
+    {"show.picture"},
+    {"show.markup", "show.plans"},
+    {"show.checkpoints"},
+    {"show.strategies"},
+    {"show.words"},
+    {"show.folding"},
     {"graph", "arrays"},
     {"source", "move", "compare", "matching", "manifest_files", "structure"},
     {"contents", "fingerprint"},
@@ -54,10 +62,14 @@ LAYERS = [
     {"errors", "schema"},
 ]
 
-# One-line conveniences that look upward: `checkpoint["w"]`, `plan.rank`, `plan.graph`, `plan.run`, the registry of
-# formats; and names for type checkers only do not count.
+# One-line conveniences that look upward: `checkpoint["w"]`, `plan.rank`, `plan.graph`, `plan.run`, `_repr_html_`,
+# `picture`, the registry of formats; and names for type checkers only do not count.
 UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("plan", "run"), ("plan", "planner"),
           ("plan", "plan_file"),
+          ("checkpoint", "groups"), ("checkpoint", "show.blocks"), ("layout", "show.blocks"),
+          ("strategy", "show.blocks"), ("plan", "show.flow"), ("checkpoint", "show.notebook"),
+          ("layout", "show.notebook"), ("strategy", "show.notebook"), ("plan", "show.notebook"),
+          ("groups", "show.notebook"), ("run", "show.notebook"), ("graph", "show.notebook"),
           ("strategy", "rules"), ("formats", "formats.ckpt"),
           ("formats", "formats.safetensors")}  # fmt: skip
 
