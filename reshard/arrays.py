@@ -1,8 +1,8 @@
 """Lazy dask arrays of a checkpoint's tensors, and of the blocks of them that a plan's ranks will hold.
 
 1. A tensor becomes one dask array; its chunks are its source shards.
-2. dask pushes slices, steps and integers down to the object beneath, which turns them into ranges of each
-   shard.
+2. A slice of it stands for its own part of the files; dask pushes steps, and what is left, down to the object beneath,
+   which turns them into ranges of each shard.
 3. Of each shard only the byte ranges asked for are read. Gaps of up to 64 KiB between them are read through,
    because one longer read costs less than two; at most 8 MiB are held beside the result.
 4. Arrays of low-precision floats are `TensorArray`s, whose sums and means are right.
@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from inspect import signature
 from itertools import pairwise
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from reshard.block import Shape
-    from reshard.checkpoint import Checkpoint, Runs, Shard
+    from reshard.checkpoint import Checkpoint, Runs
     from reshard.plan import Held
 
 _GAP = 64 << 10
@@ -86,15 +86,22 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, holder: int | None = None
         [(file.path, file.nbytes, file.mtime_ns) for file in files],
         [(piece.block.start, piece.block.stop, piece.runs) for piece in pieces],
     )
-    return guard(
-        da.from_array(
-            _Stored(name, spec.dtype, spec.shape, pieces),
-            chunks=_chunks(spec.shape, tensor.shards),
-            name=f"{name}-{token}",
-            asarray=False,
-            meta=np.empty((0,) * len(spec.shape), spec.dtype.numpy()),
-        )
+    return _from_files(_Stored(name, spec.dtype, spec.shape, pieces), f"{name}-{token}")
+
+
+def _from_files(stored: _Stored, name: str) -> da.Array:
+    """Return what is in files as a dask array with this name, one chunk a piece of it."""
+    array = da.from_array(
+        stored,
+        chunks=_chunks(stored.shape, [piece.block for piece in stored.pieces]),
+        name=name,
+        asarray=False,
+        meta=np.empty((0,) * stored.ndim, stored.dtype),
     )
+    kind = _LowInFiles if stored.dtype in LOW_PRECISION else _InFiles
+    found = kind(array.dask, array.name, array.chunks, meta=array._meta)  # noqa: SLF001 -- as dask rebuilds it
+    found.stored = stored
+    return found
 
 
 def _text_array(name: str, text: str) -> da.Array:
@@ -143,11 +150,10 @@ class RankArrays(Mapping[str, da.Array]):
         return f"<RankArrays of {names([self.checkpoint.root])}: {len(self)} tensor{'s' * (len(self) != 1)}>"
 
 
-def _chunks(shape: Shape, shards: Sequence[Shard]) -> tuple[tuple[int, ...], ...]:
-    """Return the chunk sizes along each dimension: every edge of a shard is an edge of chunks."""
-    blocks = [shard.block for shard in shards]
+def _chunks(shape: Shape, blocks: Sequence[Block]) -> tuple[tuple[int, ...], ...]:
+    """Return the chunk sizes along each dimension: every edge of a block is an edge of chunks."""
     edges = (
-        sorted({0, extent, *(block.start[dim] for block in blocks), *(block.stop[dim] for block in blocks)})
+        sorted({0, extent, *(min(max(edge, 0), extent) for b in blocks for edge in (b.start[dim], b.stop[dim]))})
         for dim, extent in enumerate(shape)
     )
     return tuple(tuple(b - a for a, b in pairwise(of_dim)) or (0,) for of_dim in edges)
@@ -218,6 +224,21 @@ class _Stored:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    def part(self, box: Block) -> _Stored:
+        """Return a part of the tensor as one of its own; blocks that begin before it keep where their bytes are."""
+        moved = [
+            replace(
+                piece,
+                block=Block(
+                    tuple(a - o for a, o in zip(piece.block.start, box.start, strict=True)),
+                    tuple(b - o for b, o in zip(piece.block.stop, box.start, strict=True)),
+                ),
+            )
+            for piece in self.pieces
+            if piece.block & box is not None
+        ]
+        return replace(self, shape=box.shape, pieces=tuple(moved))
 
     def __getitem__(self, index: object) -> np.ndarray[Any, Any]:
         given = list(index) if isinstance(index, tuple) else [index]
@@ -342,6 +363,55 @@ class TensorArray(da.Array):  # type: ignore[misc]  # dask is untyped to mypy
         if numpy_ufunc.signature is not None:  # matmul, vecdot: they sum
             inputs = _widened(inputs)
         return guard(super().__array_ufunc__(numpy_ufunc, method, *inputs, **kwargs))
+
+
+class _InFiles(da.Array):  # type: ignore[misc]
+    """A whole tensor, or a box of one, as it is in files.
+
+    dask (2026.8) pushes a slice down to the reads only while a single task uses it: of `x = w[:4]; x - x.mean()`, or of
+    the difference of two slices with other chunks, it reads whole chunks. So a slice is taken here, before dask
+    sees it. Whatever is computed from this array is a plain dask array, or a `TensorArray`.
+    """
+
+    stored: _Stored | None = None
+
+    def __getitem__(self, index: Any) -> da.Array:
+        box = _box(self.shape, index)
+        if self.stored is None or box is None or not 0 < box.size < self.size:
+            return super().__getitem__(index)
+        part = _from_files(self.stored.part(box), f"{self.stored.name}-{tokenize(self.name, box.start, box.stop)}")
+        given = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(item, Integral) for item in given):
+            return part
+        return part[tuple(0 if isinstance(item, Integral) else ... if item is ... else slice(None) for item in given)]
+
+
+class _LowInFiles(_InFiles, TensorArray):
+    """The same of a low-precision float dtype."""
+
+
+def _box(shape: Shape, index: Any) -> Block | None:
+    """Return the box that integers and slices without steps pick; None for any other index.
+
+    >>> str(_box((8, 6), (slice(2, 4), -1))), str(_box((8, 6), (..., slice(3)))), _box((8,), slice(None, None, 2))
+    ('[2:4, 5:6]', '[0:8, 0:3]', None)
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    if sum(item is ... for item in given) > 1 or len(given) - any(item is ... for item in given) > len(shape):
+        return None
+    place = next((n for n, item in enumerate(given) if item is ...), len(given))
+    given[place : place + 1] = [slice(None)] * (len(shape) - len(given) + (place < len(given)))
+    spans = []
+    for extent, item in zip(shape, given, strict=True):
+        if isinstance(item, slice) and item.step in {None, 1}:
+            start, stop, _ = item.indices(extent)
+        elif isinstance(item, Integral) and not isinstance(item, bool) and -extent <= item < extent:
+            start = int(item) % extent
+            stop = start + 1
+        else:
+            return None
+        spans.append((start, max(start, stop)))
+    return Block(tuple(a for a, _ in spans), tuple(b for _, b in spans))
 
 
 class _Blocks(BlockView):  # type: ignore[misc]

@@ -217,8 +217,8 @@ class Checkpoint(Mapping[str, Any]):
         for pattern in patterns:
             some = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
             if not some:
-                alike = _nearest(pattern, every)
-                raise UsageError(f"{self.root}: no tensor matches {pattern!r}; nearest are {names(map(repr, alike))}")
+                alike = names(map(repr, _nearest(pattern, every)))
+                raise UsageError(f"{self.root}: no tensor matches {pattern!r}{f'; nearest are {alike}' * bool(alike)}")
             chosen.update(some)
         return replace(
             self,

@@ -105,7 +105,7 @@ def test_chunks_are_the_source_shards(tmp_path: Path) -> None:
     checkpoint = stored(tmp_path, values, grid((6, 4), [[3], [1]]), "float32")
     lazy = checkpoint["w"]
     assert lazy.chunks == ((3, 3), (1, 3))
-    assert type(lazy) is da.Array
+    assert isinstance(lazy, da.Array)
     assert np.array_equal(lazy.compute(), values)
     assert repr(lazy) == "dask.array<w, shape=(6, 4), dtype=float32, chunksize=(3, 3), chunktype=numpy.ndarray>"
 
@@ -367,7 +367,7 @@ KEEPS_ITS_KIND = {
 def test_the_guard_survives(low: tuple[TensorArray, np.ndarray[Any, Any]], what: str) -> None:
     lazy, _ = low
     result = KEEPS_ITS_KIND[what](lazy)
-    assert type(result) is TensorArray
+    assert isinstance(result, TensorArray)
     value = result.compute(scheduler="sync")
     assert isinstance(value, np.generic) or type(value) is np.ndarray
     assert value.dtype == result.dtype
