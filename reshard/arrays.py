@@ -405,7 +405,7 @@ def _box(shape: Shape, index: Any) -> Block | None:
     for extent, item in zip(shape, given, strict=True):
         if isinstance(item, slice) and item.step in {None, 1}:
             start, stop, _ = item.indices(extent)
-        elif isinstance(item, Integral) and not isinstance(item, bool) and -extent <= item < extent:
+        elif isinstance(item, Integral) and not isinstance(item, bool) and -extent <= int(item) < extent:
             start = int(item) % extent
             stop = start + 1
         else:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _MOST_CELLS = 576
 """The most rectangles of a side; finer grids are drawn coarser."""
 
+_LEAST = 4.0
+"""The least distance of two cuts, in pixels; finer grids are drawn coarser."""
+
 _MOST_PANELS = 12
 _MOST_SIDES = 8
 _LONG, _SHORT = 220.0, 84.0
@@ -272,7 +275,7 @@ def _side(
         panels.setdefault(key, []).append(cell)
     shown = sorted(panels)[:_MOST_PANELS]
     drawings = [_panel(frame, key, panels[key], colours, cuts) for key in shown]
-    drawing, width, height = wrapped(drawings, 3 * (frame.width + 60), 14)
+    drawing, width, height = wrapped(drawings, 4 * (frame.width + 50), 14)
     lines = [line for line in (side.title, side.rule, _summary(side)) if line]
     if len(cells) < len(side.blocks):
         most = max(cell.count for cell in cells)
@@ -307,6 +310,9 @@ def _cells(side: Side, frame: _Frame, most: int = _MOST_CELLS) -> list[_Cell]:
     drawn = [axis for axis in (frame.rows, frame.columns) if axis is not None]
     starts = {axis: sorted({block.start[axis] for block in side.blocks}) for axis in drawn}
     step = dict.fromkeys(drawn, 1)
+    for axis, pixels in ((frame.rows, frame.height), (frame.columns, frame.width)):
+        while axis is not None and len(starts[axis]) / step[axis] > pixels / _LEAST:
+            step[axis] *= 2
     while prod(ceil(len(starts[axis]) / step[axis]) for axis in drawn) > most:
         finest = max(drawn, key=lambda axis: len(starts[axis]) / step[axis])
         step[finest] *= 2
@@ -342,7 +348,7 @@ def _panel(
     width, height = frame.width, frame.height
     elements = [_rectangle(frame, cell, colours) for cell in cells]
     for axis, pixels, edges in ((frame.rows, height, cuts[0]), (frame.columns, width, cuts[1])):
-        if axis is not None and pixels / (len(edges) + 1) >= 4:
+        if axis is not None:
             for edge in edges:
                 at = edge * pixels / frame.shape[axis]
                 line = f"M0 {at:.2f}H{width:.6g}" if axis == frame.rows else f"M{at:.2f} 0V{height:.6g}"
@@ -405,9 +411,15 @@ def _label(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]]) -
         choices += [ranges_text(cell.ranks), f"{cell.ranks[0]} +{len(cell.ranks) - 1}", f"{cell.ranks[0]}"]
     told = fitting(choices, x1 - x0 - 4, 10) if y1 - y0 >= 13 else ""
     fill, ink = _colour(cell, colours)
-    around = {"stroke": fill, "stroke_width": 3, "paint_order": "stroke", "stroke_linejoin": "round"}
+    around: dict[str, str | float] = {
+        "fill": ink,
+        "stroke": fill,
+        "stroke_width": 3,
+        "paint_order": "stroke",
+        "stroke_linejoin": "round",
+    }
     x, y = (x0 + x1) / 2, (y0 + y1) / 2 + 3.5
-    return label(x, y, told, anchor="middle", size=10, **{"fill": ink, **around}) if told else Markup("")
+    return label(x, y, told, anchor="middle", size=10, **around) if told else Markup("")
 
 
 def _colour(cell: _Cell, colours: Mapping[int, tuple[str, str]]) -> tuple[str, str]:
@@ -427,9 +439,9 @@ def _ticks(cells: Sequence[_Cell], frame: _Frame, axis: int, pixels: float, apar
 
 
 def _edges(side: Side, frame: _Frame) -> tuple[Sequence[int], Sequence[int]]:
-    """Return where a side is cut along the rows and the columns."""
-    rows, columns = (
-        () if axis is None else sorted({block.start[axis] for block in side.blocks} - {0})
-        for axis in (frame.rows, frame.columns)
-    )
-    return rows, columns
+    """Return where a side is cut along the rows and the columns; nothing where that is too fine to be drawn."""
+    found: list[Sequence[int]] = []
+    for axis, pixels in ((frame.rows, frame.height), (frame.columns, frame.width)):
+        edges = [] if axis is None else sorted({block.start[axis] for block in side.blocks} - {0})
+        found.append(edges if len(edges) < pixels / _LEAST else ())
+    return found[0], found[1]

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 _MOST_ENDS = 16
 _MOST_MIDDLES = 14
-_MOST_SEGMENTS = 4096
+_MOST_MEETINGS = 200_000
+"""The most pairs of a run of rows and a block that are looked at: of a huge grid, only the first rows are drawn."""
+
 _MOST_LETTERS = 34
 _HEIGHT, _GAP, _LEAST = 340.0, 5.0, 26.0
 _BAR, _REACH, _MIDDLE = 14.0, 150.0, 250.0
@@ -156,16 +158,10 @@ def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
     """Return the bytes between the source blocks, runs of rows and target blocks of one tensor."""
     shards = [(move, n) for move in moves for n in range(len(move.recipe.sources))]
     wanted = [(move, n) for move in moves for n in range(len(move.recipe.targets))]
-    runs = list(
-        islice(
-            (
-                (move, segment)
-                for move in moves
-                for segment in move.recipe.segments(move.axis, 0, move.recipe.rows(move.axis))
-            ),
-            _MOST_SEGMENTS,
-        )
-    )
+    every = ((move, run) for move in moves for run in move.recipe.segments(move.axis, 0, move.recipe.rows(move.axis)))
+    most = max(_MOST_MEETINGS // (len(shards) + len(wanted)), _MOST_MIDDLES)
+    runs = list(islice(every, most))
+    told = "row bands" if next(every, None) is None else f"row bands, the first {most:,} runs"
     first_shard = {id(move): n for n, (move, number) in reversed([*enumerate(shards)]) if not number}
     first_wanted = {id(move): n for n, (move, number) in reversed([*enumerate(wanted)]) if not number}
     source_of, run_of, target_of = _shared(len(shards)), _shared(len(runs), _MOST_MIDDLES), _shared(len(wanted))
@@ -185,7 +181,7 @@ def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
         for move, n in wanted
     ]
     return Flow(
-        ("source blocks", "row bands", "target blocks"),
+        ("source blocks", told, "target blocks"),
         _blocks(source_of, holders, _sums(read, 0)),
         _bands(plan, run_of, runs, _sums(read, 1)),
         _blocks(target_of, takers, _sums(written, 1)),

@@ -271,12 +271,9 @@ def strategy_html(strategy: Strategy) -> str:
 
 
 def _names(folded: Sequence[str]) -> list[Markup]:
-    """Return names with a comma and a space after all but the last, each cut by itself where it is long."""
-    shown = folded[:_MOST_NAMES]
-    return [
-        join([tag("span", name), Markup(", ") if number < len(shown) - 1 else Markup("")])
-        for number, name in enumerate(shown)
-    ]
+    """Return the first of some names, each an element of its own, with commas between them."""
+    shown = [tag("span", name) for name in folded[:_MOST_NAMES]]
+    return [Markup(f"{', ' * (number > 0)}{name}") for number, name in enumerate(shown)]
 
 
 # --- plans, reports, graphs -------------------------------------------------------------------------------------
