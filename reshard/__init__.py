@@ -57,8 +57,8 @@ __all__ = [
     "merge_strategies",
     "open",
     "plan",
-    "read_plan",
     "read_manifest",
+    "read_plan",
     "read_strategy",
     "verify",
     "write_manifest",
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from reshard.errors import ReshardError
     from reshard.formats.unified import HuggingFaceSet, MindSporeSet
     from reshard.layout import Layout
-    from reshard.plan_file import read_plan
     from reshard.manifest import Manifest, read_manifest, write_manifest
+    from reshard.plan_file import read_plan
     from reshard.selection import Selection
     from reshard.source import open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.strategy import Strategy

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import replace
 from collections import Counter
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dask.base import DaskMethodsMixin, tokenize

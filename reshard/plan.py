@@ -277,6 +277,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         from reshard.show.notebook import plan_html  # upward, as above
+
         return plan_html(self)
 
     def __repr__(self) -> str:

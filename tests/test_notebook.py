@@ -165,7 +165,7 @@ def test_names_are_never_markup() -> None:
     receipt = Receipt("move 0", 1, 1, 0.1)
     shown: list[Any] = [
         checkpoint, checkpoint.groups(), strategy, plan, plan.picture(), plan.picture(name), Graph(plan, HOSTILE),
-        Report(HOSTILE, (HOSTILE,), 1, 1, 0.1, (receipt,)), checkpoint.picture(name, strategy), strategy.picture(name),
+        Report(HOSTILE, (HOSTILE,), 1, 1, 0.1, (receipt,), 1, 1, 1, 0, 0, (HOSTILE,), (HOSTILE,), 1), checkpoint.picture(name, strategy), strategy.picture(name),
     ]  # fmt: skip
     for each in shown:
         root = parsed(each)

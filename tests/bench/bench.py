@@ -137,9 +137,7 @@ ROWS = [
     Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--format", "safetensors"]),
     Row("cold", "st", "tp4", "tp8 → tp4, cold cache, synced", 1.1, cold=True, synced=True),
     Row("fsync", "st", "tp4", "tp8 → tp4, synced", 1.1, synced=True),
-    Row(
-        "larger", "larger-st", "larger-tp4", "tp8 → tp4, larger than memory, synced", 0.8, synced=True
-    ),
+    Row("larger", "larger-st", "larger-tp4", "tp8 → tp4, larger than memory, synced", 0.8, synced=True),
 ]
 
 
