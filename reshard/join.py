@@ -66,13 +66,28 @@ class _WithoutStrategy:
         self.faults.raise_if_any(SourceError)
         return found
 
-    def holders(self) -> dict[str, list[int]]:
-        """Return the numbers of the files that have each name."""
-        holders: dict[str, list[int]] = {}
-        for number, file in enumerate(self.files):
-            for name in file.index.entries:
-                holders.setdefault(name, []).append(number)
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Return the numbers of the files that have each name, ascending."""
+        alike = self.alike(range(len(self.files)))
+        groups: dict[str, list[int]] = {}
+        for place, numbers in enumerate(alike):
+            for name in self.files[numbers[0]].index.entries:
+                groups.setdefault(name, []).append(place)
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        holders = {}
+        for name, places in groups.items():
+            key = tuple(places)
+            if key not in known:
+                known[key] = tuple(sorted(number for place in key for number in alike[place]))
+            holders[name] = known[key]
         return holders
+
+    def alike(self, numbers: Iterable[int]) -> list[list[int]]:
+        """Group files that share their entries, as those of most ranks do: what costs time is done once a group."""
+        groups: dict[int, list[int]] = {}
+        for number in numbers:
+            groups.setdefault(id(self.files[number].index.entries), []).append(number)
+        return list(groups.values())
 
     def entry(self, number: int, name: str) -> Entry:
         """Return a tensor's part in a file."""
@@ -98,12 +113,18 @@ class _WithoutStrategy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _KnownGrid:
-    """What tensors of one grid have in common: each rank's block, and the shards for each set of holders."""
+class _Held:
+    """What tensors of one grid, held by the same files, have in common.
+
+    Attributes:
+        grid: kept, so that no other one can get its identity.
+        shards: who holds each block; a block in no file has no holder.
+        expected: files that share their entries, with the shape that each should have of such a tensor.
+    """
 
     grid: Grid
-    blocks: dict[int, Block]
-    shards: dict[tuple[int, ...], tuple[Shard, ...]]
+    shards: tuple[Shard, ...]
+    expected: tuple[tuple[list[int], Shape], ...]
 
 
 class _WithStrategy(_WithoutStrategy):
@@ -115,7 +136,9 @@ class _WithStrategy(_WithoutStrategy):
         super().__init__(root, files, ranks)
         self.strategy, self.partial = strategy, partial
         self._needing: dict[int, list[str]] = {}  # tensors that lack a block, by a rank that should have it
-        self._known: dict[int, _KnownGrid] = {}  # by identity: to hash a large grid for every tensor is slow
+        # By the grid's identity: to hash a large one for every tensor is slow.
+        self._held: dict[tuple[int, tuple[int, ...]], _Held] = {}
+        self._stages: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the files."""
@@ -163,13 +186,13 @@ class _WithStrategy(_WithoutStrategy):
                 "to be lost: if it is the right strategy, go on with --partial",
             )
 
-    def _listed(self, name: str, holders: Sequence[int]) -> Tensor | None:
+    def _listed(self, name: str, holders: tuple[int, ...]) -> Tensor | None:
         """Join a tensor that the strategy names, from the lowest stage that holds all of it; check the others too."""
         found: Tensor | None = None
         lacking: list[int] = []
         checked = 0
         for stage in self.strategy.stages_of(name):
-            in_stage = tuple(n for n in holders if self.strategy.stage_of(self.ranks[n]) == stage)
+            in_stage = self._of_stage(holders, stage)
             if not in_stage:
                 continue
             checked += 1
@@ -200,6 +223,13 @@ class _WithStrategy(_WithoutStrategy):
                 )
         return found
 
+    def _of_stage(self, holders: tuple[int, ...], stage: int) -> tuple[int, ...]:
+        """Return those files that are of ranks of one stage."""
+        key = (holders, stage)
+        if key not in self._stages:
+            self._stages[key] = tuple(n for n in holders if self.strategy.stage_of(self.ranks[n]) == stage)
+        return self._stages[key]
+
     def _in_stage(self, name: str, stage: int, holders: tuple[int, ...]) -> Tensor | None:
         """Join what the ranks of one stage hold; None where a fault was told."""
         first = self.entry(holders[0], name)
@@ -211,10 +241,11 @@ class _WithStrategy(_WithoutStrategy):
             return None
         faults = len(self.faults.found)
         self._check_stated_shape(name, stage, shape)
-        self._check_entries(name, first, grid, holders)
+        held = self._held_by(grid, holders)
+        self._check_entries(name, first, held)
         if len(self.faults.found) > faults:
             return None
-        return Tensor(TensorSpec(name, first.dtype, shape), self._shards(grid, holders))
+        return Tensor(TensorSpec(name, first.dtype, shape), held.shards)
 
     def _check_stated_shape(self, name: str, stage: int, shape: Shape) -> None:
         """Compare with the shape that a JSON strategy gives; whole tensors under a splitting layout show there."""
@@ -226,40 +257,40 @@ class _WithStrategy(_WithoutStrategy):
                 f"(saved whole with integrated_save=True? then give --layout '{name}=whole')",
             )
 
-    def _check_entries(self, name: str, first: Entry, grid: Grid, holders: Iterable[int]) -> None:
+    def _check_entries(self, name: str, first: Entry, held: _Held) -> None:
         """Hold what each file has of a tensor against the block that its rank should have."""
-        blocks = self._known_grid(grid).blocks
-        for number in holders:
-            entry = self.entry(number, name)
-            block = blocks[self.ranks[number]]
-            if entry is first and block.shape == first.shape:
-                continue
+        for numbers, shape in held.expected:
+            entry = self.entry(numbers[0], name)
             if entry.dtype is not first.dtype:
-                self.faults.add(
-                    self.files[number].path, f"tensor {name!r} is {entry.dtype}; other ranks have {first.dtype}"
-                )
-            elif entry.shape != block.shape:
-                self.faults.add(
-                    self.files[number].path,
+                fault = f"tensor {name!r} is {entry.dtype}; other ranks have {first.dtype}"
+            elif entry.shape != shape:
+                fault = (
                     f"tensor {name!r} has shape {shape_text(entry.shape)}; the strategy and the other ranks say "
-                    f"{shape_text(block.shape)}",
+                    f"{shape_text(shape)}"
                 )
+            else:
+                continue
+            for number in numbers:
+                self.faults.add(self.files[number].path, fault)
 
-    def _shards(self, grid: Grid, holders: tuple[int, ...]) -> tuple[Shard, ...]:
-        """Return who holds each block; a block in no file has no holder."""
-        known = self._known_grid(grid).shards
-        if holders not in known:
-            by_rank: dict[int, list[int]] = {}
-            for number in holders:
-                by_rank.setdefault(self.ranks[number], []).append(number)
-            known[holders] = tuple(
-                Shard(block, tuple(number for rank in ranks for number in by_rank.get(rank, ())))
-                for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
-            )
-        return known[holders]
+    def _held_by(self, grid: Grid, holders: tuple[int, ...]) -> _Held:
+        key = (id(grid), holders)
+        if key not in self._held:
+            self._held[key] = _Held(grid, self._shards(grid, holders), self._expected(grid, holders))
+        return self._held[key]
 
-    def _known_grid(self, grid: Grid) -> _KnownGrid:
-        known = self._known.get(id(grid))
-        if known is None:
-            known = self._known[id(grid)] = _KnownGrid(grid, grid.by_rank(), {})
-        return known
+    def _shards(self, grid: Grid, holders: Iterable[int]) -> tuple[Shard, ...]:
+        by_rank: dict[int, list[int]] = {}
+        for number in holders:
+            by_rank.setdefault(self.ranks[number], []).append(number)
+        return tuple(
+            Shard(block, tuple(number for rank in ranks for number in by_rank.get(rank, ())))
+            for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
+        )
+
+    def _expected(self, grid: Grid, holders: Iterable[int]) -> tuple[tuple[list[int], Shape], ...]:
+        blocks = grid.by_rank()
+        by_shape: dict[Shape, list[int]] = {}
+        for number in holders:
+            by_shape.setdefault(blocks[self.ranks[number]].shape, []).append(number)
+        return tuple((alike, shape) for shape, numbers in by_shape.items() for alike in self.alike(numbers))

@@ -212,7 +212,7 @@ class Planner:
 
     def _plan_bytes(self) -> int:
         """Return about how much memory the source's indexes and the plan take."""
-        indexes = {id(file.index): len(file.index.entries) for file in self.source.files}
+        indexes = {id(file.index.entries): len(file.index.entries) for file in self.source.files}
         return ENTRY_BYTES * sum(indexes.values()) + 100 * len(self.ranks) * len(self.selected.kept) // 8
 
     def _written_ranks(self) -> list[int]:

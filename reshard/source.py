@@ -12,8 +12,8 @@ from reshard.checkpoint import Checkpoint, FileIndex, SourceFile
 from reshard.cipher import Cipher, store_of
 from reshard.contents import compare_contents, own_value
 from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError, names
-from reshard.formats import index_file
 from reshard.formats.unified import read_index
+from reshard.headers import Headers
 from reshard.join import join
 from reshard.layout import Layout
 from reshard.rank_files import RANK_PATTERN, rank_files
@@ -193,21 +193,16 @@ def _left_out(strategy: Strategy, ranks: int) -> str:
 def _indexed(
     chosen: Mapping[int, Sequence[Path]], cipher: Cipher | None
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
-    """Index every file. Ranks with equal headers share one index, or 4,096 of them would not fit into memory."""
+    """Index every file."""
     files: list[SourceFile] = []
     ranks: list[int] = []
-    distinct: dict[int, list[FileIndex]] = {}
+    headers = Headers(store_of(cipher))
     for rank, paths in chosen.items():
         for path in paths:
             status = path.stat()
             # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
             empty = not status.st_size and path.suffix == ".ckpt"
-            index = FileIndex("ckpt", {}) if empty else index_file(str(path), store=store_of(cipher))
-            alike = distinct.setdefault(len(index.entries), [])
-            try:
-                index = alike[alike.index(index)]
-            except ValueError:
-                alike.append(index)
+            index = FileIndex("ckpt", {}) if empty else headers.index(str(path))
             files.append(SourceFile(str(path.absolute()), status.st_size, status.st_mtime_ns, index))
             ranks.append(rank)
     return tuple(files), tuple(ranks)

@@ -16,6 +16,7 @@ import resource
 import threading
 from collections import OrderedDict
 from contextlib import suppress
+from itertools import islice
 from typing import Protocol
 
 from reshard.errors import BudgetError, SourceError, TargetError
@@ -210,7 +211,8 @@ class LocalStore:
         excess = len(self._handles) - self._most_open + 1
         if excess <= 0:
             return
-        for key in [key for key, handle in self._handles.items() if not handle.users][:excess]:
+        unused = (key for key, handle in self._handles.items() if not handle.users)
+        for key in list(islice(unused, excess)):
             os.close(self._handles.pop(key).fd)
 
     def _forget(self, path: str) -> None:

@@ -170,9 +170,24 @@ def say_notices(notices: Sequence[str]) -> None:
 
 def print_json(data: dict[str, object]) -> None:
     """Write the one JSON object of `--json` to stdout."""
+    sys.stdout.writelines(_json_pieces(data, "\n", 2))
+    sys.stdout.write("\n")
+
+
+def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
+    """Yield JSON with the items of so many levels on lines of their own: with all of them it would be slow and long."""
     import json
 
-    click.echo(json.dumps(data, indent=2, ensure_ascii=True))
+    if not (levels and value and isinstance(value, dict | list)):
+        yield json.dumps(value)
+        return
+    is_object = isinstance(value, dict)
+    separator = "{" if is_object else "["
+    for item in value:
+        yield f"{separator}{newline}  {f'{json.dumps(item)}: ' if is_object else ''}"
+        yield from _json_pieces(value[item] if is_object else item, f"{newline}  ", levels - 1)
+        separator = ","
+    yield f"{newline}{'}' if is_object else ']'}"
 
 
 def width() -> int | None:

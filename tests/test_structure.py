@@ -50,7 +50,7 @@ LAYERS = [
     {"planner"},
     {"plan"},
     {"strategy_diff"},
-    {"rank_files", "selection"},
+    {"rank_files", "selection", "headers"},
     {"formats.ckpt", "formats.safetensors", "formats.unified"},
     {"formats"},
     {"store", "bands", "checkpoint", "cipher", "target_files", "manifest", "difference"},
