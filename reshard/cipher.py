@@ -27,10 +27,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, SourceError, UsageError
-from reshard.store import LocalStore, local_store
+from reshard.remote_store import AnyStore, any_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from reshard.remote_store import Range
 
 MAGICS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 """What the first four bytes of a block say about its mode."""
@@ -181,8 +183,8 @@ class _Sealed:
     tag: bytes
 
 
-class DecryptingStore(LocalStore):
-    """Local files, of which those that are read are seen decrypted. Safe to use from several threads.
+class DecryptingStore(AnyStore):
+    """Files, of which those that are read are seen decrypted. Safe to use from several threads.
 
     What is written is written as it is: an encrypted checkpoint is a source, its conversion has no key.
 
@@ -191,8 +193,8 @@ class DecryptingStore(LocalStore):
         ReshardError: the library `cryptography` is not installed.
     """
 
-    def __init__(self, cipher: Cipher, most_open: int | None = None) -> None:
-        super().__init__(most_open)
+    def __init__(self, cipher: Cipher) -> None:
+        super().__init__()
         _library()  # at once: without it nothing can be read
         self.cipher = cipher
         self._indexes: dict[str, tuple[_Sealed, ...]] = {}
@@ -205,6 +207,9 @@ class DecryptingStore(LocalStore):
             self._authentic = {known for known in self._authentic if known[0] != path}
             blocks = self._indexes[path] = tuple(self._index(path))
         return blocks[-1].start + blocks[-1].nbytes if blocks else 0
+
+    def fetch(self, ranges: Iterable[Range]) -> None:
+        """Hold nothing: the ranges are of the decrypted files."""
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from the decrypted file.
@@ -307,7 +312,7 @@ class DecryptingStore(LocalStore):
         super().read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
 
-    def __reduce__(self) -> tuple[type[LocalStore], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[AnyStore], tuple[Any, ...]]:
         """Travel to another process as a fresh store with the key."""
         return DecryptingStore, (self.cipher,)
 
@@ -329,6 +334,6 @@ def _decrypting(cipher: Cipher) -> DecryptingStore:
     return DecryptingStore(cipher)
 
 
-def store_of(cipher: Cipher | None) -> LocalStore:
+def store_of(cipher: Cipher | None) -> AnyStore:
     """Return this process's store for files that a cipher encrypted, or for plain ones."""
-    return local_store() if cipher is None else _decrypting(cipher)
+    return any_store() if cipher is None else _decrypting(cipher)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 import reshard
-from reshard.cli_options import PATH, json_option, source_options
+from reshard.cli_options import PATH, PLACE, json_option, source_options
 from reshard.cli_plan import plan, run
 from reshard.cli_strategy import strategy
 from reshard.cli_verify import verify
@@ -62,7 +62,7 @@ files, and groups: ranks, tensors.
 """,
     short_help="Show the tensors of a checkpoint.",
 )
-@click.argument("source", type=PATH)
+@click.argument("source", type=PLACE)
 @source_options
 @json_option
 def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading: Any) -> None:

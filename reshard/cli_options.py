@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.errors import Faults, UsageError
+from reshard.remote import as_path, is_url
 from reshard.selection import Selection
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Running:
     drop_cache: bool | None
     threads: int | None
     scheduler: str | None
+    cluster: str | None
+    ownership: str | None
     as_json: bool
     quiet: bool
 
@@ -120,12 +123,28 @@ def _name_map(ctx: click.Context, _param: click.Parameter, path: Path | None) ->
     return content
 
 
+def _cluster(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"local(?::[1-9][0-9]{0,3})?|(?!local)[a-z]+://\S+", value):
+        raise click.BadParameter(
+            f"{value!r} is no cluster; expected such as tcp://10.0.0.1:8786, local or local:4", param=param
+        )
+    return value
+
+
+class _Place(click.Path):
+    """A path, or a URL that fsspec knows."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return as_path(value) if is_url(value) else super().convert(value, param, ctx)
+
+
 PATH = click.Path(path_type=Path)
+PLACE = _Place(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 source_strategy_option = click.option(
     "--source-strategy",
-    type=PATH,
+    type=PLACE,
     metavar="STRATEGY",
     help="Strategy file of the source, or the directory of its ranks' strategy files.",
 )
@@ -201,7 +220,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--target-strategy",
-            type=PATH,
+            type=PLACE,
             metavar="STRATEGY",
             help="Strategy file of the target. Without it, the target is one rank of whole tensors.",
         ),
@@ -281,11 +300,16 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         drop_cache: bool | None,
         threads: int | None,
         scheduler: str | None,
+        cluster: str | None,
+        ownership: str | None,
         as_json: bool,
         quiet: bool,
         **others: Any,
     ) -> Any:
-        running = Running(dry_run, overwrite, fsync, drop_cache, threads, scheduler, as_json, quiet)
+        if cluster and (scheduler or (threads and not cluster.startswith("local"))):
+            given = "--scheduler" if scheduler else "--threads"
+            raise click.UsageError(f"{given} is of runs on this machine; the workers of {cluster} have their own")
+        running = Running(dry_run, overwrite, fsync, drop_cache, threads, scheduler, cluster, ownership, as_json, quiet)
         return command(*args, running=running, **others)
 
     wrapped: Callable[..., Any] = runs
@@ -293,13 +317,26 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
         json_option,
         click.option(
+            "--ownership",
+            type=click.Choice(["tensor", "file"]),
+            help="What a task writes: parts of all files, or files from first byte to last.  [default: file where "
+            "TARGET is a URL, else tensor]",
+        ),
+        click.option(
+            "--cluster",
+            metavar="ADDRESS",
+            callback=_cluster,
+            help="Run on the dask cluster of a scheduler such as tcp://10.0.0.1:8786, whose workers reach SOURCE and "
+            "TARGET by the same paths; or on local, local:4, worker processes of this machine.",
+        ),
+        click.option(
             "--scheduler", type=click.Choice(["threads", "synchronous"]), help="Of the dask graph.  [default: threads]"
         ),
         click.option(
             "--threads",
             type=click.IntRange(min=1),
             metavar="N",
-            help="How many.  [default: one a processor, at most 4]",
+            help="How many; in each worker of a local cluster.  [default: one a processor, at most 4]",
         ),
         click.option(
             "--fsync/--no-fsync",

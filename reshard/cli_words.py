@@ -13,8 +13,8 @@ from reshard.terminal import called_as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
+    from reshard.rank_files import AnyPath
     from reshard.selection import Selection
 
 
@@ -63,7 +63,7 @@ def strategy_words(side: str, path: object) -> list[str]:
 
 
 def verify_command(
-    target: Path, target_strategy: object, found_by: Sequence[str], source: object, asked: Sequence[str]
+    target: AnyPath, target_strategy: object, found_by: Sequence[str], source: object, asked: Sequence[str]
 ) -> str:
     """Write the command that compares a target with its source, for a shell.
 
@@ -78,7 +78,7 @@ def verify_command(
     return f"{called_as()} {shlex.join(['verify', str(target), *there, '--against', str(source), *asked])}"
 
 
-def inspect_command(target: Path, target_strategy: object, found_by: Sequence[str]) -> str:
+def inspect_command(target: AnyPath, target_strategy: object, found_by: Sequence[str]) -> str:
     """Write the command that shows what was written."""
     words = ["inspect", str(target), *strategy_words("source", target_strategy), *found_by]
     return f"{called_as()} {shlex.join(words)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import click
 import reshard
 from reshard.cli_options import (
     NAME_MAP,
-    PATH,
+    PLACE,
     Running,
     drop_option,
     memory_option,
@@ -34,23 +34,24 @@ from reshard.cli_words import (
 from reshard.errors import SourceError, TargetError, names
 from reshard.formats.unified import SET_FILES
 from reshard.rank_files import RANK_PATTERN
+from reshard.remote import RemotePath, existing, forget_listings
 from reshard.selection import Selection
 from reshard.target_files import RankFiles
 from reshard.terminal import Command, print_json, progress, say, say_notices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
     from reshard.plan import Plan
+    from reshard.rank_files import AnyPath
 
 KEYS = """
 The object of --json has the keys dry_run, source, target, format, ranks,
 tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
-files), source_files, target_files, tasks, peak_memory, read_amplification,
-seconds (null in a dry run), dropped, missing, notices, files: rank, path,
-nbytes; replicas, links, measured_memory, checksums, and verify: the command to
-type.
+files), source_files, target_files, tasks, peak_memory, ownership,
+read_amplification, seconds (null in a dry run), dropped, missing, notices,
+files: rank, path, nbytes; replicas, links, measured_memory, checksums, and
+verify: the command to type.
 """
 
 
@@ -64,17 +65,17 @@ Example:
 {KEYS}""",
     short_help="Write a checkpoint anew, cut as another strategy says.",
 )
-@click.argument("source", type=PATH)
-@click.argument("target", type=PATH)
+@click.argument("source", type=PLACE)
+@click.argument("target", type=PLACE)
 @source_options
 @target_options
 @selection_options
 @run_options
 def transform(
-    source: Path,
-    target: Path,
-    source_strategy: Path | None,
-    target_strategy: Path | None,
+    source: AnyPath,
+    target: AnyPath,
+    source_strategy: AnyPath | None,
+    target_strategy: AnyPath | None,
     planning: dict[str, Any],
     selection: Selection,
     running: Running,
@@ -109,8 +110,8 @@ Example:
 {KEYS}""",
     short_help="Write whole tensors, in a few safetensors files and an index.",
 )
-@click.argument("source", type=PATH)
-@click.argument("target", type=PATH)
+@click.argument("source", type=PLACE)
+@click.argument("target", type=PLACE)
 @source_options
 @click.option(
     "--style",
@@ -132,9 +133,9 @@ Example:
 @selection_options
 @run_options
 def unify(
-    source: Path,
-    target: Path,
-    source_strategy: Path | None,
+    source: AnyPath,
+    target: AnyPath,
+    source_strategy: AnyPath | None,
     style: str,
     max_shard_size: int,
     memory: int | None,
@@ -170,16 +171,16 @@ Example:
 {KEYS}""",
     short_help="Write every file anew in another format.",
 )
-@click.argument("source", type=PATH)
-@click.argument("target", type=PATH)
+@click.argument("source", type=PLACE)
+@click.argument("target", type=PLACE)
 @click.option("--format", type=click.Choice(["ckpt", "safetensors"]), required=True, help="Of the target files.")
 @rank_pattern_option
 @suffix_option
 @drop_option("Entries that may be left out because they cannot be converted. May be repeated.")
 @run_options
 def convert(
-    source: Path,
-    target: Path,
+    source: AnyPath,
+    target: AnyPath,
     format: str,
     rank_pattern: str,
     suffix: str | None,
@@ -218,14 +219,14 @@ def selected(selection: Selection) -> list[str]:
 
 def carry_out(
     plan: Plan,
-    target: Path,
+    target: AnyPath,
     running: Running,
     *,
     found_by: Callable[[], list[str]],
     source: object,
     asked: Sequence[str],
     target_strategy: object = None,
-    result: Path | None = None,
+    result: AnyPath | None = None,
 ) -> None:
     """Run a plan, or tell what it would do.
 
@@ -240,7 +241,9 @@ def carry_out(
         result: what was asked for, where that is a file in the target directory.
     """
     from reshard import report, show
+    from reshard.ownership import owned
 
+    plan = owned(plan, running.ownership, str(target))
     if not running.quiet:
         say_notices(plan.notices)
     if running.dry_run:
@@ -253,9 +256,10 @@ def carry_out(
             click.echo(show.plan_text(plan, str(target)))
         return
     try:
-        with progress(quiet=running.quiet) as shown:
+        with _client(running) as client, progress(quiet=running.quiet) as shown:
             done = plan.run(
                 target,
+                client=client,
                 scheduler=running.scheduler,
                 threads=running.threads,
                 fsync=running.fsync,
@@ -279,19 +283,34 @@ def carry_out(
         say(f"to look at it: {inspect_command(there, target_strategy, options)}")
 
 
-def refuse_another_set(plan: Plan, target: Path) -> None:
+@contextmanager
+def _client(running: Running) -> Iterator[Any]:
+    """Give a client of the cluster that is asked for; None where there is none."""
+    if running.cluster is None:
+        yield None
+        return
+    from reshard.cluster import connected
+
+    with connected(running.cluster, running.threads) as client:
+        if not running.quiet:
+            workers = len(client.scheduler_info(n_workers=-1)["workers"])
+            say(f"cluster: {workers} worker{'s' * (workers != 1)}; dashboard: {client.dashboard_link}")
+        yield client
+
+
+def refuse_another_set(plan: Plan, target: AnyPath) -> None:
     """Refuse a directory in which something of an older set would be taken for a part of this one."""
     planned = {file.path for file in plan.files}
-    other = [name for name in SET_FILES if name not in planned and os.path.lexists(target / name)]
+    other = existing(target, [name for name in SET_FILES if name not in planned])
     if other:
         raise TargetError(f"{target}: has {names(other)} of another set; choose another directory, or remove it")
 
 
-def _existing(plan: Plan, target: Path) -> int:
-    return sum(os.path.lexists(target / file.path) for file in plan.files)
+def _existing(plan: Plan, target: AnyPath) -> int:
+    return len(existing(target, [file.path for file in plan.files]))
 
 
-def found_by(plan: Plan, target: Path) -> list[str]:
+def found_by(plan: Plan, target: AnyPath) -> list[str]:
     """Return the options with which what was written is found, as those of a source."""
     if plan.request is None or any(file.last for file in plan.files):
         return []
@@ -302,10 +321,12 @@ def found_by(plan: Plan, target: Path) -> list[str]:
     return [*partial, *_told_apart(plan, target, pattern)]
 
 
-def _told_apart(plan: Plan, target: Path, pattern: str | None = None) -> list[str]:
+def _told_apart(plan: Plan, target: AnyPath, pattern: str | None = None) -> list[str]:
     """Return the options that find what was written, where other checkpoints are in the same directories."""
     from reshard.rank_files import rank_files
 
+    if isinstance(target, RemotePath):
+        forget_listings(target.url)
     written = {file.rank: target / file.path for file in plan.files}
     extension = PurePath(plan.files[0].path).suffix
     tries: list[tuple[list[str], str, str | None]] = [

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import ranges
 from reshard.errors import Faults, SourceError, names
 from reshard.join import UNLISTED
+from reshard.remote import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.checkpoint import SourceFile, Tensor
-    from reshard.store import Readable
+    from reshard.remote_store import AnyStore, Range
 
 _SMALL = 64 * 1024  # tensors up to this size are compared whole
 _SAMPLE = 4096  # of larger ones, this much at the beginning, in the middle and at the end
@@ -36,7 +37,7 @@ def compare_contents(
     tensors: Mapping[str, Tensor],
     ruled: Mapping[str, str],
     notices: list[str],
-    store: Readable,
+    store: AnyStore,
 ) -> dict[str, Tensor]:
     """Look at the contents of tensors; return them, with `varies` set on those whose copies differ.
 
@@ -60,6 +61,7 @@ def compare_contents(
             look.replicas(tensor)
     listed = [tensor for name, tensor in tensors.items() if tensor.listed and name not in ruled]
     look.blocks(listed, some_whole="whole" in ruled.values())
+    look.announce(())  # what was fetched is not needed any more
     look.faults.raise_if_any(SourceError)
     return found
 
@@ -80,15 +82,17 @@ class _Look:
     """Compares contents, collecting faults and notices."""
 
     def __init__(
-        self, files: Sequence[SourceFile], ranks: Sequence[int], faults: Faults, notices: list[str], store: Readable
+        self, files: Sequence[SourceFile], ranks: Sequence[int], faults: Faults, notices: list[str], store: AnyStore
     ) -> None:
         self.files, self.ranks, self.faults, self.notices, self.store = files, ranks, faults, notices, store
+        self.remote = any(is_url(file.path) for file in files)
 
     def copies(self, tensor: Tensor, *, own_values: bool) -> Tensor:
         """Compare what the ranks have of a tensor that no strategy names."""
         name, holders = tensor.spec.name, tensor.shards[0].holders
         differs = tensor.varies
         if tensor.text is None and len(holders) > 1:
+            self.announce((number, name) for number in holders)
             first = self.sample(holders[0], name)
             differs = any(self.sample(number, name) != first for number in holders[1:])
         if not differs:
@@ -110,6 +114,7 @@ class _Look:
         """Look whether a layout given by hand makes replicas of what differs."""
         name = tensor.spec.name
         for shard in tensor.shards:
+            self.announce((number, name) for number in shard.holders)
             samples = [(number, self.sample(number, name)) for number in shard.holders]
             different = [number for number, sample in samples if sample != samples[0][1]]
             if different:
@@ -128,7 +133,9 @@ class _Look:
         alike: list[str] = []
         constant: list[str] = []
         proven_split = False
-        for tensor in small + large[:: len(large) // _MOST_COMPARED + 1]:
+        compared = small + large[:: len(large) // _MOST_COMPARED + 1]
+        self.announce((shard.holders[0], tensor.spec.name) for tensor in compared for shard in tensor.shards[:2])
+        for tensor in compared:
             name, width = tensor.spec.name, tensor.spec.dtype.itemsize
             first = self.sample(tensor.shards[0].holders[0], name)
             if any(self.sample(shard.holders[0], name) != first for shard in tensor.shards[1:]):
@@ -144,18 +151,31 @@ class _Look:
         elif alike:
             self.notices.append(f"all blocks of {names(alike, most=3)} are equal, though the strategy splits it")
 
+    def announce(self, wanted: Iterable[tuple[int, str]]) -> None:
+        """Have the samples of tensors in files fetched at once, where a request takes long."""
+        if not self.remote:
+            return
+        self.store.fetch([each for number, name in wanted for each in self.pieces(number, name)])
+
     def sample(self, number: int, name: str) -> bytes:
         """Return the contents of a small tensor in one file, or pieces of a large one."""
+        found = []
+        for path, offset, nbytes in self.pieces(number, name):
+            piece = bytearray(nbytes)
+            self.store.read_into(path, offset, memoryview(piece))
+            found.append(piece)
+        return b"".join(found)
+
+    def pieces(self, number: int, name: str) -> list[Range]:
+        """Return where a sample is."""
         entry = self.files[number].index.entries[name]
         nbytes = entry.nbytes
         wanted = [(0, nbytes)]
         if nbytes > _SMALL:
             middle = nbytes // 2 // entry.dtype.itemsize * entry.dtype.itemsize
             wanted = [(0, _SAMPLE), (middle, _SAMPLE), (nbytes - _SAMPLE, _SAMPLE)]
-        found = bytearray(sum(length for _, length in wanted))
-        view, place = memoryview(found), 0
-        for begin, length in wanted:
-            for offset, start, stop in ranges(entry.runs, begin, length):
-                self.store.read_into(self.files[number].path, offset, view[place + start : place + stop])
-            place += length
-        return bytes(found)
+        return [
+            (self.files[number].path, offset, stop - start)
+            for begin, length in wanted
+            for offset, start, stop in ranges(entry.runs, begin, length)
+        ]

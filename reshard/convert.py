@@ -22,14 +22,14 @@ from reshard.target_files import NamedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
     from reshard.checkpoint import SourceFile
     from reshard.plan import Move, Piece
+    from reshard.rank_files import AnyPath
 
 
 def plan_convert(
-    path: Path,
+    path: AnyPath,
     format: str,  # noqa: A002 -- the word of every such tool
     *,
     name: str | None = None,
@@ -79,7 +79,7 @@ def plan_convert(
     return _joined(plans, Checkpoint(str(path), {}, files, ranks, notices=tuple(notices)))
 
 
-def _below(path: Path, file: SourceFile) -> str:
+def _below(path: AnyPath, file: SourceFile) -> str:
     """Return a file's place below the directory, without the extension."""
     place = file.path.removeprefix(f"{path.absolute()}/")
     stem, dot, extension = place.rpartition(".")

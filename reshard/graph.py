@@ -2,14 +2,20 @@
 
 Tasks are few and fat, carry no arrays and return receipts. The plan itself is one node, which a cluster sends to each
 worker once. Independent tasks run in reverse key order, so keys are numbered downwards for sequential reading.
+
+A cluster that loses a worker runs its tasks again elsewhere, and those whose receipts it had. So whatever a working
+task does may be done twice, at the same time even: making a file leaves what is in it, and the same bytes go to the
+same places. Naming a file may not, since a file without its contents would be made anew; so naming begins only when
+nothing but the receipts of all work is left to be lost, and `run` does it itself.
 """
 
 from __future__ import annotations
 
-import os
 import re
+import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,16 +25,19 @@ from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
 from reshard.cipher import store_of
-from reshard.errors import TargetError, names
+from reshard.errors import SourceError, TargetError, names
+from reshard.file_task import write_files, write_literals
 from reshard.move import move_pieces
+from reshard.ownership import group_plan
+from reshard.remote_store import any_store, store_at
 from reshard.store import local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from reshard.plan import Plan
 
-_KIND = re.compile("([a-z]+)-[0-9]{6}|check")
+_KIND = re.compile("reshard-([a-z]+)--[0-9]{6}|reshard-(check)-")
 
 FILES_A_TASK = 32
 """The most target files that a task makes or finishes."""
@@ -41,7 +50,7 @@ class Receipt(NamedTuple):
     """What a task did.
 
     Attributes:
-        task: `create`, `move`, `sync` or `commit`, with its number.
+        task: `create`, `move`, `sync` or `commit`, with its number; where a task writes whole files, `files`.
         read, written: bytes of contents.
         seconds: how long it took.
     """
@@ -52,31 +61,86 @@ class Receipt(NamedTuple):
     seconds: float
 
 
-def create_files(plan: Plan, files: Sequence[int], directory: str) -> Receipt:
+class _Running:
+    """How many tasks of this process are at work."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lock = threading.Lock()
+
+    def add(self, number: int) -> None:
+        with self.lock:
+            self.count += number
+
+
+running = _Running()
+"""The tasks of this process that write; a run that failed waits for those of its cluster's workers."""
+
+
+@contextmanager
+def _working(*, apart: bool, written: Sequence[str] = (), sync: bool = False) -> Iterator[None]:
+    """Do the work of a task; where several processes share the files, leave nothing of them in this one.
+
+    What is written goes to the disk (`sync`), or at least to the server of a network file system, which closing sees
+    to. And a file that is held open is not the one that gets its name next time.
+    """
+    running.add(1)
+    try:
+        yield
+        if apart and sync:
+            for path in written:
+                local_store().sync(path)
+    finally:
+        if apart:
+            local_store().close()
+        running.add(-1)
+
+
+def create_files(plan: Plan, files: Sequence[int], directory: str, apart: bool, sync: bool) -> Receipt:
     """Make unfinished target files with the space for them, and write all that is not contents."""
     began = time.perf_counter()
     store = local_store()
-    for number in files:
-        file = plan.files[number]
-        path = f"{directory}/{file.path}"
-        store.create(path, file.layout.size)
-        for offset, content in file.layout.literals:
-            store.write_at(path, offset, memoryview(content))
+    paths = [f"{directory}/{plan.files[number].path}" for number in files]
+    with _working(apart=apart, written=paths, sync=sync):
+        for number, path in zip(files, paths, strict=True):
+            layout = plan.files[number].layout
+            store.create(path, layout.size)
+            for offset, content in layout.literals:
+                store.write_at(path, offset, memoryview(content))
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
-def move_task(plan: Plan, number: int, directory: str, drop_cache: bool, _made: object) -> Receipt:
+def move_task(
+    plan: Plan, number: int, directory: str, drop_cache: bool, apart: bool, sync: bool, _made: object
+) -> Receipt:
     """Move the pieces of one task."""
     began = time.perf_counter()
     store = store_of(plan.source.cipher)
-    moved = move_pieces(plan, plan.tasks[number], directory, store)
-    if drop_cache:
-        moves = [plan.moves[piece.move] for piece in plan.tasks[number]]
-        for holder in {holder for move in moves for holder in move.holders}:
-            store.drop_cache(plan.source.files[holder].path)
-        for target in {target for move in moves for targets in move.targets for target in targets}:
-            store.drop_cache(f"{directory}/{plan.files[target].path}", written=True)
+    moves = [plan.moves[piece.move] for piece in plan.tasks[number]]
+    targets = {target for move in moves for targets in move.targets for target in targets}
+    written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)] if drop_cache or apart else []
+    with _working(apart=apart, written=written, sync=sync):
+        moved = move_pieces(plan, plan.tasks[number], directory, store)
+        if drop_cache:
+            for holder in {holder for move in moves for holder in move.holders}:
+                store.drop_cache(plan.source.files[holder].path)
+            for path in written:
+                store.drop_cache(path, written=True)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began)
+
+
+def files_task(plan: Plan, number: int, directory: str, drop_cache: bool, apart: bool, sync: bool) -> Receipt:
+    """Write one group of files, each from its first byte to its last."""
+    began = time.perf_counter()
+    group = group_plan(plan, plan.groups[number])
+    with _working(apart=apart):
+        moved = write_files(group, plan.groups[number], directory, sync=sync, check=lambda: check_sources(group, None))
+        if drop_cache:
+            for holder in {holder for move in group.moves for holder in move.holders}:
+                any_store().drop_cache(plan.source.files[holder].path)
+            for target in plan.groups[number]:
+                any_store().drop_cache(f"{directory}/{plan.files[target].path}", written=True)
+    return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began)
 
 
 def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
@@ -85,13 +149,12 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
     Raises:
         TargetError: a source file is not what was opened.
     """
-    for number in {number for move in plan.moves for number in move.holders}:
-        file = plan.source.files[number]
-        try:
-            status = os.stat(file.path)
-        except OSError as error:
-            raise TargetError(f"{file.path}: is gone since it was opened ({error.strerror}); start again") from None
-        if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+    numbers = sorted({number for move in plan.moves for number in move.holders})
+    files = [plan.source.files[number] for number in numbers]
+    for file, status in zip(files, any_store().statuses([file.path for file in files]), strict=True):
+        if isinstance(status, SourceError):
+            raise TargetError(f"{status}; it was there when it was opened; start again")
+        if status != (file.nbytes, file.mtime_ns):
             raise TargetError(f"{file.path}: changed since it was opened; no target file was made; start again")
     return []
 
@@ -105,14 +168,18 @@ def sync_files(plan: Plan, files: Sequence[int], directory: str, _moved: object)
 
 
 def commit_files(plan: Plan, files: Sequence[int], directory: str, sync: bool, _ready: object) -> Receipt:
-    """Give finished target files their names."""
+    """Give finished target files their names; make links, and what stands last in a plan by file."""
     began = time.perf_counter()
+    store = store_at(directory)
     for number in files:
         file = plan.files[number]
+        path = f"{directory}/{file.path}"
         if file.link is not None:
-            local_store().link(f"{directory}/{file.link}", f"{directory}/{file.path}", sync=sync)
-        else:
-            local_store().commit(f"{directory}/{file.path}", sync=sync)
+            store.link(f"{directory}/{file.link}", path, sync=sync)
+            continue
+        if plan.groups and file.last:
+            write_literals(file.layout, path, sync=sync)
+        store.commit(path, sync=sync)
     return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began)
 
 
@@ -125,27 +192,41 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     """The graph of a plan and a target directory, as a dask collection: `dask.compute` of it runs the conversion.
 
     `Plan.run` does more: it refuses to overwrite, cleans up after a failure and tells progress.
+
+    Attributes:
+        plan: by tensor, or by file (see `ownership`).
+        directory: where the target files go; a path or a URL.
+        fsync: have every file on the disk before it gets its name.
+        drop_cache: leave nothing in the page cache.
+        apart: the tasks may run in several processes.
+        ready: the key of the receipts of all work; what comes after gives the files their names.
+        key: the key of all receipts.
     """
 
-    def __init__(self, plan: Plan, directory: str, *, fsync: bool = True, drop_cache: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, directory: str, *, fsync: bool = True, drop_cache: bool = False, apart: bool = False
+    ) -> None:
         self.plan = plan
         self.directory = directory
         self.fsync = fsync
         self.drop_cache = drop_cache
-        self._name: str = "reshard-" + tokenize(
+        self.apart = apart
+        self._token: str = tokenize(
             directory,
             fsync,
+            plan.groups,
             [(file.path, file.nbytes, file.mtime_ns) for file in plan.source.files],
             [(file.path, file.layout.size, file.layout.literals[:1]) for file in plan.files],
             [(move.name, move.source_name, move.holders, move.targets) for move in plan.moves],
         )
-        self.key = f"{self._name}-done"
+        self.ready = self._key("ready")
+        self.key = self._key("done")
         self._tasks: dict[str, Any] | None = None
 
     def __dask_graph__(self) -> dict[str, Any]:
         """Return the tasks by key."""
         if self._tasks is None:
-            self._tasks = self._made()
+            self._tasks = self.work() | self.naming()
         return self._tasks
 
     @property
@@ -155,39 +236,68 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     def kinds(self) -> dict[str, int]:
         """Return how many tasks of each kind there are: `create`, `move`, `check`, `sync`, `commit`."""
-        found = (_KIND.fullmatch(key.removeprefix(f"{self._name}-")) for key in self.dask)
-        return dict(Counter(match[1] or match[0] for match in found if match))
+        found = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
+        return dict(Counter(match[1] or match[2] for match in found if match))
 
-    def _made(self) -> dict[str, Any]:
-        name, plan, directory = self._name, self.plan, self.directory
-        whole = TaskRef(f"{name}-plan")
-        graph: dict[str, Any] = {whole.key: DataNode(whole.key, replace(plan, request=None))}
+    def work(self) -> dict[str, Any]:
+        """Return the tasks that make complete files, which may be done twice."""
+        plan, directory = self.plan, self.directory
+        graph = self._with_plan()
+        how = (self.apart, self.fsync)
+        if plan.groups:
+            groups = [(number, directory, self.drop_cache, *how) for number in range(len(plan.groups))]
+            done = [self._add(graph, "files", files_task, groups)]
+        else:
+            written = [number for number, file in enumerate(plan.files) if file.link is None]
+            made = self._add(graph, "create", create_files, [(files, directory, *how) for files in _batches(written)])
+            tasks = [(number, directory, self.drop_cache, *how, made) for number in range(len(plan.tasks))]
+            moved = self._add(graph, "move", move_task, tasks) if tasks else made
+            unchanged = self._key("check")
+            graph[unchanged] = Task(unchanged, check_sources, TaskRef(self._key("plan")), moved)
+            done = [made, moved, TaskRef(unchanged)]
+            if self.fsync and not self.apart:
+                done.append(
+                    self._add(graph, "sync", sync_files, [(files, directory, done[-1]) for files in _batches(written)])
+                )
+        graph[self.ready] = Task(self.ready, collect, *done)
+        return graph
 
-        def add(kind: str, function: Callable[..., Receipt], arguments: Sequence[tuple[Any, ...]]) -> TaskRef:
-            keys = [f"{name}-{kind}-{len(arguments) - i:06d}" for i in range(len(arguments))]
-            for key, some in zip(keys, arguments, strict=True):
-                graph[key] = Task(key, function, whole, *some)
-            every = f"{name}-{kind}"
-            graph[every] = Task(every, collect, List(*map(TaskRef, keys)))
-            return TaskRef(every)
-
-        written = [number for number, file in enumerate(plan.files) if file.link is None]
-        last = [number for number, file in enumerate(plan.files) if file.last]
-        links = [number for number, file in enumerate(plan.files) if file.link is not None]
-        made = add("create", create_files, [(files, directory) for files in _batches(written)])
-        tasks = [(number, directory, self.drop_cache, made) for number in range(len(plan.tasks))]
-        moved = add("move", move_task, tasks) if tasks else made
-        unchanged = f"{name}-check"
-        graph[unchanged] = Task(unchanged, check_sources, whole, moved)
-        done = [made, moved, TaskRef(unchanged)]
-        if self.fsync:
-            done.append(add("sync", sync_files, [(files, directory, done[-1]) for files in _batches(written)]))
-        first = [number for number in written if number not in set(last)]
-        for kind, numbers in (("commit", first), ("link", links), ("index", last)):
+    def naming(self, receipts: Sequence[Receipt] | None = None) -> dict[str, Any]:
+        """Return the tasks that give the files their names; with the receipts of all work a graph of its own."""
+        graph = self._with_plan()
+        if receipts is not None:
+            graph[self.ready] = DataNode(self.ready, receipts)
+        files = list(enumerate(self.plan.files))
+        done = [TaskRef(self.ready)]
+        for kind, numbers in (
+            ("commit", [number for number, file in files if file.link is None and not file.last]),
+            ("link", [number for number, file in files if file.link is not None]),
+            ("index", [number for number, file in files if file.last]),
+        ):
             if numbers:
-                done.append(add(kind, commit_files, [(f, directory, self.fsync, done[-1]) for f in _batches(numbers)]))
+                tasks = [(some, self.directory, self.fsync, done[-1]) for some in _batches(numbers)]
+                done.append(self._add(graph, kind, commit_files, tasks))
         graph[self.key] = Task(self.key, collect, *done)
         return graph
+
+    def _with_plan(self) -> dict[str, Any]:
+        return {self._key("plan"): DataNode(self._key("plan"), replace(self.plan, request=None))}
+
+    def _key(self, kind: str) -> str:
+        """Return a key by which a dashboard can tell what a task is."""
+        return f"reshard-{kind}-{self._token}"
+
+    def _add(
+        self, graph: dict[str, Any], kind: str, function: Callable[..., Receipt], arguments: Sequence[tuple[Any, ...]]
+    ) -> TaskRef:
+        """Add a task for each of some arguments, and one that joins their receipts; return that."""
+        keys = [f"{self._key(kind)}-{len(arguments) - i:06d}" for i in range(len(arguments))]
+        for key, some in zip(keys, arguments, strict=True):
+            # A cluster would give all to the worker that has the plan; it spreads those that are said to load data.
+            graph[key] = Task(key, function, TaskRef(self._key("plan")), *some, _data_producer=True)
+        every = self._key(f"{kind}-all")
+        graph[every] = Task(every, collect, List(*map(TaskRef, keys)))
+        return TaskRef(every)
 
     def __dask_keys__(self) -> list[str]:
         """Return the key of all receipts."""
@@ -195,7 +305,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     def __dask_tokenize__(self) -> str:
         """Return what identifies the collection."""
-        return self._name
+        return self._token
 
     def __dask_postcompute__(self) -> tuple[Callable[..., Any], tuple[()]]:
         """Return how the computed keys become the result: the receipts."""
@@ -223,7 +333,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return graph_html(self)
 
     def __repr__(self) -> str:
-        tasks, files = len(self.plan.tasks), len(self.plan.files)
+        tasks, files = self.plan.stats.tasks, len(self.plan.files)
         return f"<Graph: {tasks} tasks to write {files} files below {names([self.directory])}>"
 
 

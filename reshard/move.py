@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import threading
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reshard.checkpoint import ranges
+from reshard.remote import is_url
+from reshard.remote_store import FETCH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +24,20 @@ if TYPE_CHECKING:
     from reshard.bands import Segment
     from reshard.checkpoint import Runs
     from reshard.plan import Piece, Plan
-    from reshard.store import Store
+    from reshard.remote_store import Range
+
+
+class Files(Protocol):
+    """What reads the source files and writes the target files, by path."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file."""
+
+    def fetch(self, ranges: Iterable[Range]) -> None:
+        """Request ranges that are read soon, where that takes long."""
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write a whole buffer into an unfinished file."""
 
 
 class Rows(NamedTuple):
@@ -62,7 +77,7 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Store) -> Moved:
+def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Files, *, in_order: bool = False) -> Moved:
     """Move some rows of some tensors from the source files into the unfinished target files.
 
     Args:
@@ -70,6 +85,7 @@ def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Stor
         pieces: the rows.
         directory: where the target files are.
         store: reads and writes ranges of bytes.
+        in_order: write each file from its first byte to its last, as far as the pieces follow its order.
 
     Returns:
         the bytes of contents read and written.
@@ -79,6 +95,17 @@ def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Stor
         TargetError, BudgetError: a target file cannot be written.
     """
     read = written = 0
+    for mover, band in _ahead(_all_bands(plan, pieces, directory, store, in_order=in_order), store):
+        mover.band(band)
+        read += mover.read
+        written += mover.written
+    return Moved(read, written)
+
+
+def _all_bands(
+    plan: Plan, pieces: Sequence[Piece], directory: str, store: Files, *, in_order: bool
+) -> Iterator[tuple[_Mover, Band]]:
+    """Yield the bands of all pieces, each with what moves it."""
     # Tensors alike, which follow each other in a model's layers, have the same bands.
     known: dict[tuple[int, int, int, int, int], list[Band]] = {}
     for piece in pieces:
@@ -86,13 +113,33 @@ def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Stor
         recipe, axis, width = mover.move.recipe, mover.move.axis, mover.width
         key = (id(recipe), axis, piece.start, piece.stop, width)
         if key not in known:
-            segments = recipe.segments(axis, piece.start, piece.stop)
-            known[key] = _turned(list(_bands(segments, plan.band_bytes // width)))
+            bands = list(_bands(recipe.segments(axis, piece.start, piece.stop), plan.band_bytes // width))
+            known[key] = bands if in_order else _turned(bands)
         for band in known[key]:
-            mover.band(band)
-        read += mover.read
-        written += mover.written
-    return Moved(read, written)
+            yield mover, band
+
+
+def _ahead(bands: Iterable[tuple[_Mover, Band]], store: Files) -> Iterator[tuple[_Mover, Band]]:
+    """Where sources are at URLs, have the bytes of several bands fetched at once before these are moved."""
+    waiting: list[tuple[_Mover, Band]] = []
+    wanted: list[Range] = []
+    room = FETCH_BYTES
+    for mover, band in bands:
+        waiting.append((mover, band))
+        if mover.is_remote:
+            for _, path, runs, begin, nbytes in mover.reads(band):
+                wanted += [(path, offset, stop - start) for offset, start, stop in ranges(runs, begin, nbytes)]
+                room -= nbytes
+            if room > 0:
+                continue
+        if wanted:
+            store.fetch(wanted)
+        yield from waiting
+        waiting, wanted, room = [], [], FETCH_BYTES
+    if wanted:
+        store.fetch(wanted)
+        yield from waiting
+        store.fetch(())
 
 
 def _turned(some: list[Any]) -> list[Any]:
@@ -129,9 +176,9 @@ def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
 
 
 class _Mover:
-    """Moves the segments of one tensor."""
+    """Moves the segments of one tensor; `read` and `written` are the bytes of the last band."""
 
-    def __init__(self, plan: Plan, number: int, directory: str, store: Store) -> None:
+    def __init__(self, plan: Plan, number: int, directory: str, store: Files) -> None:
         self.move = move = plan.moves[number]
         self.width = max(move.dtype.itemsize, move.target_dtype.itemsize)
         self.store = store
@@ -143,11 +190,13 @@ class _Mover:
             [(f"{directory}/{plan.files[n].path}", plan.files[n].layout.places[move.name]) for n in numbers]
             for numbers in move.targets
         ]
+        self.is_remote = any(is_url(path) for path, _ in self.sources)
         self.read = self.written = 0
         self.carrier: np.dtype[Any] | None = None
 
     def band(self, band: Band) -> None:
         """Move the rows of one band."""
+        self.read = self.written = 0
         first = band[0]
         columns = first.segment.columns
         target_itemsize = self.move.target_dtype.itemsize
@@ -166,22 +215,26 @@ class _Mover:
         """Read the rows of every source block of every part into one buffer; return where each is."""
         itemsize = self.move.dtype.itemsize
         buffer = _buffers.get(0, itemsize * sum(part.rows * part.segment.columns.row_elements for part in band))
-        found = []
+        found: list[list[memoryview]] = [[] for _ in band]
         place = 0
-        for segment, start, rows in band:
-            views = []
+        for part, path, runs, begin, nbytes in self.reads(band):
+            view = buffer[place : place + nbytes]
+            self._read(path, runs, begin, view)
+            found[part].append(view)
+            place += nbytes
+        return found
+
+    def reads(self, band: Band) -> Iterator[tuple[int, str, Runs, int, int]]:
+        """Yield what is read for a band: for which part, of which file's contents, from where, how many bytes."""
+        itemsize = self.move.dtype.itemsize
+        for part, (segment, start, rows) in enumerate(band):
             columns = segment.columns
             for source, offset, shape in zip(
                 columns.sources, segment.source_offsets, columns.source_shapes, strict=True
             ):
                 row = prod(shape) * itemsize
-                view = buffer[place : place + rows * row]
                 path, runs = self.sources[source]
-                self._read(path, runs, offset * itemsize + (start - segment.start) * row, view)
-                views.append(view)
-                place += rows * row
-            found.append(views)
-        return found
+                yield part, path, runs, offset * itemsize + (start - segment.start) * row, rows * row
 
     def _content(self, band: Band, place: int, given: Sequence[Sequence[memoryview]], rows: int) -> memoryview:
         """Return the rows of one target block: a source block's as they are, or columns put together."""

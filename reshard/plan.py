@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.formats import FileLayout
     from reshard.graph import Graph
+    from reshard.remote import RemotePath
     from reshard.run import Progress, Report
     from reshard.show.picture import Picture
     from reshard.strategy import Strategy
@@ -163,6 +164,8 @@ class Plan:
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
         texts: target name to value of the `str` entries, which every rank gets.
+        groups: where files are written one by one (see `ownership`), the numbers of the files that a task writes side
+            by side; none where tasks write parts of all files.
         notices: what a user should know though it is no error.
         request: what was asked for; None where the plan was put together from others.
     """
@@ -180,6 +183,7 @@ class Plan:
     missing: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
     request: Request | None = None
 
     @property
@@ -220,11 +224,15 @@ class Plan:
             raise UsageError(f"rank {rank} is not written by this plan; its ranks are {names(self.ranks)}")
         return RankArrays(self.source, self.blocks(rank), self.texts)
 
-    def graph(self, directory: str | os.PathLike[str], *, fsync: bool = True) -> Graph:
+    def graph(
+        self, directory: str | os.PathLike[str] | RemotePath, *, fsync: bool = True, ownership: str | None = None
+    ) -> Graph:
         """Return the one dask graph that writes the target files below a directory, as a dask collection."""
         from reshard.graph import Graph  # upward, as above
+        from reshard.ownership import owned
 
-        return Graph(self, str(directory), fsync=fsync)
+        # Whoever computes it may do so in several processes.
+        return Graph(owned(self, ownership, str(directory)), str(directory), fsync=fsync, apart=True)
 
     def picture(self, name: str | None = None) -> Picture:
         """Draw what is moved: source files, tensors and target files, or blocks and row bands of one tensor.
@@ -244,7 +252,7 @@ class Plan:
 
     def run(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | RemotePath,
         *,
         client: Any = None,
         scheduler: str | None = None,
@@ -252,6 +260,7 @@ class Plan:
         fsync: bool = True,
         drop_cache: bool | None = None,
         overwrite: bool = False,
+        ownership: str | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
         """Write the target files below a directory: `reshard.run.run`, which tells of the options and errors."""
@@ -266,6 +275,7 @@ class Plan:
             fsync=fsync,
             drop_cache=drop_cache,
             overwrite=overwrite,
+            ownership=ownership,
             progress=progress,
         )
 

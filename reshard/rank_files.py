@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, names
+from reshard.remote import RemotePath
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 RANK_PATTERN = "rank_{rank}/*"
 """Where the files of a rank are, below the directory that is opened."""
@@ -19,10 +24,13 @@ _EXTENSIONS = {".ckpt", ".safetensors"}
 _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
 
+AnyPath = Path | RemotePath
+"""Where a file is: on this machine, or at a URL."""
+
 _Family = tuple[str, tuple[int, int] | None, str]  # the name common to all ranks, epoch and step, extension
 
 
-def rank_files(root: Path, rank_pattern: str, suffix: str | None, notices: list[str]) -> dict[int, list[Path]]:
+def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: list[str]) -> dict[int, list[AnyPath]]:
     """Return the files to read for each rank: one checkpoint, of the newest step that every rank has.
 
     Args:
@@ -40,7 +48,8 @@ def rank_files(root: Path, rank_pattern: str, suffix: str | None, notices: list[
         raise SourceError(f"{root}: is not there; expected a directory of rank directories, or one checkpoint file")
     found = _every_file(root, rank_pattern)
     if not found:
-        flat = [path for path in sorted(root.iterdir()) if path.is_file() and _is_checkpoint_name(path)]
+        inside: Iterable[AnyPath] = root.iterdir()
+        flat = sorted((path for path in inside if path.is_file() and _is_checkpoint_name(path)), key=str)
         found = {0: flat} if flat else {}
     if not found:
         example = rank_pattern.replace("{rank}", "0") if rank_pattern != RANK_PATTERN else "rank_0/*.safetensors"
@@ -56,7 +65,7 @@ def rank_files(root: Path, rank_pattern: str, suffix: str | None, notices: list[
     return _same_checkpoint(root, found, notices)
 
 
-def _every_file(root: Path, rank_pattern: str) -> dict[int, list[Path]]:
+def _every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
     if "{rank}" not in rank_pattern or rank_pattern.startswith("/") or ".." in rank_pattern.split("/"):
         raise SourceError(
             f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory; expected one such as "
@@ -65,12 +74,11 @@ def _every_file(root: Path, rank_pattern: str) -> dict[int, list[Path]]:
     any_extension = bool(Path(rank_pattern).suffix)
     regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>\d+)", 1).replace(r"\*", "[^/]*")
     matches = re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
-    found: dict[int, list[Path]] = {}
+    found: dict[int, list[AnyPath]] = {}
     spelled: dict[int, str] = {}
-    # Two stars in one component are an error to glob, and mean the same as one here.
-    for path in sorted(root.glob(re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*")))):
-        match = matches.fullmatch(path.relative_to(root).as_posix())
-        if not match or not path.is_file() or not _is_checkpoint_name(path, any_extension=any_extension):
+    for path in sorted(_files(root, rank_pattern), key=str):
+        match = matches.fullmatch(path.relative_to(root).as_posix())  # type: ignore[arg-type]  # of one kind
+        if not match or not _is_checkpoint_name(path, any_extension=any_extension):
             continue
         rank = int(match["rank"])
         if spelled.setdefault(rank, match["rank"]) != match["rank"]:
@@ -79,22 +87,31 @@ def _every_file(root: Path, rank_pattern: str) -> dict[int, list[Path]]:
     return dict(sorted(found.items()))
 
 
-def _is_checkpoint_name(path: Path, *, any_extension: bool = False) -> bool:
+def _files(root: AnyPath, rank_pattern: str) -> Iterable[AnyPath]:
+    """Return the files that may match; all that there are where listing them is one request."""
+    if isinstance(root, RemotePath):
+        return root.files()
+    # Two stars in one component are an error to glob, and mean the same as one here.
+    pattern = re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*"))
+    return [path for path in root.glob(pattern) if path.is_file()]
+
+
+def _is_checkpoint_name(path: AnyPath, *, any_extension: bool = False) -> bool:
     if path.suffix in {".tmp", ".meta", ".partial"} or "_breakpoint" in path.stem or path.name == "meta.json":
         return False
     return not path.name.startswith(".") and (any_extension or path.suffix in _EXTENSIONS)
 
 
-def _same_checkpoint(root: Path, found: dict[int, list[Path]], notices: list[str]) -> dict[int, list[Path]]:
+def _same_checkpoint(root: AnyPath, found: dict[int, list[AnyPath]], notices: list[str]) -> dict[int, list[AnyPath]]:
     """Of the files of every rank, take those of one checkpoint that every rank has, and of those the newest."""
-    families: dict[_Family, dict[int, list[Path]]] = {}
+    families: dict[_Family, dict[int, list[AnyPath]]] = {}
     for rank, paths in found.items():
         for path in paths:
             for family in _families(path, rank):
                 families.setdefault(family, {}).setdefault(rank, []).append(path)
     complete = [family for family, members in families.items() if len(members) == len(found)]
     # One set of files may go by several names (`x_1` of rank 1 is also `x_{rank}`).
-    by_files: dict[tuple[Path, ...], set[_Family]] = {}
+    by_files: dict[tuple[AnyPath, ...], set[_Family]] = {}
     for family in complete:
         files = tuple(path for rank in found for path in families[family][rank])
         by_files.setdefault(files, set()).add(family)
@@ -123,7 +140,7 @@ def _same_checkpoint(root: Path, found: dict[int, list[Path]], notices: list[str
     return families[family]
 
 
-def _families(path: Path, rank: int) -> set[_Family]:
+def _families(path: AnyPath, rank: int) -> set[_Family]:
     """Return the names under which a file may be the same checkpoint as files of other ranks."""
     stem = _PART.sub("", path.stem)
     match = _STEP.match(stem)

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.cipher import store_of
-from reshard.errors import ReshardError, TargetError, UsageError, names
+from reshard.errors import TargetError, UsageError, names
 from reshard.graph import Graph, Receipt, check_sources
+from reshard.ownership import owned
+from reshard.remote import RemotePath, as_path, existing, is_url
+from reshard.remote_store import appears_whole, remote_store
 from reshard.store import local_store
 
 if TYPE_CHECKING:
@@ -88,7 +91,7 @@ class Report:
 
 def run(
     plan: Plan,
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | RemotePath,
     *,
     client: Any = None,
     scheduler: str | None = None,
@@ -96,6 +99,7 @@ def run(
     fsync: bool = True,
     drop_cache: bool | None = None,
     overwrite: bool = False,
+    ownership: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Write the target files of a plan.
@@ -104,8 +108,9 @@ def run(
 
     Args:
         plan: what goes where.
-        directory: where the target files go; it is made if it is not there.
-        client: a `distributed.Client`; its workers must reach the source and the target by the same paths.
+        directory: where the target files go; it is made if it is not there. A local path, or a URL that fsspec knows.
+        client: a `distributed.Client`; its workers must reach the source and the target by the same paths. Where a
+            worker is lost, its tasks run again elsewhere.
         scheduler: `threads` (default) or `synchronous`, where no client is given.
         threads: how many; by default one for each available processor, at most 4 (more wait for the same disk and
             memory), and no more than the plan's prediction of memory is for.
@@ -113,6 +118,8 @@ def run(
         drop_cache: leave nothing of what is read and written in the page cache, so that other programs keep theirs and
             the kernel is not swamped; by default where source and target together are larger than memory.
         overwrite: replace target files that exist; without it they are refused.
+        ownership: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
+            By default `file` where the target is at a URL, `tensor` elsewhere.
         progress: called after each task.
 
     Raises:
@@ -121,8 +128,10 @@ def run(
         SourceError: a source file changed or cannot be read.
     """
     began = time.perf_counter()
-    root = os.path.realpath(directory)
-    _check_targets(plan, root, overwrite=overwrite)
+    target = as_path(directory)
+    root = str(target) if isinstance(target, RemotePath) else os.path.realpath(target)
+    plan = owned(plan, ownership, root)
+    (_check_remote_targets if is_url(root) else _check_targets)(plan, root, overwrite=overwrite)
     check_sources(plan, None)
     if threads is None:
         threads = min(len(os.sched_getaffinity(0)), plan.threads)
@@ -132,14 +141,22 @@ def run(
         raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
-    graph = Graph(plan, root, fsync=fsync, drop_cache=drop_cache)
+    graph = Graph(plan, root, fsync=fsync, drop_cache=drop_cache, apart=client is not None)
     told = _Told(plan.stats.bytes_written, progress, began)
+    if scheduler == "synchronous":
+        threads = 0
     try:
         if client is not None:
-            receipts = _on_cluster(graph, client, told)
+            from reshard.cluster import check_workers, work_on
+
+            check_workers(plan, root, client)
+            receipts = _here(graph.naming(work_on(client, graph, told.add)), graph.key, threads, told)
         else:
-            receipts = _here(graph, 0 if scheduler == "synchronous" else threads, told)
+            receipts = _here(graph.__dask_graph__(), graph.key, threads, told)
     except BaseException:
+        if is_url(root):
+            _discard_remote(plan, root, told.finished)
+            raise
         for file in plan.files:
             local_store().discard(f"{root}/{file.path}")
             directory = os.path.dirname(f"{root}/{file.path}")
@@ -187,7 +204,7 @@ def _peak_memory() -> int:
 
 def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
     sources = {os.path.realpath(file.path) for file in plan.source.files}
-    existing = []
+    there = []
     if any(file.last for file in plan.files) and any(os.path.commonpath([root, path]) == root for path in sources):
         raise TargetError(
             f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
@@ -200,12 +217,40 @@ def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
         if os.path.commonpath([root, resolved]) != root:
             raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
         if os.path.lexists(path):
-            existing.append(file.path)
-    if existing and not overwrite:
+            there.append(file.path)
+    if there and not overwrite:
+        raise _exists(root, there)
+
+
+def _check_remote_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
+    sources = {file.path for file in plan.source.files}
+    if any(file.last for file in plan.files) and any(path.startswith(f"{root}/") for path in sources):
         raise TargetError(
-            f"{root}: has {names(existing, most=3)} already; choose another target directory, or replace "
-            f"{'it' if len(existing) == 1 else 'them'} with --overwrite"
+            f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
         )
+    for file in plan.files:
+        if f"{root}/{file.path}" in sources:
+            raise TargetError(f"{root}/{file.path}: is one of the source files; choose another target directory")
+    there = existing(RemotePath(root), [file.path for file in plan.files])
+    if there and not overwrite:
+        raise _exists(root, there)
+
+
+def _exists(root: str, there: list[str]) -> TargetError:
+    return TargetError(
+        f"{root}: has {names(there, most=3)} already; choose another target directory, or replace "
+        f"{'it' if len(there) == 1 else 'them'} with --overwrite"
+    )
+
+
+def _discard_remote(plan: Plan, root: str, finished: set[int]) -> None:
+    """Remove what a failed run made at a URL: unfinished files, or those that have their names already."""
+    if appears_whole(root):
+        for number in (number for group in finished for number in plan.groups[group]):
+            remote_store().discard(f"{root}/{plan.files[number].path}")
+    else:
+        for file in plan.files:
+            remote_store().discard(f"{root}/{file.path}")
 
 
 class _Told:
@@ -214,51 +259,37 @@ class _Told:
     def __init__(self, total: int, progress: Callable[[Progress], None] | None, began: float) -> None:
         self.total, self.progress, self.began = total, progress, began
         self.written = 0
+        self.finished: set[int] = set()
 
     def add(self, receipt: object) -> None:
-        if self.progress is not None and isinstance(receipt, Receipt):
+        if not isinstance(receipt, Receipt):
+            return
+        kind, _, number = receipt.task.partition(" ")
+        if kind == "files":
+            self.finished.add(int(number))
+        if self.progress is not None:
             self.written += receipt.written
             self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))
 
 
-def _here(graph: Graph, threads: int, told: _Told) -> list[Receipt]:
-    """Run on this machine. After a failure no task runs any more when this returns."""
+def _here(tasks: dict[str, Any], key: str, threads: int, told: _Told) -> list[Receipt]:
+    """Run on this machine; in this thread where none are asked for. After a failure no task runs any more."""
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
 
     def posttask(_key: str, result: object, _dsk: object, _state: object, _worker: object) -> None:
         told.add(result)
 
-    tasks = graph.__dask_graph__()
     found: list[Receipt]
     with Callback(posttask=posttask):
         if not threads:
-            (found,) = get_sync(tasks, [graph.key])
+            (found,) = get_sync(tasks, [key])
             return found
         pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
         try:
             # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
-            (found,) = get_async(pool.submit, 2 * threads, tasks, [graph.key])
+            (found,) = get_async(pool.submit, 2 * threads, tasks, [key])
         finally:
             # dask raises while other tasks still write: wait for them before anybody touches the files.
             pool.shutdown(wait=True, cancel_futures=True)
-    return found
-
-
-def _on_cluster(graph: Graph, client: Any, told: _Told) -> list[Receipt]:
-    from distributed import as_completed
-
-    tasks = graph.__dask_graph__()
-    keys = [key for key in tasks if key != f"{graph.key.removesuffix('-done')}-plan"]
-    futures = client.get(tasks, keys, sync=False)
-    by_key = dict(zip(keys, futures, strict=True))
-    try:
-        for _, result in as_completed(futures, with_results=True):
-            told.add(result)
-        found: list[Receipt] = by_key[graph.key].result()
-    except BaseException as error:
-        client.cancel(futures)
-        if isinstance(error, (ReshardError, KeyboardInterrupt)) or not isinstance(error, Exception):
-            raise
-        raise ReshardError(f"the cluster failed: {error}") from error
     return found

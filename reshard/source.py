@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint, FileIndex, SourceFile
@@ -16,22 +16,28 @@ from reshard.formats.unified import read_index
 from reshard.headers import Headers
 from reshard.join import join
 from reshard.layout import Layout
-from reshard.rank_files import RANK_PATTERN, rank_files
+from reshard.rank_files import RANK_PATTERN, AnyPath, rank_files
+from reshard.remote import RemotePath, as_path, forget_listings
+from reshard.remote_store import REQUESTS, store_at
 from reshard.strategy import Strategy
 from reshard.strategy_file import read_strategy
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
+
+    from reshard.remote import Status
+
+    AnyName = str | os.PathLike[str] | RemotePath
 
 COPY = "copy"
 """The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
 
 
 def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
-    path: str | os.PathLike[str] | Mapping[int, str | os.PathLike[str]],
+    path: AnyName | Mapping[int, AnyName],
     *,
-    strategy: Strategy | str | os.PathLike[str] | None = None,
+    strategy: Strategy | AnyName | None = None,
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
     layouts: Mapping[str, str] | None = None,
@@ -44,7 +50,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
     Args:
         path: a directory of rank directories; the files of some ranks by number; a unified set; or one file of whole
-            tensors.
+            tensors. A local path, or a URL that fsspec knows, such as `s3://bucket/run`.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the source is one rank of whole tensors.
         rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
@@ -63,7 +69,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         StrategyError: the strategy cannot be read.
     """
     files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
-    root = str(Path(next(iter(path.values()), ".")).parent) if isinstance(path, Mapping) else str(path)
+    root = str(as_path(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_path(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
     strategy, ruled = _with_rules(strategy, layouts or {}, files, ranks)
@@ -84,7 +90,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
 def reopen(
     root: str,
-    paths: Mapping[int, Sequence[Path]],
+    paths: Mapping[int, Sequence[AnyPath]],
     *,
     strategy: Strategy | None,
     part: int | None,
@@ -116,7 +122,7 @@ def reopen(
 
 
 def read_headers(
-    path: str | os.PathLike[str] | Mapping[int, str | os.PathLike[str]],
+    path: AnyName | Mapping[int, AnyName],
     *,
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
@@ -129,8 +135,10 @@ def read_headers(
     """
     notices: list[str] = []
     if isinstance(path, Mapping):
-        return *_indexed({rank: [Path(path[rank])] for rank in sorted(path)}, cipher), notices
-    root = Path(path)
+        return *_indexed({rank: [as_path(path[rank])] for rank in sorted(path)}, cipher), notices
+    root = as_path(path)
+    if isinstance(root, RemotePath):
+        forget_listings(root.url)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
         return *_indexed(rank_files(root, rank_pattern, suffix, notices), cipher), notices
@@ -191,21 +199,32 @@ def _left_out(strategy: Strategy, ranks: int) -> str:
 
 
 def _indexed(
-    chosen: Mapping[int, Sequence[Path]], cipher: Cipher | None
+    chosen: Mapping[int, Sequence[AnyPath]], cipher: Cipher | None
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
     """Index every file."""
-    files: list[SourceFile] = []
-    ranks: list[int] = []
+    paths = [path for of_rank in chosen.values() for path in of_rank]
+    files = [
+        SourceFile(str(path.absolute()), *status, index)
+        for path, (status, index) in zip(paths, _headers(paths, cipher), strict=True)
+    ]
+    return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
+
+
+def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[Status, FileIndex]]:
+    """Yield the state and the header of every file; those at URLs side by side, because each request takes its time."""
     headers = Headers(store_of(cipher))
-    for rank, paths in chosen.items():
-        for path in paths:
-            status = path.stat()
-            # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
-            empty = not status.st_size and path.suffix == ".ckpt"
-            index = FileIndex("ckpt", {}) if empty else headers.index(str(path))
-            files.append(SourceFile(str(path.absolute()), status.st_size, status.st_mtime_ns, index))
-            ranks.append(rank)
-    return tuple(files), tuple(ranks)
+
+    def header(path: AnyPath) -> tuple[Status, FileIndex]:
+        status = path.status() if isinstance(path, RemotePath) else store_at(str(path)).status(str(path))
+        # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
+        empty = not status.nbytes and path.suffix == ".ckpt"
+        return status, FileIndex("ckpt", {}) if empty else headers.index(str(path))
+
+    if not any(isinstance(path, RemotePath) for path in paths):
+        yield from map(header, paths)
+        return
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        yield from pool.map(header, paths)
 
 
 def _with_rules(

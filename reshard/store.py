@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Protocol
 
 from reshard.errors import BudgetError, SourceError, TargetError
+from reshard.remote import Status
 
 PARTIAL = ".partial"
 """What the name of an unfinished target file ends with."""
@@ -61,6 +62,19 @@ class Store(Readable, Protocol):
         """Remove an unfinished file, if it is there."""
 
 
+class Stream(Protocol):
+    """An unfinished file that is written from its first byte to its last."""
+
+    def write(self, content: memoryview | bytes) -> None:
+        """Write what comes next."""
+
+    def finish(self, *, sync: bool) -> None:
+        """End the file; have it on the disk if `sync`."""
+
+    def abort(self) -> None:
+        """Give up; never raises."""
+
+
 class LocalStore:
     """The files of this machine. Safe to use from several threads."""
 
@@ -71,6 +85,14 @@ class LocalStore:
         self._most_open = most_open or max(8, min(limit - _SPARE_HANDLES, _MOST_HANDLES))
         self._lock = threading.Lock()
         self._handles: OrderedDict[tuple[str, int], _Handle] = OrderedDict()
+
+    def status(self, path: str) -> Status:
+        """Return the state of a file as it is now."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise SourceError(f"{path}: cannot be looked at: {error.strerror}") from None
+        return Status(status.st_size, status.st_mtime_ns)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes; whoever asks it sees the file that has this name now."""
@@ -101,6 +123,8 @@ class LocalStore:
     def create(self, path: str, size: int) -> None:
         """Make the unfinished file beside `path`, with its space taken.
 
+        What is in it already stays: where a worker of a cluster is lost, this runs again while others write.
+
         Raises:
             BudgetError: the disk has no room; nothing is left behind.
         """
@@ -108,10 +132,12 @@ class LocalStore:
         self._forget(partial)  # a held handle may be of a file that was removed since
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fd = _open_own(partial)
         except OSError as error:
             raise TargetError(f"{partial}: cannot be made: {error.strerror}") from error
         try:
+            if os.fstat(fd).st_size > size:
+                os.ftruncate(fd, size)  # the remains of another run; all that is left of them is written over
             if size:
                 _allocate(fd, size)
         except OSError as error:
@@ -119,6 +145,11 @@ class LocalStore:
             raise _write_error(partial, error, size) from error
         finally:
             os.close(fd)
+
+    def stream(self, path: str, size: int) -> Stream:
+        """Make the unfinished file beside `path`, to be written in order; raises as `create` does."""
+        self.create(path, size)
+        return _LocalStream(self, path)
 
     def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
         """Write a whole buffer into the unfinished file beside `path`."""
@@ -230,6 +261,24 @@ class LocalStore:
         return LocalStore, ()
 
 
+class _LocalStream:
+    """A local file that is written in order; see `Stream`."""
+
+    def __init__(self, store: LocalStore, path: str) -> None:
+        self._store, self._path, self._position = store, path, 0
+
+    def write(self, content: memoryview | bytes) -> None:
+        self._store.write_at(self._path, self._position, memoryview(content))
+        self._position += len(content)
+
+    def finish(self, *, sync: bool) -> None:
+        if sync:
+            self._store.sync(self._path)
+
+    def abort(self) -> None:
+        """Leave the file for the run to discard, as it does with those of other tasks."""
+
+
 class _Opened:
     """A file in use. A class, because a generator's context costs as much as a small read."""
 
@@ -261,6 +310,17 @@ def _open(path: str, flags: int) -> int:
     except OSError as error:
         kind = SourceError if flags == os.O_RDONLY else TargetError
         raise kind(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def _open_own(path: str) -> int:
+    """Open or make a file that has no other name: a run that was killed may have left a link to a finished file."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags, 0o666)
+    if os.fstat(fd).st_nlink > 1:
+        os.close(fd)
+        os.unlink(path)
+        fd = os.open(path, flags, 0o666)
+    return fd
 
 
 def _allocate(fd: int, size: int) -> None:

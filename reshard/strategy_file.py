@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.block import Shape, shape_text
 from reshard.errors import Faults, LayoutError, StrategyError, TargetError, UsageError
 from reshard.layout import Axes, Layout, foldings
+from reshard.remote import RemotePath, as_path
 from reshard.strategy import MERGED_NAME, Operator, Placed, Strategy, agreed_devices, merge
 
 if TYPE_CHECKING:
@@ -50,37 +51,37 @@ _RANGES = {
 }  # fmt: skip
 
 
-def read_strategy(path: str | os.PathLike[str]) -> Strategy:
+def read_strategy(path: str | os.PathLike[str] | RemotePath) -> Strategy:
     """Read a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks.
 
     The format is told by content. The files of a directory are merged in memory.
 
     Args:
-        path: a file or a directory.
+        path: a file or a directory, local or at a URL.
 
     Raises:
         StrategyError: the file is missing, cannot be parsed or contradicts itself; all faults at once, each with
             its path in the file.
     """
-    place = Path(path)
-    if place.is_dir():
-        return merge([(str(file), _read_file(file)) for file in strategy_files(place)])
-    strategy = _read_file(place)
+    where = as_path(path)
+    if where.is_dir():
+        return merge([(str(file), _read_file(file)) for file in strategy_files(where)])
+    strategy = _read_file(where)
     if not strategy.tensors:
         raise StrategyError(
-            f"{place}: names no tensor; expected the layout of at least one (MindSpore leaves such a file when the "
+            f"{where}: names no tensor; expected the layout of at least one (MindSpore leaves such a file when the "
             "network has no parallel parameter, or its compilation failed)"
         )
     return strategy
 
 
-def strategy_files(directory: Path) -> list[Path]:
+def strategy_files(directory: Path | RemotePath) -> list[Path | RemotePath]:
     """Return the strategy files of a directory, in the order of the numbers in their names.
 
     Raises:
         StrategyError: both formats are there, or none.
     """
-    found = {
+    found: dict[str, list[Path | RemotePath]] = {
         suffix: [p for p in directory.iterdir() if p.suffix == suffix and p.is_file()] for suffix in (".ckpt", ".json")
     }
     if all(found.values()):
@@ -131,20 +132,24 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
     Raises:
         StrategyError: a stage is missing, a file is empty, files of one stage disagree; all faults at once.
     """
-    place = Path(directory)
-    if not place.is_dir():
-        raise StrategyError(f"{place}: is not a directory; expected one that holds the strategy file of every rank")
-    merged = merge([(str(file), _read_file(file)) for file in strategy_files(place)])
+    source = as_path(directory)
+    if not source.is_dir():
+        raise StrategyError(f"{source}: is not a directory; expected one that holds the strategy file of every rank")
+    merged = merge([(str(file), _read_file(file)) for file in strategy_files(source)])
     write_strategy(merged, target)
     return merged
 
 
-def _read_file(path: Path) -> Strategy:
+def _read_file(path: Path | RemotePath) -> Strategy:
     try:
-        status = path.stat()
-        if not S_ISREG(status.st_mode):
-            raise StrategyError(f"{path}: is no regular file; expected a strategy file")
-        if status.st_size > _LARGEST_FILE:
+        if isinstance(path, RemotePath):
+            nbytes = path.status().nbytes
+        else:
+            status = path.stat()
+            nbytes = status.st_size
+            if not S_ISREG(status.st_mode):
+                raise StrategyError(f"{path}: is no regular file; expected a strategy file")
+        if nbytes > _LARGEST_FILE:
             raise StrategyError(f"{path}: is larger than {_LARGEST_FILE >> 30} GiB, which no strategy file is")
         content = path.read_bytes()
     except OSError as error:

@@ -71,12 +71,26 @@ def test_a_discarded_file_is_gone_and_may_be_discarded_twice(store: LocalStore, 
     assert listing(tmp_path) == []
 
 
-def test_a_new_partial_file_replaces_the_remains_of_another(store: LocalStore, tmp_path: Path) -> None:
+def test_a_file_that_is_made_again_keeps_what_is_in_it(store: LocalStore, tmp_path: Path) -> None:
+    # A cluster runs the tasks of a lost worker again, while others go on writing.
     path = tmp_path / "a"
     Path(f"{path}{PARTIAL}").write_bytes(b"remains that are longer")
-    store.create(str(path), 2)
+    store.create(str(path), 8)
+    store.write_at(str(path), 0, memoryview(b"written"))
+    store.create(str(path), 8)
     store.commit(str(path), sync=False)
-    assert path.read_bytes() == b"\0\0"
+    assert path.read_bytes() == b"written" + b" "
+
+
+def test_a_partial_file_that_is_a_link_to_a_finished_one_is_made_anew(store: LocalStore, tmp_path: Path) -> None:
+    # A run that was killed between linking a replica and giving it its name leaves one.
+    (tmp_path / "finished").write_bytes(b"finished")
+    os.link(tmp_path / "finished", tmp_path / f"a{PARTIAL}")
+    store.create(str(tmp_path / "a"), 3)
+    store.write_at(str(tmp_path / "a"), 0, memoryview(b"new"))
+    store.commit(str(tmp_path / "a"), sync=False)
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert (tmp_path / "finished").read_bytes() == b"finished"
 
 
 def test_a_partial_file_that_somebody_removed_is_not_written_blindly(store: LocalStore, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from reshard.errors import SourceError, UsageError
-from reshard.store import local_store
+from reshard.remote import is_url
+from reshard.remote_store import store_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from reshard.checkpoint import FileIndex, Runs
     from reshard.dtypes import DType
     from reshard.store import Readable
+
+
+_REMOTE_HEADER = 1 << 20
+_REMOTE_WINDOW = 16 << 10  # a .ckpt file has no index: each large tensor is a request, whose answer should be short
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class RangeReader:
 
     def __init__(self, path: str, *, store: Readable | None = None, window: int = 4096) -> None:
         self.path = path
-        self._store = store or local_store()
+        self._store = store or store_at(path)
         self.size = self._store.size(path)
         self._window = window
         self._start = 0
@@ -125,13 +130,14 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
 
     Args:
         path: the file.
-        store: what reads it; by default this process's store of local files.
+        store: what reads it; by default this process's.
 
     Raises:
         SourceError: the file is of no known format, cut short or corrupt.
     """
-    reader = RangeReader(path, store=store)
-    start = reader.upto(0, 64)
+    reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if is_url(path) else 4096)
+    # A first request that has most headers whole: to ask a second time takes longer than a megabyte does.
+    start = reader.upto(0, _REMOTE_HEADER if is_url(path) else 64)[:64]
     for known in formats():
         if known.recognizes(start, reader.size):
             return known.index(reader)

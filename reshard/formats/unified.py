@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.remote_store import store_at
 from reshard.target_files import SomeFiles, Volumes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from reshard.remote import RemotePath
     from reshard.target_files import Stored
 
 MAX_SHARD_BYTES = 4_000_000_000
@@ -144,7 +146,7 @@ def _check_size(max_shard_bytes: int) -> None:
         raise UsageError(f"the largest file of a set is to have {max_shard_bytes} bytes; expected at least 1")
 
 
-def read_index(directory: Path) -> tuple[list[Path], Mapping[str, str]] | None:
+def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], Mapping[str, str]] | None:
     """Return the files of a unified set and the file of each tensor in its index; None where there is no index.
 
     The hyper-parameters that MindSpore keeps beside are among the files, though not in the index.
@@ -161,7 +163,7 @@ def read_index(directory: Path) -> tuple[list[Path], Mapping[str, str]] | None:
     path = indexes[0]
     weight_map = _weight_map(path)
     faults = Faults(str(path))
-    files = []
+    files: list[Path | RemotePath] = []
     for name in dict.fromkeys(weight_map.values()):
         file = directory / name
         if file.name != name or name in {"", ".", ".."}:
@@ -176,7 +178,7 @@ def read_index(directory: Path) -> tuple[list[Path], Mapping[str, str]] | None:
     return files, weight_map
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _weight_map(path: Path | RemotePath) -> dict[str, str]:
     """Return the file of each tensor, as an index says it."""
     twice = Faults(str(path))
 
@@ -186,7 +188,7 @@ def _weight_map(path: Path) -> dict[str, str]:
                 twice.add(f"tensor {name!r}", f"is listed {count} times")
         return dict(pairs)
 
-    if path.stat().st_size > _LARGEST_INDEX:
+    if store_at(str(path)).size(str(path)) > _LARGEST_INDEX:
         raise SourceError(f"{path}: is larger than {_LARGEST_INDEX} bytes, which no index is")
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=once)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.show.checkpoints import files_text
@@ -38,13 +37,13 @@ def plan_text(plan: Plan, directory: str) -> str:
             ),
         ),
         ("write", f"{bytes_text(stats.target_bytes)} to {count_text(stats.target_files, 'file')}"),
-        ("tasks", f"{stats.tasks:,}"),
+        ("tasks", f"{stats.tasks:,}{', each of which writes whole files' if plan.groups else ''}"),
         ("memory", f"about {bytes_text(stats.peak_memory)} at the peak"),
         ("dropped", list_text(plan.dropped) if plan.dropped else "none"),
         ("missing", list_text(plan.missing) if plan.missing else "none"),
     ]
     for number, file in enumerate(plan.files[:_MOST_FILES]):
-        path = printable(f"{Path(directory) / file.path}")
+        path = printable(f"{directory}/{file.path}")
         rows.append(("" if number else "files", f"{path}  {bytes_text(file.layout.size)}"))
     if len(plan.files) > _MOST_FILES:
         rows.append(("", f"and {len(plan.files) - _MOST_FILES:,} more"))
@@ -63,6 +62,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "format": plan.format,
         "ranks": list(plan.ranks),
         **stats,
+        "ownership": "file" if plan.groups else "tensor",
         "read_amplification": plan.stats.read_amplification,
         "seconds": None if report is None else report.seconds,
         "dropped": list(plan.dropped),

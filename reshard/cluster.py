@@ -1,0 +1,171 @@
+"""A plan's work on a dask cluster: reaching it, looking whether its workers see the files, and waiting for receipts.
+
+Nothing but receipts and the plan travels. The plan is one node of the graph: it goes to the scheduler once, which
+gives it to one worker; the others fetch it from there. Tasks name it, and carry a number and a few words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ReshardError, SourceError, TargetError
+from reshard.graph import running
+from reshard.remote import is_url
+from reshard.remote_store import any_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from reshard.graph import Graph, Receipt
+    from reshard.plan import Plan
+    from reshard.remote import Status
+
+REACHED_WITHIN = 10
+"""How many seconds a scheduler has to answer, and to have a worker."""
+
+_MOST_LOOKED_AT = 64  # source files that each worker is asked for before a run; tasks check their own
+_LARGE_GRAPH = "1 GiB"  # a plan is one node, which dask would warn of from 10 MB on
+
+
+@contextmanager
+def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
+    """Give a client of a cluster: one that is there, or one of this machine that ends with the context.
+
+    Args:
+        cluster: `local`, `local:N` with N worker processes, or the address of a scheduler.
+        threads: of each worker of a cluster of this machine; by default the processors are shared out.
+
+    Raises:
+        ReshardError: `distributed` is not installed, or the cluster does not answer in time.
+    """
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError:
+        raise ReshardError("a cluster needs the library distributed; pip install 'reshard[distributed]'") from None
+    if not cluster.startswith("local"):
+        try:
+            client = Client(cluster, timeout=REACHED_WITHIN, set_as_default=False)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ReshardError(f"cluster {cluster}: cannot be reached within {REACHED_WITHIN} s: {error}") from None
+        with client:
+            try:
+                client.wait_for_workers(1, timeout=REACHED_WITHIN)
+            except TimeoutError:
+                raise ReshardError(
+                    f"cluster {cluster}: has no worker after {REACHED_WITHIN} s; start one: dask worker {cluster}"
+                ) from None
+            yield client
+        return
+    processors = len(os.sched_getaffinity(0))
+    workers = int(cluster.partition(":")[2] or min(processors, 4))
+    with (
+        LocalCluster(
+            n_workers=workers,
+            threads_per_worker=threads or max(1, processors // workers),
+            processes=True,
+            dashboard_address="127.0.0.1:0",
+        ) as local,
+        Client(local, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def check_workers(plan: Plan, root: str, client: Any) -> None:
+    """Refuse a cluster of which a worker does not see the source files, or sees another target directory.
+
+    Raises:
+        SourceError, TargetError: the worker and the file are named.
+        ReshardError: a worker cannot run this program.
+    """
+    files = sorted({number for move in plan.moves for number in move.holders})
+    some = [plan.source.files[number] for number in files[:: len(files) // _MOST_LOOKED_AT + 1]]
+    expected = [(file.path, (file.nbytes, file.mtime_ns)) for file in some]
+    with _probe(root) as probe:
+        for worker, answer in client.run(look, expected, probe, on_error="return").items():
+            if isinstance(answer, SourceError | TargetError):
+                raise type(answer)(
+                    f"worker {worker}: {answer}; every worker must reach the source and the target by the same paths"
+                )
+            if isinstance(answer, BaseException):
+                raise ReshardError(f"worker {worker}: cannot run reshard: {type(answer).__name__}: {answer}")
+
+
+def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> None:
+    """On a worker: see that the source files are those that were opened, and the target directory is the same."""
+    found: list[Status | SourceError] = any_store().statuses([path for path, _ in expected])
+    for (path, known), status in zip(expected, found, strict=True):
+        if isinstance(status, SourceError):
+            raise status
+        if status != known:
+            raise SourceError(f"{path}: is another file there (other size or time) than the one that was opened")
+    if probe is not None and not os.path.exists(probe):
+        raise TargetError(f"{os.path.dirname(probe)}: is another directory there, or none")
+
+
+@contextmanager
+def _probe(root: str) -> Iterator[str | None]:
+    """Give the path of a file that is in the target directory for a moment; none where that is at a URL."""
+    if is_url(root):
+        yield None
+        return
+    made = not os.path.isdir(root)
+    path = f"{root}/.reshard-{uuid.uuid4().hex}"
+    try:
+        os.makedirs(root, exist_ok=True)
+        with open(path, "x"):
+            pass
+    except OSError as error:
+        raise TargetError(f"{root}: cannot be written: {error.strerror}") from None
+    try:
+        yield path
+    except BaseException:
+        os.unlink(path)
+        if made:
+            with suppress(OSError):
+                os.rmdir(root)
+        raise
+    os.unlink(path)
+
+
+def work_on(client: Any, graph: Graph, told: Callable[[object], None]) -> list[Receipt]:
+    """Have the work of a graph done on a cluster; return its receipts. After a failure none of it goes on.
+
+    Args:
+        client: a `distributed.Client`.
+        graph: what to do; the files are not given their names.
+        told: called with each task's receipt.
+
+    Raises:
+        ReshardError: what went wrong on a worker, or with the cluster.
+    """
+    import dask
+    from distributed import as_completed
+
+    tasks = graph.work()
+    plan_key = next(iter(tasks))
+    with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGE_GRAPH}):
+        futures = client.get(tasks, [key for key in tasks if key != plan_key], sync=False)
+    found: list[Receipt] = []
+    try:
+        for future, result in as_completed(futures, loop=client.loop, with_results=True):
+            told(result)
+            if future.key == graph.ready:
+                found = result
+    except BaseException as error:
+        client.cancel(futures)
+        with suppress(Exception):  # a cluster that is gone has nobody to wait for
+            client.run(settled)
+        if isinstance(error, (ReshardError, KeyboardInterrupt)) or not isinstance(error, Exception):
+            raise
+        raise ReshardError(f"the cluster failed: {error}") from error
+    return found
+
+
+async def settled() -> None:
+    """On a worker: wait until none of its tasks writes; they cannot be stopped, and the files are to be removed."""
+    while running.count:
+        await asyncio.sleep(0.05)

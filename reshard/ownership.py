@@ -1,0 +1,185 @@
+"""Who writes a target file: tasks that each write a few tensors into all files, or one task a file.
+
+*By tensor*, every source byte is read once, and files are written at many places at a time. *By file*, a task writes
+a few files side by side, each from its first byte to its last: the way of object stores, and of file systems to which
+writing in order matters. What is split in another way than the files are is then read once for every group of files
+that needs it. So files are put together that read the same bytes:
+
+1. In each segment of each recipe (`bands`), the rows of a source block are read for a set of files: `_readers`.
+2. Sets are taken in the order of what reading once saves, and their files put together, as many as may be open at
+   once; until less than a sixteenth of the bytes would be read twice.
+3. What is then still read several times is counted, and told in the plan.
+
+All of it is integers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from graphlib import TopologicalSorter
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+from reshard.bands import Recipe
+from reshard.errors import UsageError
+from reshard.plan import Piece
+from reshard.remote import is_url
+from reshard.remote_store import FETCH_BYTES, part_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from reshard.plan import Move, Plan
+
+OWNERSHIPS = ("tensor", "file")
+
+FILES_AT_ONCE = 64
+"""The most local files that a task writes side by side."""
+
+STREAMS_AT_ONCE = 16
+"""The most files at URLs: each holds a part, and a copy of it while it is sent."""
+
+
+def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
+    """Return the plan as it is carried out in a directory: by tensor, or by file.
+
+    Args:
+        plan: a plan by tensor.
+        ownership: `tensor` or `file`; None for what suits the storage: by file at URLs, by tensor elsewhere.
+        directory: where the target files go.
+
+    Raises:
+        UsageError: an unknown ownership, or one that the storage has no way for.
+    """
+    if ownership not in {None, *OWNERSHIPS}:
+        raise UsageError(f"unknown ownership {ownership!r}; known are {' and '.join(OWNERSHIPS)}")
+    if ownership == "tensor" and is_url(directory):
+        raise UsageError(
+            f"{directory}: files at URLs are written from first byte to last; leave ownership 'tensor' out"
+        )
+    by_file = ownership == "file" or (ownership is None and is_url(directory))
+    if not by_file or plan.groups:
+        return plan
+    readers = _readers(plan.moves)
+    numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
+    groups = _groups(readers, numbers, STREAMS_AT_ONCE if is_url(directory) else FILES_AT_ONCE)
+    of = {number: group for group, some in enumerate(groups) for number in some}
+    stats = replace(
+        plan.stats,
+        bytes_read=sum(nbytes * len({of[number] for number in files}) for files, nbytes in readers.items()),
+        tasks=len(groups),
+        peak_memory=plan.stats.peak_memory + plan.threads * _held(plan, groups, directory),
+    )
+    return replace(plan, groups=groups, tasks=(), stats=stats)
+
+
+def group_plan(plan: Plan, group: Sequence[int]) -> Plan:
+    """Return the plan of one group of files alone: one task, which writes each file in its order."""
+    wanted = frozenset(group)
+    known: dict[tuple[int, int], tuple[Recipe, tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
+    moves: dict[str, list[Move]] = {}
+    for move in plan.moves:
+        key = (id(move.recipe), id(move.targets))
+        if key not in known:
+            known[key] = _share(move, wanted)
+        recipe, sources, targets = known[key]
+        if targets:
+            holders = tuple(move.holders[number] for number in sources)
+            moves.setdefault(move.name, []).append(replace(move, recipe=recipe, holders=holders, targets=targets))
+    ordered = tuple(move for name in _order(plan, group) for move in moves[name])
+    pieces = tuple(Piece(number, 0, move.recipe.rows(move.axis)) for number, move in enumerate(ordered))
+    return replace(plan, moves=ordered, tasks=(pieces,), groups=())
+
+
+def _share(move: Move, wanted: frozenset[int]) -> tuple[Recipe, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the part of a recipe that makes the blocks of some files: with its sources by number, and its files."""
+    kept = [
+        (block, some)
+        for block, files in zip(move.recipe.targets, move.targets, strict=True)
+        if (some := tuple(number for number in files if number in wanted))
+    ]
+    blocks = tuple(block for block, _ in kept)
+    given = [n for n, source in enumerate(move.recipe.sources) if any(source & block for block in blocks)]
+    recipe = Recipe(move.recipe.shape, tuple(move.recipe.sources[n] for n in given), blocks)
+    return recipe, tuple(given), tuple(some for _, some in kept)
+
+
+def _order(plan: Plan, group: Sequence[int]) -> Iterable[str]:
+    """Return the names of tensors with contents so that each file's own order is kept."""
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for places in {id(places): places for places in (plan.files[number].layout.places for number in group)}.values():
+        stored = [name for name, runs in places.items() if sum(nbytes for _, nbytes in runs)]
+        stored.sort(key=lambda name: places[name][0])
+        for name in stored:
+            sorter.add(name)
+        for before, name in pairwise(stored):
+            sorter.add(name, before)
+    return sorter.static_order()
+
+
+def _readers(moves: Iterable[Move]) -> Counter[frozenset[int]]:
+    """Return how many bytes are read for each set of files: whatever is read for one of its files serves all."""
+    found: Counter[frozenset[int]] = Counter()
+    known: dict[tuple[int, int, int], Counter[frozenset[int]]] = {}
+    for move in moves:
+        key = (id(move.recipe), move.axis, id(move.targets))
+        if key not in known:
+            known[key] = _elements(move)
+        for files, elements in known[key].items():
+            found[files] += elements * move.dtype.itemsize
+    return found
+
+
+def _elements(move: Move) -> Counter[frozenset[int]]:
+    recipe, found = move.recipe, Counter[frozenset[int]]()
+    known: dict[int, list[tuple[frozenset[int], int]]] = {}
+    for segment in recipe.segments(move.axis, 0, recipe.rows(move.axis)):
+        columns = segment.columns
+        if id(columns) not in known:
+            files: list[set[int]] = [set() for _ in columns.sources]
+            for target, parts in zip(columns.targets, columns.parts, strict=True):
+                for part in parts:
+                    files[part.read].update(move.targets[target])
+            known[id(columns)] = [
+                (frozenset(some), prod(shape)) for some, shape in zip(files, columns.source_shapes, strict=True)
+            ]
+        for some, elements in known[id(columns)]:
+            found[some] += elements * (segment.stop - segment.start)
+    return found
+
+
+def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int) -> tuple[tuple[int, ...], ...]:
+    """Put files together that read the same bytes, at most so many.
+
+    >>> _groups(Counter({frozenset({0, 1}): 50, frozenset({2, 3}): 50, frozenset({0, 1, 2, 3}): 1}), range(4), 4)
+    ((0, 1), (2, 3))
+    """
+    of = {number: [number] for number in numbers}
+    saved = sorted(((nbytes * (len(files) - 1), sorted(files)) for files, nbytes in readers.items()), reverse=True)
+    left, enough = sum(nbytes for nbytes, _ in saved), sum(readers.values()) // 16
+    for nbytes, files in saved:
+        if left <= enough:
+            break
+        left -= nbytes
+        group = of[files[0]]
+        for number in files[1:]:
+            other = of[number]
+            if other is group:
+                continue
+            if len(group) + len(other) <= most:
+                group += other
+                of.update(dict.fromkeys(other, group))
+            else:
+                group = other
+    return tuple(tuple(sorted(group)) for group in {id(group): group for group in of.values()}.values())
+
+
+def _held(plan: Plan, groups: Iterable[Sequence[int]], directory: str) -> int:
+    """Return how many bytes a task holds beside its bands: what was fetched, and parts of files to be sent."""
+    fetched = FETCH_BYTES + plan.band_bytes if any(is_url(file.path) for file in plan.source.files) else 0
+    if not is_url(directory):
+        return fetched
+    sizes = ([plan.files[number].layout.size for number in group] for group in groups)
+    return fetched + max((sum(2 * min(part_bytes(size), size) for size in some) for some in sizes), default=0)

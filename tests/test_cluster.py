@@ -1,0 +1,224 @@
+"""Clusters of real processes: the same bytes, whoever is lost; nothing but receipts and the plan travels."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import numbers, tree, write_ranks
+from clusters import Wire, client_of, cluster, count_plans, plans_counted
+
+import reshard
+from reshard import Layout, Strategy, graph, planner
+from reshard import cluster as reshard_cluster
+from reshard.errors import ReshardError, SourceError, TargetError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("distributed")
+
+SHAPES = {f"layers.{i}.w": (480, 360) for i in range(12)} | {"norm": (480,)}
+FULL = numbers(SHAPES)
+BEFORE = Strategy.of({name: Layout.of([8], [0] + [-1] * (len(shape) - 1)) for name, shape in SHAPES.items()})
+AFTER = Strategy.of({name: Layout.of([6], [-1] * (len(shape) - 1) + [0]) for name, shape in SHAPES.items()})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cluster")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path) -> reshard.Plan:
+    """A plan of many small tasks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "TASK_BYTES", 1 << 16)
+        patch.setattr(planner, "BAND_BYTES", 1 << 13)
+        source = reshard.open(write_ranks(folder / "src", FULL, BEFORE), strategy=BEFORE)
+        return reshard.plan(source, AFTER)
+
+
+@pytest.fixture(scope="module")
+def expected(made: reshard.Plan, folder: Path) -> dict[str, bytes]:
+    made.run(folder / "by_threads", scheduler="threads")
+    return tree(folder / "by_threads")
+
+
+@pytest.fixture(scope="module")
+def wired(folder: Path) -> Iterator[tuple[Wire, Any]]:
+    """A client of a scheduler with two workers, and the wire that all of them reach it by."""
+    with cluster(folder, 0) as one:
+        wire = Wire(one.address)
+        for _ in range(2):
+            one.add_worker(wire.address)
+        with client_of(wire.address, 2) as client:
+            yield wire, client
+        wire.close()
+
+
+def test_only_receipts_and_the_plan_travel(
+    made: reshard.Plan, expected: dict[str, bytes], wired: tuple[Wire, Any], tmp_path: Path
+) -> None:
+    wire, client = wired
+    told: list[Any] = []
+    client.run(count_plans)
+    before = wire.nbytes
+    report = made.run(tmp_path / "out", client=client, progress=told.append)
+    sent = wire.nbytes - before
+    assert tree(tmp_path / "out") == expected
+    assert len(made.tasks) > 100
+    assert report.bytes_read == made.stats.bytes_read == told[-1].written == told[-1].total
+    assert set(client.run(plans_counted).values()) == {1}  # each worker rebuilt the plan once, not once a task
+    assert sent < 4096 * len(made.tasks) + 10 * len(pickle.dumps(made))
+    assert sent < report.bytes_written // 4
+    # The same workers once more: what they held open is not what gets its name now.
+    smaller = reshard.plan(
+        made.source, Strategy.of({"norm": Layout.of([6], [0])}), selection=reshard.Selection(("norm",))
+    )
+    smaller.run(tmp_path / "out", client=client, overwrite=True)
+    made.run(tmp_path / "out", client=client, overwrite=True)
+    assert tree(tmp_path / "out") == expected
+    made.run(tmp_path / "by_file", client=client, ownership="file", fsync=False)
+    assert tree(tmp_path / "by_file") == expected
+
+
+def test_a_collection_computed_on_a_cluster(
+    made: reshard.Plan, expected: dict[str, bytes], wired: tuple[Wire, Any], tmp_path: Path
+) -> None:
+    collection = made.graph(tmp_path / "out")
+    receipts = wired[1].compute(collection).result()
+    assert sum(receipt.written for receipt in receipts) == made.stats.bytes_written
+    assert tree(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+def test_a_failure_on_a_worker_leaves_nothing(
+    made: reshard.Plan, wired: tuple[Wire, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ownership: str
+) -> None:
+    """A source that is cut short under the run: found while reading, whatever other tasks do just then."""
+    shutil.copytree(Path(made.source.root), tmp_path / "src")
+    monkeypatch.setattr(planner, "TASK_BYTES", 1 << 16)
+    monkeypatch.setattr(reshard.ownership, "FILES_AT_ONCE", 1)
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=BEFORE), AFTER)
+    path = Path(plan.source.files[7].path)
+
+    def cut(event: Any) -> None:
+        if event.written:
+            os.truncate(path, 1 << 16)
+
+    with pytest.raises((SourceError, TargetError), match=r"checkpoint_7\.safetensors: (ends at|changed since)"):
+        plan.run(tmp_path / "out", client=wired[1], progress=cut, ownership=ownership)
+    assert not list((tmp_path / "out").rglob("*"))
+
+
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+def test_a_worker_is_killed_in_the_middle(
+    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, ownership: str
+) -> None:
+    """Its receipts are gone with it, those of making the files among them; others have written into these since."""
+    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
+        lost: list[str] = []
+
+        def kill(event: Any) -> None:
+            if lost or event.written < event.total // 3:
+                return
+            held = {worker: [k for k in keys if "-0" in k] for worker, keys in client.has_what().items()}
+            creating = [worker for worker, keys in held.items() if any("-create-" in key for key in keys)]
+            assert min(map(len, held.values())) > (10 if ownership == "tensor" else 0)  # both have been at work
+            victim = creating[0] if creating else max(held, key=lambda worker: len(held[worker]))
+            name = client.scheduler_info(n_workers=-1)["workers"][victim]["name"]
+            lost.extend(held[victim])
+            one.workers[int(name.removeprefix("worker-"))].kill()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reshard.ownership, "FILES_AT_ONCE", 1)  # six tasks, where one would read least
+            report = made.run(tmp_path / "out", client=client, progress=kill, ownership=ownership)
+        assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
+    assert any(("-create-" if ownership == "tensor" else "-files-") in key for key in lost)
+    assert tree(tmp_path / "out") == expected
+    assert report.bytes_written == made.stats.bytes_written
+    assert len({receipt.task for receipt in report.receipts}) == len(report.receipts)
+
+
+def test_a_worker_that_sees_other_files_is_named(
+    made: reshard.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same path leads to another directory on the worker: its own working directory."""
+    (tmp_path / "elsewhere").mkdir()
+    source = reshard.open(f"/proc/self/cwd/{os.path.relpath(made.source.root)}", strategy=BEFORE)
+    assert source.files[0].path.startswith("/proc/self/cwd/")
+    with cluster(tmp_path, 0) as one:
+        one.add_worker(cwd=tmp_path / "elsewhere")
+        with client_of(one.address, 1) as client:
+            with pytest.raises(SourceError, match=r"worker tcp://.*cannot be looked at.* by the same paths"):
+                reshard.plan(source, AFTER).run(tmp_path / "out", client=client)
+            assert not (tmp_path / "out").exists()
+            there = f"/proc/self/cwd/{os.path.relpath(tmp_path)}"
+            monkeypatch.setattr(os.path, "realpath", lambda path: str(path).replace(str(tmp_path), there))
+            with pytest.raises(TargetError, match=r"worker tcp://.*is another directory there, or none"):
+                made.run(tmp_path / "out", client=client)
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reshard_cluster, "REACHED_WITHIN", 1)
+    began = time.monotonic()
+    with (
+        pytest.raises(ReshardError, match=r"cluster tcp://127\.0\.0\.1:9: cannot be reached within 1 s"),
+        reshard_cluster.connected("tcp://127.0.0.1:9"),
+    ):
+        pass
+    with pytest.raises(ReshardError, match="cannot be reached"), reshard_cluster.connected("nowhere://x"):
+        pass
+    with (
+        cluster(tmp_path, 0) as one,
+        pytest.raises(ReshardError, match="has no worker after 1 s; start one: dask worker tcp"),
+        reshard_cluster.connected(one.address),
+    ):
+        pass
+    assert time.monotonic() - began < 20
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(ReshardError, match=r"pip install 'reshard\[distributed\]'"), reshard_cluster.connected("local"):
+        pass
+
+
+def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path) -> None:
+    reshard.write_strategy(BEFORE, tmp_path / "before.ckpt")
+    reshard.write_strategy(AFTER, tmp_path / "after.ckpt")
+    command = [
+        sys.executable, "-m", "reshard", "transform", made.source.root, "out", "--source-strategy", "before.ckpt",
+        "--target-strategy", "after.ckpt",
+    ]  # fmt: skip
+    done = subprocess.run([*command, "--cluster", "local:2"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cluster: 2 workers; dashboard: http://127.0.0.1:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert tree(tmp_path / "out") == expected
+    done = subprocess.run([*command, "--cluster", "local:0"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "expected such as tcp://10.0.0.1:8786, local or local:4" in done.stderr
+    done = subprocess.run(
+        [*command, "--cluster", "tcp://h:1", "--scheduler", "threads"], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert "--scheduler is of runs on this machine" in done.stderr
+
+
+def test_tasks_wait_for_each_other_to_settle() -> None:
+    import asyncio
+
+    graph.running.add(1)
+    try:
+        waiting = asyncio.wait_for(reshard_cluster.settled(), 0.2)
+        with pytest.raises(TimeoutError):
+            asyncio.run(waiting)
+    finally:
+        graph.running.add(-1)
+    asyncio.run(asyncio.wait_for(reshard_cluster.settled(), 1))

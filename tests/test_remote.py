@@ -1,0 +1,377 @@
+"""Files at URLs: an S3 server of its own on loopback, and fsspec's memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import numpy as np
+import pytest
+from checkpoints import numbers, tree, write_file, write_ranks
+from fsspec.implementations.memory import MemoryFileSystem
+
+import reshard
+from reshard import Layout, Strategy, remote_store
+from reshard.errors import ReshardError, SourceError, TargetError, UsageError
+from reshard.remote import RemotePath, as_path
+from reshard.remote_store import joined
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ROWS = Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
+COLUMNS = Strategy.of({"w": Layout.of([3], [-1, 0]), "v": Layout.of([3], [0, -1]), "b": Layout.of([3], [0])})
+FULL = numbers({"w": (64, 48), "v": (24, 12), "b": (12,)})
+BIG = {"w": np.arange(3 << 20, dtype=np.float32).reshape(1024, 3072), "v": np.ones((24, 12), np.float32)}
+
+
+class Requests:
+    """What was asked of a file system: ranges of bytes, and S3's own operations."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[str, int, int | None]] = []
+        self.operations: list[str] = []
+
+    @property
+    def nbytes(self) -> int:
+        assert all(end is not None for _, _, end in self.ranges), "a file was read whole"
+        return sum((end or 0) - start for _, start, end in self.ranges)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an S3 server in a process of its own; s3fs and boto find it by the environment."""
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs", minversion="2025.3")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("moto") / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=out, stderr=out
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+            }.items():  # fmt: skip
+                patch.setenv(name, value)
+            yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def bucket(server: str, request: pytest.FixtureRequest) -> str:
+    name = f"test-{abs(hash(request.node.nodeid))}"
+    fsspec.filesystem("s3").mkdir(name)
+    return f"s3://{name}"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def root(request: pytest.FixtureRequest) -> str:
+    """A URL below which nothing is."""
+    if request.param == "s3":
+        return str(request.getfixturevalue("bucket"))
+    return f"memory://{abs(hash(request.node.nodeid))}"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    """What the S3 and memory file systems are asked for."""
+    client = pytest.importorskip("aiobotocore.client").AioBaseClient
+    found = Requests()
+    call, cat = client._make_api_call, MemoryFileSystem.cat_file
+
+    async def called(self: Any, operation: str, parameters: dict[str, Any]) -> Any:
+        found.operations.append(operation)
+        if operation == "GetObject":
+            start, _, last = parameters.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            found.ranges.append((parameters["Key"], int(start), int(last) + 1 if last else None))
+        return await call(self, operation, parameters)
+
+    def counted(self: Any, path: str, start: Any = None, end: Any = None, **more: Any) -> Any:
+        found.ranges.append((path, start, end))
+        return cat(self, path, start=start, end=end, **more)
+
+    monkeypatch.setattr(client, "_make_api_call", called)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    return found
+
+
+def put(local: Path, url: str) -> str:
+    """Copy a directory to a URL."""
+    for name, content in tree(local).items():
+        fs, path = fsspec.core.url_to_fs(f"{url}/{name}")
+        fs.pipe_file(path, content)
+    return url
+
+
+def get(url: str) -> dict[str, bytes]:
+    """Every file below a URL, as `tree` has it."""
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    return {name[len(root) :].lstrip("/"): fs.cat_file(name) for name in sorted(fs.find(root))}
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> None:
+    local = write_ranks(tmp_path / "src", FULL, ROWS, format)
+    reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(tmp_path / "out")
+    reshard.write_strategy(ROWS, tmp_path / "strategy" / "src.ckpt")
+    put(tmp_path / "strategy", root)
+    source = reshard.open(f"{put(local, root + '/src')}/", strategy=f"{root}/src.ckpt")
+    assert repr(source).startswith(f"<Checkpoint {root}/src: 3 tensors")
+    assert np.array_equal(source["w"][5:9].compute(), FULL["w"][5:9])
+    plan = reshard.plan(source, COLUMNS)
+    report = plan.run(f"{root}/out")
+    assert report.directory == f"{root}/out"
+    assert get(f"{root}/out") == tree(tmp_path / "out")
+    plan.run(tmp_path / "fetched")
+    assert tree(tmp_path / "fetched") == tree(tmp_path / "out")
+    reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(f"{root}/stored", scheduler="synchronous")
+    assert get(f"{root}/stored") == tree(tmp_path / "out")
+    with pytest.raises(TargetError, match=r"/out: has rank_0/checkpoint_0\.\w+, .* already; .* with --overwrite"):
+        plan.run(f"{root}/out")
+    plan.run(f"{root}/out", overwrite=True)
+    with pytest.raises(TargetError, match="is one of the source files"):
+        reshard.plan(source, ROWS).run(f"{root}/src", overwrite=True)
+    back = reshard.plan(reshard.open(f"{root}/out", strategy=COLUMNS), ROWS)
+    back.run(f"{root}/back")
+    assert get(f"{root}/back") == tree(local)
+
+
+def test_sets_links_and_single_files(root: str, tmp_path: Path) -> None:
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
+    source = reshard.open(f"{root}/src", strategy=ROWS)
+    for name, files in {"ms": reshard.MindSporeSet(2000), "hf": reshard.HuggingFaceSet(1100)}.items():
+        plan = reshard.plan(source, files=files, format="safetensors")
+        plan.run(tmp_path / name)
+        plan.run(f"{root}/{name}")
+        assert get(f"{root}/{name}") == tree(tmp_path / name)
+        assert len(tree(tmp_path / name)) == 4
+        assert np.array_equal(reshard.open(f"{root}/{name}")["w"].compute(), FULL["w"])
+        with pytest.raises(TargetError, match="holds the source"):
+            plan.run(f"{root}/src", overwrite=True)
+    replicas = Strategy.of({name: Layout.of([4], [-1] * array.ndim) for name, array in FULL.items()})
+    linked = reshard.plan(source, replicas, link_replicas=True)
+    linked.run(f"{root}/linked")
+    reshard.plan(source, replicas).run(tmp_path / "replicas")
+    assert get(f"{root}/linked") == tree(tmp_path / "replicas")
+    one = reshard.open({0: f"{root}/linked/rank_3/checkpoint_3.safetensors"})
+    assert np.array_equal(one["v"].compute(), FULL["v"])
+    assert len(reshard.open(f"{root}/linked/rank_3/checkpoint_3.safetensors")) == 3
+    assert len(reshard.open(f"{root}/linked/rank_3")) == 3
+
+
+def test_only_ranges_are_read_each_once(root: str, asked: Requests, tmp_path: Path) -> None:
+    """Headers in one request a file, then what is needed, in few requests; of a slice only its rows."""
+    strategy = Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0, -1])})
+    put(write_ranks(tmp_path / "src", BIG, strategy), root)
+    asked.ranges.clear()
+    source = reshard.open(root, strategy=strategy)
+    headers = [each for each in asked.ranges if each[1] == 0]
+    assert len(headers) == 4
+    assert asked.nbytes <= 4 * (1 << 20) + 1_000_000  # headers, and the samples that are compared
+    asked.ranges.clear()
+    assert np.array_equal(source["w"][300:310].compute(), BIG["w"][300:310])
+    assert asked.nbytes == 10 * 3072 * 4
+    asked.ranges.clear()
+    target = Strategy.of({"w": Layout.of([2], [-1, 0]), "v": Layout.of([2], [0, -1])})
+    plan = reshard.plan(source, target)
+    report = plan.run(f"{root}/out")
+    assert report.bytes_read == plan.stats.bytes_read == sum(array.nbytes for array in BIG.values())
+    assert report.bytes_read <= asked.nbytes <= report.bytes_read + 100_000
+    assert len(asked.ranges) <= 12  # of 3 MB each and more
+
+
+def test_a_large_file_is_sent_in_parts(
+    bucket: str, asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_file(tmp_path / "model.safetensors", BIG)
+    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    plan = reshard.plan(reshard.open(path), Strategy.of({"w": Layout.of([1], [-1, -1]), "v": Layout.of([1], [-1, -1])}))
+    plan.run(bucket)
+    assert asked.operations.count("UploadPart") >= 2
+    assert asked.operations.count("CompleteMultipartUpload") == 1
+    fs = fsspec.filesystem("s3")
+    found = f"{bucket}/rank_0/checkpoint_0.safetensors"
+    assert fs.info(found, refresh=True)["ETag"].strip('"').endswith(f"-{asked.operations.count('UploadPart')}")
+    plan.run(tmp_path / "out")
+    assert get(bucket) == tree(tmp_path / "out")
+
+
+@pytest.fixture
+def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reshard.ownership, "STREAMS_AT_ONCE", 1)
+
+
+def test_a_failure_leaves_nothing(
+    root: str, asked: Requests, tmp_path: Path, several_groups: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither files that were complete already, nor unfinished ones, nor parts of them that cost money."""
+    before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
+    full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
+    put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
+    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(reshard.planner, "BAND_BYTES", 1 << 20)
+    monkeypatch.setattr(reshard.move, "FETCH_BYTES", 1 << 20)
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
+    real = remote_store.RemoteStore.fetch
+    count = 0
+
+    def failing(self: Any, ranges: Any) -> None:
+        nonlocal count
+        count += bool(ranges)
+        if count == 8 + 7:  # the first file is complete, five of the second file's eight MB are sent
+            raise SourceError("the network is gone")
+        real(self, ranges)
+
+    monkeypatch.setattr(remote_store.RemoteStore, "fetch", failing)
+    with pytest.raises(SourceError, match="the network is gone"):
+        plan.run(f"{root}/out", scheduler="synchronous")
+    assert get(f"{root}/out") == {}
+    if root.startswith("s3"):
+        assert asked.operations.count("CompleteMultipartUpload") == asked.operations.count("AbortMultipartUpload") == 1
+        fs = fsspec.filesystem("s3")
+        assert not fs.list_multipart_uploads(root.removeprefix("s3://"))
+    monkeypatch.undo()
+    plan.run(f"{root}/out")
+    assert len(get(f"{root}/out")) == 2
+
+
+def test_a_source_that_changes_is_refused(root: str, tmp_path: Path, several_groups: None) -> None:
+    """By its entity tag or time; of two files, one of which is complete already, neither is left."""
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
+    fs, path = fsspec.core.url_to_fs(plan.source.files[1].path)
+
+    def change(event: Any) -> None:
+        if event.written:
+            fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
+
+    with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: changed since it was opened"):
+        plan.run(f"{root}/out", scheduler="synchronous", progress=change)
+    assert get(f"{root}/out") == {}
+    fs.rm_file(path)
+    with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: cannot be looked at: it is not there; it was"):
+        plan.run(f"{root}/out")
+    with pytest.raises(SourceError, match=r"checkpoint_1\.safetensors: cannot be read: it is not there"):
+        plan.source["w"].compute()
+
+
+def test_a_source_cut_short_names_the_byte(root: str, tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.safetensors", FULL)
+    put(tmp_path, root)
+    source = reshard.open(f"{root}/a.safetensors")
+    fs, name = fsspec.core.url_to_fs(f"{root}/a.safetensors")
+    fs.pipe_file(name, path.read_bytes()[:5000])
+    with pytest.raises(SourceError, match=r"a\.safetensors: (ends at byte 5000|cannot be read)"):
+        source["w"].compute()
+    with pytest.raises(SourceError, match=r"the file has 5000 bytes; its header describes"):
+        reshard.open(f"{root}/a.safetensors")
+
+
+def test_an_encrypted_source(root: str, mindspore_data: Path) -> None:
+    pytest.importorskip("cryptography")
+    content = (mindspore_data / "encrypted" / "aes-gcm.ckpt").read_bytes()
+    fs, name = fsspec.core.url_to_fs(f"{root}/a.ckpt")
+    fs.pipe_file(name, content)
+    source = reshard.open(f"{root}/a.ckpt", cipher=reshard.Cipher("AES-GCM", b"0123456789ABCDEF"))
+    full = np.load(mindspore_data / "encrypted" / "full.npz")
+    assert np.array_equal(source["w.f32"].compute(), full["w.f32"])
+    reshard.plan(source).run(f"{root}/out")
+    assert np.array_equal(reshard.open(f"{root}/out")["w.f32"].compute(), full["w.f32"])
+
+
+def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SourceError, match="is not there; expected a directory of rank directories"):
+        reshard.open(f"{bucket}/nothing")
+    with pytest.raises(SourceError, match=r"s3://no-such-bucket-at-all/x.*is not there"):
+        reshard.open("s3://no-such-bucket-at-all/x")
+    with pytest.raises(UsageError, match="nosuch://x/y: Protocol not known"):
+        reshard.open("nosuch://x/y")
+    plan = reshard.plan(reshard.open(write_file(tmp_path / "a.safetensors", FULL)))
+    with pytest.raises(TargetError, match=r"s3://no-such-bucket-at-all/rank_0/.*: cannot be written"):
+        plan.run("s3://no-such-bucket-at-all")
+    with pytest.raises(UsageError, match="leave ownership 'tensor' out"):
+        plan.run(bucket, ownership="tensor")
+    with pytest.raises(UsageError, match="unknown ownership 'rank'; known are tensor and file"):
+        plan.run(tmp_path / "out", ownership="rank")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ReshardError, match=r"gs://b/x: the library .* not installed; pip install gcsfs, or 'reshard"):
+        reshard.open("gs://b/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    monkeypatch.setattr(reshard.remote, "filesystem", lambda url: (fs, url.removeprefix("s3://")))
+    monkeypatch.setattr(fs, "retries", 1)
+    with pytest.raises(SourceError, match=r"s3://b/x: cannot be looked at: .*127\.0\.0\.1:9"):
+        reshard.open("s3://b/x")
+
+
+def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "src", FULL, ROWS)
+    source = reshard.open(f"file://{tmp_path}/src", strategy=ROWS)
+    assert source.files[0].path == f"{tmp_path}/src/rank_0/checkpoint_0.safetensors"
+    plan = reshard.plan(source, COLUMNS)
+    plan.run(f"file://{tmp_path}/a")
+    plan.run(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert as_path("memory://a/b/") == RemotePath("memory://a/b")
+
+
+def test_ranges_are_joined_and_cut() -> None:
+    mib = 1 << 20
+    assert joined([("a", 0, 20 * mib), ("b", 5, 1)]) == [
+        ("a", 0, 8 * mib), ("a", 8 * mib, 8 * mib), ("a", 16 * mib, 4 * mib), ("b", 5, 1)
+    ]  # fmt: skip
+    assert joined([("a", mib, 1), ("a", 0, 1)]) == [("a", 0, 1), ("a", mib, 1)]
+    assert joined([("a", 0, 100), ("a", 20, 10), ("a", 90, 20)]) == [("a", 0, 110)]
+
+
+def test_the_commands(bucket: str, tmp_path: Path) -> None:
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{bucket}/src")
+    reshard.write_strategy(ROWS, tmp_path / "s" / "rows.ckpt")
+    reshard.write_strategy(COLUMNS, tmp_path / "s" / "columns.ckpt")
+    put(tmp_path / "s", bucket)
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "reshard", *arguments], capture_output=True, text=True, check=False, env=os.environ
+        )
+
+    options = ["--source-strategy", f"{bucket}/rows.ckpt", "--target-strategy", f"{bucket}/columns.ckpt"]
+    dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
+    assert f"{bucket}/out/rank_0/checkpoint_0.safetensors" in dry.stdout
+    assert "each of which writes whole files" in dry.stdout
+    done = command("transform", f"{bucket}/src", f"{bucket}/out", *options)
+    assert done.returncode == 0, done.stderr
+    assert f"to look at it: {sys.executable} -m reshard inspect {bucket}/out" in done.stderr
+    reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS).run(tmp_path / "out")
+    assert get(f"{bucket}/out") == tree(tmp_path / "out")
+    again = command("transform", f"{bucket}/src", f"{bucket}/out", *options)
+    assert again.returncode == 6
+    assert again.stderr.count("\n") == 1
+    assert "3 files" not in command("inspect", f"{bucket}/out", "--source-strategy", f"{bucket}/columns.ckpt").stderr
+    done = command("unify", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
+    assert done.returncode == 0, done.stderr
+    done = command("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
+    assert done.returncode == 0, done.stderr
+    assert sorted(get(f"{bucket}/ckpt")) == [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(4)]
