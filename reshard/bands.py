@@ -124,6 +124,25 @@ class Recipe:
         """Return the number of rows along an axis and all before it."""
         return prod(self.shape[: axis + 1])
 
+    def before(self, target: int, axis: int, row: int) -> int:
+        """Return how many elements of a target block lie in the rows before a row.
+
+        >>> recipe = Recipe.of((4, 6), [Block.whole((4, 6))], [Block((1, 3), (4, 6))])
+        >>> [recipe.before(0, 0, row) for row in range(5)], recipe.before(0, 1, 10)
+        ([0, 0, 3, 6, 9], 1)
+        """
+        block = self.targets[target]
+        if row >= self.rows(axis):
+            return block.size
+        outer, last = divmod(row, self.shape[axis])
+        count = 0
+        for dim, index in enumerate((*_unravel(outer, self.shape[:axis]), last)):
+            start, stop = block.start[dim], block.stop[dim]
+            count += min(max(index - start, 0), stop - start) * prod(block.shape[dim + 1 :])
+            if not start <= index < stop:
+                break
+        return count
+
     def segments(self, axis: int, start: int, stop: int) -> Iterator[Segment]:
         """Yield the segments of the rows from `start` to `stop`, in order; rows that no target needs are left out."""
         extent = self.shape[axis]

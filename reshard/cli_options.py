@@ -33,6 +33,7 @@ class Running:
 
     dry_run: bool
     overwrite: bool
+    restart: bool
     fsync: bool
     drop_cache: bool | None
     threads: int | None
@@ -296,6 +297,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         dry_run: bool,
         overwrite: bool,
+        restart: bool,
         fsync: bool,
         drop_cache: bool | None,
         threads: int | None,
@@ -309,7 +311,9 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         if cluster and (scheduler or (threads and not cluster.startswith("local"))):
             given = "--scheduler" if scheduler else "--threads"
             raise click.UsageError(f"{given} is of runs on this machine; the workers of {cluster} have their own")
-        running = Running(dry_run, overwrite, fsync, drop_cache, threads, scheduler, cluster, ownership, as_json, quiet)
+        running = Running(
+            dry_run, overwrite, restart, fsync, drop_cache, threads, scheduler, cluster, ownership, as_json, quiet
+        )
         return command(*args, running=running, **others)
 
     wrapped: Callable[..., Any] = runs
@@ -350,6 +354,9 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "together are larger than memory]",
         ),
         click.option("--overwrite", is_flag=True, help="Replace target files that exist."),
+        click.option(
+            "--restart", is_flag=True, help="Forget what an earlier run left in TARGET, and replace what it finished."
+        ),
         click.option("--dry-run", is_flag=True, help="Print what would be read and written, and write nothing."),
     ):
         wrapped = option(wrapped)

@@ -50,8 +50,8 @@ The object of --json has the keys dry_run, source, target, format, ranks,
 tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
 files), source_files, target_files, tasks, peak_memory, ownership,
 read_amplification, seconds (null in a dry run), dropped, missing, notices,
-files: rank, path, nbytes; replicas, links, measured_memory, checksums, and
-verify: the command to type.
+files: rank, path, nbytes; replicas, links, measured_memory, checksums,
+resumed, and verify: the command to type.
 """
 
 
@@ -255,23 +255,18 @@ def carry_out(
         else:
             click.echo(show.plan_text(plan, str(target)))
         return
-    try:
-        with _client(running) as client, progress(quiet=running.quiet) as shown:
-            done = plan.run(
-                target,
-                client=client,
-                scheduler=running.scheduler,
-                threads=running.threads,
-                fsync=running.fsync,
-                drop_cache=running.drop_cache,
-                overwrite=running.overwrite,
-                progress=shown,
-            )
-    except KeyboardInterrupt as stopped:
-        finished = 0 if running.overwrite else _existing(plan, target)
-        hint = f"; it needs --overwrite, because {show.count_text(finished, 'file')} got finished" if finished else ""
-        stopped.add_note(f"unfinished files are removed; the same command starts from the beginning{hint}")
-        raise
+    with _client(running) as client, progress(quiet=running.quiet) as shown:
+        done = plan.run(
+            target,
+            client=client,
+            scheduler=running.scheduler,
+            threads=running.threads,
+            fsync=running.fsync,
+            drop_cache=running.drop_cache,
+            overwrite=running.overwrite,
+            restart=running.restart,
+            progress=shown,
+        )
     if running.quiet and not running.as_json:
         return
     there, options = result or target, found_by()

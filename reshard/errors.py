@@ -62,6 +62,10 @@ class TargetError(ReshardError):
     exit_code = 6
 
 
+class ChangedError(TargetError):
+    """A source is not what it was, so that what is written of it is worth nothing."""
+
+
 class Faults:
     """Collects the faults of one subject, to raise them all at once.
 

@@ -66,7 +66,15 @@ class _Files:
         self._files[path].write(offset, buffer)
 
 
-def write_files(plan: Plan, group: Sequence[int], directory: str, *, sync: bool, check: Callable[[], object]) -> Moved:
+def write_files(
+    plan: Plan,
+    group: Sequence[int],
+    directory: str,
+    *,
+    sync: bool,
+    checksums: bool = False,
+    check: Callable[[], object],
+) -> Moved:
     """Write the files of a group; nothing of them is left where that fails.
 
     Args:
@@ -74,6 +82,7 @@ def write_files(plan: Plan, group: Sequence[int], directory: str, *, sync: bool,
         group: the numbers of its files.
         directory: where they go.
         sync: have them on the disk.
+        checksums: sum up what is written.
         check: called before a file is complete, and so may appear; raises if it must not.
 
     Raises:
@@ -87,7 +96,7 @@ def write_files(plan: Plan, group: Sequence[int], directory: str, *, sync: bool,
             path = f"{directory}/{plan.files[number].path}"
             files[path] = _File(plan.files[number].layout, path)
         store = _Files(store_of(plan.source.cipher), files)
-        moved = move_pieces(plan, plan.tasks[0], directory, store, in_order=True)
+        moved = move_pieces(plan, plan.tasks[0], directory, store, checksums=checksums, in_order=True)
         check()
         for path, file in files.items():
             file.finish(sync=sync)

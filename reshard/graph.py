@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from array import array
 from collections import Counter
 from contextlib import contextmanager
 from copy import copy
@@ -25,12 +26,13 @@ from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
 from reshard.cipher import store_of
-from reshard.errors import SourceError, TargetError, names
+from reshard.errors import ChangedError, SourceError, names
 from reshard.file_task import write_files, write_literals
+from reshard.journal import Journal
 from reshard.move import move_pieces
 from reshard.ownership import group_plan
 from reshard.remote_store import any_store, store_at
-from reshard.store import local_store
+from reshard.store import PARTIAL, local_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,12 +55,33 @@ class Receipt(NamedTuple):
         task: `create`, `move`, `sync` or `commit`, with its number; where a task writes whole files, `files`.
         read, written: bytes of contents.
         seconds: how long it took.
+        wrote: the ranges that were written, as `Moved.wrote` has them; of the moves of the group alone where a task
+            writes whole files.
     """
 
     task: str
     read: int
     written: int
     seconds: float
+    wrote: array[int] = array("Q")
+
+
+class How(NamedTuple):
+    """How the tasks of a graph do their work.
+
+    Attributes:
+        fsync: have every file on the disk before it gets its name.
+        drop_cache: leave nothing in the page cache.
+        apart: the tasks may run in several processes.
+        checksums: sum up what is written.
+        journal: note in the target's journal when a file is complete.
+    """
+
+    fsync: bool = True
+    drop_cache: bool = False
+    apart: bool = False
+    checksums: bool = False
+    journal: bool = False
 
 
 class _Running:
@@ -96,12 +119,12 @@ def _working(*, apart: bool, written: Sequence[str] = (), sync: bool = False) ->
         running.add(-1)
 
 
-def create_files(plan: Plan, files: Sequence[int], directory: str, apart: bool, sync: bool) -> Receipt:
+def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
     """Make unfinished target files with the space for them, and write all that is not contents."""
     began = time.perf_counter()
     store = local_store()
     paths = [f"{directory}/{plan.files[number].path}" for number in files]
-    with _working(apart=apart, written=paths, sync=sync):
+    with _working(apart=how.apart, written=paths, sync=how.fsync):
         for number, path in zip(files, paths, strict=True):
             layout = plan.files[number].layout
             store.create(path, layout.size)
@@ -110,52 +133,58 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, apart: bool, 
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
-def move_task(
-    plan: Plan, number: int, directory: str, drop_cache: bool, apart: bool, sync: bool, _made: object
-) -> Receipt:
+def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) -> Receipt:
     """Move the pieces of one task."""
     began = time.perf_counter()
     store = store_of(plan.source.cipher)
     moves = [plan.moves[piece.move] for piece in plan.tasks[number]]
     targets = {target for move in moves for targets in move.targets for target in targets}
-    written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)] if drop_cache or apart else []
-    with _working(apart=apart, written=written, sync=sync):
-        moved = move_pieces(plan, plan.tasks[number], directory, store)
-        if drop_cache:
+    together = how.drop_cache or how.apart
+    written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)] if together else []
+    with _working(apart=how.apart, written=written, sync=how.fsync):
+        moved = move_pieces(plan, plan.tasks[number], directory, store, checksums=how.checksums)
+        if how.drop_cache:
             for holder in {holder for move in moves for holder in move.holders}:
                 store.drop_cache(plan.source.files[holder].path)
             for path in written:
                 store.drop_cache(path, written=True)
-    return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began)
+    return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 
-def files_task(plan: Plan, number: int, directory: str, drop_cache: bool, apart: bool, sync: bool) -> Receipt:
+def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
     """Write one group of files, each from its first byte to its last."""
     began = time.perf_counter()
     group = group_plan(plan, plan.groups[number])
-    with _working(apart=apart):
-        moved = write_files(group, plan.groups[number], directory, sync=sync, check=lambda: check_sources(group, None))
-        if drop_cache:
+    with _working(apart=how.apart):
+        moved = write_files(
+            group,
+            plan.groups[number],
+            directory,
+            sync=how.fsync,
+            checksums=how.checksums,
+            check=lambda: check_sources(group, None),
+        )
+        if how.drop_cache:
             for holder in {holder for move in group.moves for holder in move.holders}:
                 any_store().drop_cache(plan.source.files[holder].path)
             for target in plan.groups[number]:
                 any_store().drop_cache(f"{directory}/{plan.files[target].path}", written=True)
-    return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began)
+    return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 
 def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
     """Refuse to finish what was read from files that changed meanwhile.
 
     Raises:
-        TargetError: a source file is not what was opened.
+        ChangedError: a source file is not what was opened.
     """
     numbers = sorted({number for move in plan.moves for number in move.holders})
     files = [plan.source.files[number] for number in numbers]
     for file, status in zip(files, any_store().statuses([file.path for file in files]), strict=True):
         if isinstance(status, SourceError):
-            raise TargetError(f"{status}; it was there when it was opened; start again")
+            raise ChangedError(f"{status}; it was there when it was opened; start again")
         if status != (file.nbytes, file.mtime_ns):
-            raise TargetError(f"{file.path}: changed since it was opened; no target file was made; start again")
+            raise ChangedError(f"{file.path}: changed since it was opened; no target file was made; start again")
     return []
 
 
@@ -167,7 +196,7 @@ def sync_files(plan: Plan, files: Sequence[int], directory: str, _moved: object)
     return Receipt(f"sync {files[0]}", 0, 0, time.perf_counter() - began)
 
 
-def commit_files(plan: Plan, files: Sequence[int], directory: str, sync: bool, _ready: object) -> Receipt:
+def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:
     """Give finished target files their names; make links, and what stands last in a plan by file."""
     began = time.perf_counter()
     store = store_at(directory)
@@ -175,11 +204,15 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, sync: bool, _
         file = plan.files[number]
         path = f"{directory}/{file.path}"
         if file.link is not None:
-            store.link(f"{directory}/{file.link}", path, sync=sync)
+            store.link(f"{directory}/{file.link}", path, sync=how.fsync)
+            if how.journal:
+                Journal(directory).ready(file.path, path, sync=how.fsync)
             continue
         if plan.groups and file.last:
-            write_literals(file.layout, path, sync=sync)
-        store.commit(path, sync=sync)
+            write_literals(file.layout, path, sync=how.fsync)
+        if how.journal:
+            Journal(directory).ready(file.path, path + PARTIAL, sync=how.fsync)
+        store.commit(path, sync=how.fsync)
     return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began)
 
 
@@ -196,25 +229,20 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     Attributes:
         plan: by tensor, or by file (see `ownership`).
         directory: where the target files go; a path or a URL.
-        fsync: have every file on the disk before it gets its name.
-        drop_cache: leave nothing in the page cache.
-        apart: the tasks may run in several processes.
+        how: the tasks do their work.
         ready: the key of the receipts of all work; what comes after gives the files their names.
         key: the key of all receipts.
     """
 
-    def __init__(
-        self, plan: Plan, directory: str, *, fsync: bool = True, drop_cache: bool = False, apart: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, directory: str, how: How) -> None:
         self.plan = plan
         self.directory = directory
-        self.fsync = fsync
-        self.drop_cache = drop_cache
-        self.apart = apart
+        self.how = how
         self._token: str = tokenize(
             directory,
-            fsync,
+            how,
             plan.groups,
+            hash(plan.tasks),
             [(file.path, file.nbytes, file.mtime_ns) for file in plan.source.files],
             [(file.path, file.layout.size, file.layout.literals[:1]) for file in plan.files],
             [(move.name, move.source_name, move.holders, move.targets) for move in plan.moves],
@@ -241,21 +269,20 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     def work(self) -> dict[str, Any]:
         """Return the tasks that make complete files, which may be done twice."""
-        plan, directory = self.plan, self.directory
+        plan, directory, how = self.plan, self.directory, self.how
         graph = self._with_plan()
-        how = (self.apart, self.fsync)
         if plan.groups:
-            groups = [(number, directory, self.drop_cache, *how) for number in range(len(plan.groups))]
+            groups = [(number, directory, how) for number in range(len(plan.groups))]
             done = [self._add(graph, "files", files_task, groups)]
         else:
-            written = [number for number, file in enumerate(plan.files) if file.link is None]
-            made = self._add(graph, "create", create_files, [(files, directory, *how) for files in _batches(written)])
-            tasks = [(number, directory, self.drop_cache, *how, made) for number in range(len(plan.tasks))]
+            written = [number for number, file in enumerate(plan.files) if file.link is None and not file.done]
+            made = self._add(graph, "create", create_files, [(files, directory, how) for files in _batches(written)])
+            tasks = [(number, directory, how, made) for number in range(len(plan.tasks))]
             moved = self._add(graph, "move", move_task, tasks) if tasks else made
             unchanged = self._key("check")
             graph[unchanged] = Task(unchanged, check_sources, TaskRef(self._key("plan")), moved)
             done = [made, moved, TaskRef(unchanged)]
-            if self.fsync and not self.apart:
+            if how.fsync and not how.apart:
                 done.append(
                     self._add(graph, "sync", sync_files, [(files, directory, done[-1]) for files in _batches(written)])
                 )
@@ -267,7 +294,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         graph = self._with_plan()
         if receipts is not None:
             graph[self.ready] = DataNode(self.ready, receipts)
-        files = list(enumerate(self.plan.files))
+        files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
         done = [TaskRef(self.ready)]
         for kind, numbers in (
             ("commit", [number for number, file in files if file.link is None and not file.last]),
@@ -275,7 +302,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             ("index", [number for number, file in files if file.last]),
         ):
             if numbers:
-                tasks = [(some, self.directory, self.fsync, done[-1]) for some in _batches(numbers)]
+                tasks = [(some, self.directory, self.how, done[-1]) for some in _batches(numbers)]
                 done.append(self._add(graph, kind, commit_files, tasks))
         graph[self.key] = Task(self.key, collect, *done)
         return graph

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+from array import array
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reshard.checkpoint import ranges
+from reshard.checksum import crc32c
 from reshard.remote import is_url
 from reshard.remote_store import FETCH_BYTES
 
@@ -53,10 +55,17 @@ Band = list[Rows]
 
 
 class Moved(NamedTuple):
-    """How many bytes of contents a task read and wrote."""
+    """What a task moved.
 
-    read: int = 0
-    written: int = 0
+    Attributes:
+        read, written: bytes of contents.
+        wrote: five numbers for each range that was written: the move, the target block, where the range begins in the
+            block's contents, its bytes and their CRC-32C. Empty where no sums are asked for.
+    """
+
+    read: int
+    written: int
+    wrote: array[int]
 
 
 class _Buffers(threading.local):
@@ -77,7 +86,15 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: Files, *, in_order: bool = False) -> Moved:
+def move_pieces(
+    plan: Plan,
+    pieces: Sequence[Piece],
+    directory: str,
+    store: Files,
+    *,
+    checksums: bool = False,
+    in_order: bool = False,
+) -> Moved:
     """Move some rows of some tensors from the source files into the unfinished target files.
 
     Args:
@@ -85,21 +102,23 @@ def move_pieces(plan: Plan, pieces: Sequence[Piece], directory: str, store: File
         pieces: the rows.
         directory: where the target files are.
         store: reads and writes ranges of bytes.
+        checksums: sum up what is written.
         in_order: write each file from its first byte to its last, as far as the pieces follow its order.
 
     Returns:
-        the bytes of contents read and written.
+        the bytes of contents read and written, and the ranges where `checksums`.
 
     Raises:
         SourceError: a source file ends early or cannot be read.
         TargetError, BudgetError: a target file cannot be written.
     """
     read = written = 0
+    sums = _Sums() if checksums else None
     for mover, band in _ahead(_all_bands(plan, pieces, directory, store, in_order=in_order), store):
-        mover.band(band)
+        mover.band(band, sums)
         read += mover.read
         written += mover.written
-    return Moved(read, written)
+    return Moved(read, written, sums.ranges() if sums else array("Q"))
 
 
 def _all_bands(
@@ -175,10 +194,40 @@ def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
     return gathered and follows and before.target_shapes == columns.target_shapes
 
 
+class _Sums:
+    """Checksums of what is written, range by range; a range goes on as long as writes follow each other in a block."""
+
+    def __init__(self) -> None:
+        self._ended = array("Q")
+        self._last: dict[tuple[int, int], list[int]] = {}
+
+    def add(self, move: int, target: int, runs: Runs, begin: int, content: memoryview) -> None:
+        """Add what is written of a block's contents from `begin` on; no range goes beyond one of the block's runs."""
+        if len(runs) > 1:
+            for _, start, stop in ranges(runs, begin, len(content)):
+                self._ended.extend((move, target, begin + start, stop - start, crc32c(content[start:stop])))
+            return
+        last = self._last.get((move, target))
+        if last and last[0] + last[1] == begin:
+            last[1:] = last[1] + len(content), crc32c(content, last[2])
+        else:
+            if last:
+                self._ended.extend((move, target, *last))
+            self._last[move, target] = [begin, len(content), crc32c(content)]
+
+    def ranges(self) -> array[int]:
+        """Return the ranges so far, as `Moved.wrote` tells."""
+        for key, last in self._last.items():
+            self._ended.extend((*key, *last))
+        self._last = {}
+        return self._ended
+
+
 class _Mover:
     """Moves the segments of one tensor; `read` and `written` are the bytes of the last band."""
 
     def __init__(self, plan: Plan, number: int, directory: str, store: Files) -> None:
+        self.number = number
         self.move = move = plan.moves[number]
         self.width = max(move.dtype.itemsize, move.target_dtype.itemsize)
         self.store = store
@@ -194,7 +243,7 @@ class _Mover:
         self.read = self.written = 0
         self.carrier: np.dtype[Any] | None = None
 
-    def band(self, band: Band) -> None:
+    def band(self, band: Band, sums: _Sums | None) -> None:
         """Move the rows of one band."""
         self.read = self.written = 0
         first = band[0]
@@ -208,8 +257,11 @@ class _Mover:
                 content = self._cast(content)
             done = (first.start - first.segment.start) * prod(columns.target_shapes[place])
             begin = (first.segment.target_offsets[place] + done) * target_itemsize
-            for path, runs in self.targets[columns.targets[place]]:
+            target = columns.targets[place]
+            for path, runs in self.targets[target]:
                 self._write(path, runs, begin, content)
+            if sums and self.targets[target]:
+                sums.add(self.number, target, self.targets[target][0][1], begin, content)
 
     def _gathered(self, band: Band) -> list[list[memoryview]]:
         """Read the rows of every source block of every part into one buffer; return where each is."""

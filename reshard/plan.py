@@ -42,6 +42,7 @@ class TargetFile:
         layout: its size, its own bytes and the places of the contents; shared by ranks with equal contents.
         last: it gets its name after all others: the index of a unified set.
         link: the path of the file that it is a link to, where replicas are linked; nothing is written then.
+        done: it is there already, as it shall be; nothing is written then either.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class TargetFile:
     layout: FileLayout
     last: bool = False
     link: str | None = None
+    done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +230,11 @@ class Plan:
         self, directory: str | os.PathLike[str] | RemotePath, *, fsync: bool = True, ownership: str | None = None
     ) -> Graph:
         """Return the one dask graph that writes the target files below a directory, as a dask collection."""
-        from reshard.graph import Graph  # upward, as above
+        from reshard.graph import Graph, How  # upward, as above
         from reshard.ownership import owned
 
         # Whoever computes it may do so in several processes.
-        return Graph(owned(self, ownership, str(directory)), str(directory), fsync=fsync, apart=True)
+        return Graph(owned(self, ownership, str(directory)), str(directory), How(fsync=fsync, apart=True))
 
     def picture(self, name: str | None = None) -> Picture:
         """Draw what is moved: source files, tensors and target files, or blocks and row bands of one tensor.
@@ -260,6 +262,9 @@ class Plan:
         fsync: bool = True,
         drop_cache: bool | None = None,
         overwrite: bool = False,
+        restart: bool = False,
+        checksums: bool | None = None,
+        journal: bool = True,
         ownership: str | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
@@ -275,6 +280,9 @@ class Plan:
             fsync=fsync,
             drop_cache=drop_cache,
             overwrite=overwrite,
+            restart=restart,
+            checksums=checksums,
+            journal=journal,
             ownership=ownership,
             progress=progress,
         )

@@ -23,6 +23,9 @@ def report_text(plan: Plan, report: Report, verify: str | None = None) -> str:
         verify: the command that verifies the result, to be copied as it is.
     """
     rate = report.bytes_written / report.seconds if report.seconds else 0
+    if not report.bytes_written and report.resumed:
+        done = f"nothing is left to do: {count_text(len(report.files), 'file')} in {printable(report.directory)}"
+        return "\n".join([f"{done} are finished", *([f"to verify it: {printable(verify)}"] if verify else [])])
     links = f", {count_text(report.links, 'file')} linked" if report.links else ""
     lines = [
         (
@@ -33,6 +36,7 @@ def report_text(plan: Plan, report: Report, verify: str | None = None) -> str:
             f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, "
             f"wrote {bytes_text(report.target_bytes)} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
         ),
+        *([f"went on from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
         f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",
         f"dropped, because the target does not have it: {_names_or_none(report.dropped)}",
         f"missing, because the source does not have it: {_names_or_none(report.missing)}",
@@ -51,8 +55,7 @@ def _names_or_none(found: tuple[str, ...]) -> str:
 def _checksums_text(report: Report) -> str:
     if report.checksums is None:
         return "none made"
-    count = sum(map(len, report.checksums.values()))
-    return f"CRC-32C of {count_text(count, 'block')} in {count_text(len(report.checksums), 'file')}"
+    return f"CRC-32C of every block, in {printable(report.directory)}/.reshard"
 
 
 def report_data(
@@ -64,6 +67,7 @@ def report_data(
     data["links"] = sum(file.link is not None for file in plan.files)
     data["measured_memory"] = report and report.peak_memory
     data["checksums"] = report and _checksums_data(report)
+    data["resumed"] = report and report.resumed
     data["verify"] = report and verify
     return data
 

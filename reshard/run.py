@@ -1,7 +1,7 @@
 """Running a plan: on this machine's threads, or on a dask cluster.
 
-A target file gets its final name only when every file of the run is complete; a run that fails removes what it
-began.
+A target file gets its final name only when every file of the run is complete; a run that fails leaves what the next
+one can go on from (`resume`), or else nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.cipher import store_of
 from reshard.errors import TargetError, UsageError, names
-from reshard.graph import Graph, Receipt, check_sources
+from reshard.graph import Graph, How, Receipt, check_sources
 from reshard.ownership import owned
 from reshard.remote import RemotePath, as_path, existing, is_url
 from reshard.remote_store import appears_whole, remote_store
+from reshard.resume import Checksums, Session, discard, exists
 from reshard.store import local_store
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Report:
         missing: names in the target that the source does not have.
         peak_memory: the most resident memory that this process had since it began, in bytes; the workers of a cluster
             are other processes.
+        resumed: bytes of contents that an earlier run had written; not among `bytes_written`.
         checksums: target file to tensor to the CRC-32C of its bytes there; None where none were made.
     """
 
@@ -75,6 +77,7 @@ class Report:
     dropped: tuple[str, ...]
     missing: tuple[str, ...]
     peak_memory: int
+    resumed: int = 0
     checksums: Mapping[str, Mapping[str, int]] | None = None
 
     def __repr__(self) -> str:
@@ -99,6 +102,9 @@ def run(
     fsync: bool = True,
     drop_cache: bool | None = None,
     overwrite: bool = False,
+    restart: bool = False,
+    checksums: bool | None = None,
+    journal: bool = True,
     ownership: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
@@ -117,54 +123,60 @@ def run(
         fsync: have every file on the disk before it gets its name.
         drop_cache: leave nothing of what is read and written in the page cache, so that other programs keep theirs and
             the kernel is not swamped; by default where source and target together are larger than memory.
-        overwrite: replace target files that exist; without it they are refused.
+        overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same plan
+            made them from the same sources.
+        restart: forget what an earlier run left in the target, and replace the files that it finished.
+        checksums: sum up (CRC-32C) what is written, so that an interrupted run can be gone on with; by default as
+            `fsync`.
+        journal: note in `.reshard` in the target directory what is written; without it, nothing can be gone on with,
+            and the files that an earlier run finished count as anybody's. A target at a URL has none.
         ownership: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
             By default `file` where the target is at a URL, `tensor` elsewhere.
         progress: called after each task.
 
     Raises:
-        TargetError: a target file exists, or is one of the sources.
-        BudgetError: the disk is full.
+        TargetError: a target file exists, is one of the sources, or is being written by another run; what is there was
+            begun from other sources or by another plan.
+        ChangedError: a source file changed while it was read.
+        BudgetError: the disk is full, or has no room for the target.
         SourceError: a source file changed or cannot be read.
     """
     began = time.perf_counter()
     target = as_path(directory)
     root = str(target) if isinstance(target, RemotePath) else os.path.realpath(target)
     plan = owned(plan, ownership, root)
-    (_check_remote_targets if is_url(root) else _check_targets)(plan, root, overwrite=overwrite)
+    (_check_remote_targets if is_url(root) else _check_targets)(plan, root)
     check_sources(plan, None)
-    if threads is None:
-        threads = min(len(os.sched_getaffinity(0)), plan.threads)
-    if threads < 1:
-        raise UsageError(f"{threads} threads are asked for; expected at least 1")
-    if scheduler not in {None, "threads", "synchronous"}:
-        raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
+    threads = _threads(threads, scheduler, plan.threads)
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
-    graph = Graph(plan, root, fsync=fsync, drop_cache=drop_cache, apart=client is not None)
-    told = _Told(plan.stats.bytes_written, progress, began)
-    if scheduler == "synchronous":
-        threads = 0
+    session = None
+    if journal and not is_url(root):
+        session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads)
+    elif not (overwrite or restart):
+        _refuse_existing(plan, root)
+    if checksums is None:
+        checksums = fsync and session is not None
+    how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, journal=session is not None)
+    left = session.plan if session else plan
+    graph = Graph(left, root, how)
+    told = _Told(plan.stats.bytes_written, progress, began, session)
     try:
         if client is not None:
             from reshard.cluster import check_workers, work_on
 
-            check_workers(plan, root, client)
+            check_workers(left, root, client)
             receipts = _here(graph.naming(work_on(client, graph, told.add)), graph.key, threads, told)
         else:
             receipts = _here(graph.__dask_graph__(), graph.key, threads, told)
-    except BaseException:
-        if is_url(root):
-            _discard_remote(plan, root, told.finished)
-            raise
-        for file in plan.files:
-            local_store().discard(f"{root}/{file.path}")
-            directory = os.path.dirname(f"{root}/{file.path}")
-            if directory != root:  # the target directory itself may have been there before
-                with suppress(OSError):  # it holds something else
-                    os.rmdir(directory)
+        if session:
+            session.flush()
+    except BaseException as error:
+        _clean_up(plan, root, session, told.finished, error)
         raise
     finally:
+        if session:
+            session.close()
         local_store().close()
         store_of(plan.source.cipher).close()
     return Report(
@@ -182,7 +194,31 @@ def run(
         plan.dropped,
         plan.missing,
         _peak_memory(),
+        session.resumed if session else 0,
+        Checksums(plan, root) if session and checksums else None,
     )
+
+
+def _threads(threads: int | None, scheduler: str | None, most: int) -> int:
+    """Return how many threads do the work; 0 for the one that calls."""
+    if threads is None:
+        threads = min(len(os.sched_getaffinity(0)), most)
+    if threads < 1:
+        raise UsageError(f"{threads} threads are asked for; expected at least 1")
+    if scheduler not in {None, "threads", "synchronous"}:
+        raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
+    return 0 if scheduler == "synchronous" else threads
+
+
+def _clean_up(plan: Plan, root: str, session: Session | None, groups: set[int], error: BaseException) -> None:
+    """After a failure, leave what can be gone on with, or else nothing."""
+    if session:
+        session.failed(error)
+    elif is_url(root):
+        _discard_remote(plan, root, groups)
+    else:
+        for file in plan.files:
+            discard(f"{root}/{file.path}", root)
 
 
 def _memory() -> int:
@@ -202,9 +238,8 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
+def _check_targets(plan: Plan, root: str) -> None:
     sources = {os.path.realpath(file.path) for file in plan.source.files}
-    there = []
     if any(file.last for file in plan.files) and any(os.path.commonpath([root, path]) == root for path in sources):
         raise TargetError(
             f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
@@ -216,13 +251,9 @@ def _check_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
             raise TargetError(f"{path}: is one of the source files; choose another target directory")
         if os.path.commonpath([root, resolved]) != root:
             raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
-        if os.path.lexists(path):
-            there.append(file.path)
-    if there and not overwrite:
-        raise _exists(root, there)
 
 
-def _check_remote_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
+def _check_remote_targets(plan: Plan, root: str) -> None:
     sources = {file.path for file in plan.source.files}
     if any(file.last for file in plan.files) and any(path.startswith(f"{root}/") for path in sources):
         raise TargetError(
@@ -231,16 +262,16 @@ def _check_remote_targets(plan: Plan, root: str, *, overwrite: bool) -> None:
     for file in plan.files:
         if f"{root}/{file.path}" in sources:
             raise TargetError(f"{root}/{file.path}: is one of the source files; choose another target directory")
-    there = existing(RemotePath(root), [file.path for file in plan.files])
-    if there and not overwrite:
-        raise _exists(root, there)
 
 
-def _exists(root: str, there: list[str]) -> TargetError:
-    return TargetError(
-        f"{root}: has {names(there, most=3)} already; choose another target directory, or replace "
-        f"{'it' if len(there) == 1 else 'them'} with --overwrite"
-    )
+def _refuse_existing(plan: Plan, root: str) -> None:
+    paths = [file.path for file in plan.files]
+    if is_url(root):
+        there = existing(RemotePath(root), paths)
+    else:
+        there = [path for path in paths if os.path.lexists(f"{root}/{path}")]
+    if there:
+        raise exists(root, there)
 
 
 def _discard_remote(plan: Plan, root: str, finished: set[int]) -> None:
@@ -256,9 +287,11 @@ def _discard_remote(plan: Plan, root: str, finished: set[int]) -> None:
 class _Told:
     """Adds up receipts as they come, and tells the caller."""
 
-    def __init__(self, total: int, progress: Callable[[Progress], None] | None, began: float) -> None:
-        self.total, self.progress, self.began = total, progress, began
-        self.written = 0
+    def __init__(
+        self, total: int, progress: Callable[[Progress], None] | None, began: float, session: Session | None
+    ) -> None:
+        self.total, self.progress, self.began, self.session = total, progress, began, session
+        self.written = session.resumed if session else 0
         self.finished: set[int] = set()
 
     def add(self, receipt: object) -> None:
@@ -267,6 +300,8 @@ class _Told:
         kind, _, number = receipt.task.partition(" ")
         if kind == "files":
             self.finished.add(int(number))
+        if self.session:
+            self.session.note(receipt)
         if self.progress is not None:
             self.written += receipt.written
             self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))

@@ -144,7 +144,7 @@ def _told(error: BaseException) -> tuple[str, int]:
         kind = "interrupted" if number is signal.SIGINT else f"stopped by {number.name}"
         return "; ".join([kind, *getattr(error, "__notes__", ())]), 128 + number
     if isinstance(error, ReshardError):
-        return f"error: {error}", error.exit_code
+        return "; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), error.exit_code
     if isinstance(error, MemoryError):
         return "error: memory does not suffice", BudgetError.exit_code
     if isinstance(error, OSError) and error.strerror:

@@ -119,4 +119,5 @@ def assert_rank_files(
 
 def tree(root: Path) -> dict[str, bytes]:
     """Every file below a directory, by its path."""
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+    files = [path for path in sorted(root.rglob("*")) if path.is_file() and ".reshard" not in path.parts]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}

@@ -22,6 +22,7 @@ def test_every_kind_has_its_exit_code() -> None:
         "PlanError": 4,
         "BudgetError": 5,
         "TargetError": 6,
+        "ChangedError": 6,
     }
     assert all(issubclass(getattr(errors, name), ReshardError) for name in kinds)
 

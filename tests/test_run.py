@@ -284,14 +284,19 @@ def test_a_unified_set_does_not_hide_its_source(source: reshard.Checkpoint, tmp_
         made.run(tmp_path / "src", overwrite=True)
 
 
-def test_a_failed_unified_set_leaves_the_directory_that_was_there(
-    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: None
+def test_a_failed_unified_set_is_gone_on_with(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out").mkdir()
     made = reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors")
     with pytest.raises(BudgetError, match="No space left on device"):
         made.run(tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert tree(tmp_path / "out").keys() <= {f"{name}.partial" for name in (file.path for file in made.files)}
+    monkeypatch.undo()
+    report = made.run(tmp_path / "out")
+    assert 0 < report.resumed < made.stats.bytes_written == report.bytes_written + report.resumed
+    made.run(tmp_path / "other", journal=False)
+    assert tree(tmp_path / "out") == tree(tmp_path / "other")
 
 
 def test_replicas_linked(tmp_path: Path) -> None:
@@ -383,9 +388,9 @@ def test_a_source_that_changes_under_the_run_is_refused(
     made = reshard.plan(source, TARGET)
     real = graph.move_pieces
 
-    def changing(*arguments: Any) -> Any:
+    def changing(*arguments: Any, **options: Any) -> Any:
         Path(source.files[3].path).touch()
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(graph, "move_pieces", changing)
     for _ in range(2):  # the second time it is refused before anything is read

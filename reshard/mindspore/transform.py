@@ -115,7 +115,7 @@ def transform_checkpoints(
     planned = plan(source, after, format=output_format, prefix=ckpt_prefix, drop=["*"], allow_missing=["*"])
     check_complete(planned, after)
     warn_of(planned, after)
-    run(planned, target_dir, threads=threads, overwrite=True)
+    run(planned, target_dir, threads=threads, overwrite=True, journal=False)
 
 
 def transform_checkpoint_by_rank(
@@ -184,7 +184,7 @@ def transform_checkpoint_by_rank(
     )
     check_complete(planned, after, rank_id)
     warn_of(planned, after, rank_id)
-    run(planned, target.parent, overwrite=True)
+    run(planned, target.parent, overwrite=True, journal=False)
 
 
 def rank_list_for_transform(

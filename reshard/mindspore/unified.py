@@ -134,7 +134,7 @@ def unified_safetensors(
     planned = replace(planned, missing=missing)
     check_complete(planned, None)
     warn_of(planned, None)
-    run(planned, target_dir, threads=threads, overwrite=True)
+    run(planned, target_dir, threads=threads, overwrite=True, journal=False)
 
 
 def load_distributed_checkpoint(
@@ -229,7 +229,7 @@ def load_distributed_checkpoint(
         target_dir = target_directory("dst_safetensors_dir", dst_safetensors_dir)
         planned = _planned(source, after, new_names, format=output_format, files=NamedFile(name), ranks=ranks)
         warn_of(planned, after, rank_id)
-        run(planned, target_dir, threads=threads, overwrite=True)
+        run(planned, target_dir, threads=threads, overwrite=True, journal=False)
         return True
     rank = get_rank() if after else 0
     taken = new_names if return_param_dict else _with_place(new_names, network)

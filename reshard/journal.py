@@ -1,0 +1,299 @@
+"""What is known of a target's files, kept beside them: which are finished, which parts of others are written.
+
+Below `.reshard` in the target directory, every target file has a journal of JSON lines:
+
+    {"reshard": 1, "digest": "9f…", "size": 4096}        what makes the file: its plan, and the sources as they were
+    {"wrote": [[128, 2048, 305419896], …]}               ranges of the unfinished file: begin, bytes, CRC-32C
+    {"ready": [4096, 1790000000000000000]}               complete and synced: size and time; it gets its name next
+
+Nothing in it is believed without a look: a range counts if its bytes still have that sum, a finished file if its size
+and time are those. So a journal may be behind the disk, or the disk behind the journal, after any kind of crash.
+
+Locks are byte ranges of one lock file, one for each target file, so that runs for other ranks or stages may write into
+the same directory at the same time. The kernel gives them up with the process, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from reshard.checksum import crc32c
+from reshard.errors import ReshardError, TargetError, names
+from reshard.store import PARTIAL, local_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from reshard.bands import Recipe
+    from reshard.plan import Plan
+
+DIRECTORY = ".reshard"
+"""Where journals are, below the target directory."""
+
+_VERSION = 1
+_READ_BYTES = 4 << 20
+_LONGEST_NAME = 200
+_LONGEST_LINE = 64 << 20
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux: l_type, l_whence, l_start, l_len, l_pid
+
+Range = tuple[int, int, int]
+"""Where a range of a file begins, its bytes, and their CRC-32C."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What the journal of one target file says.
+
+    Attributes:
+        digest: of what makes the file; empty where there is no journal.
+        wrote: the ranges that were written.
+        ready: size in bytes and time of the complete file, once there was one.
+    """
+
+    digest: str = ""
+    wrote: list[Range] = field(default_factory=list)
+    ready: tuple[int, int] | None = None
+
+
+class Journal:
+    """The journals of the files of one target directory. May travel to other processes; locks do not.
+
+    Args:
+        root: the target directory, a local path.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._locks: int | None = None
+        self._made = False
+
+    def path(self, file: str) -> str:
+        """Return where the journal of a target file is."""
+        name = quote(file, safe=" ")
+        if len(name) > _LONGEST_NAME:
+            name = sha256(name.encode()).hexdigest()
+        return f"{self.root}/{DIRECTORY}/{name}.jsonl"
+
+    def read(self, file: str) -> Record:
+        """Return what is known of a target file; what cannot be read is not known."""
+        record = Record()
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            for line in _lines(self.path(file)):
+                if "reshard" in line:
+                    known = line["reshard"] == _VERSION
+                    record = Record(str(line["digest"]) if known else "unknown")
+                elif "wrote" in line:
+                    record.wrote += [(int(begin), int(nbytes), int(crc)) for begin, nbytes, crc in line["wrote"]]
+                elif "ready" in line:
+                    size, mtime_ns = line["ready"]
+                    record.ready = (int(size), int(mtime_ns))
+        return record
+
+    def begin(self, file: str, digest: str, size: int) -> None:
+        """Begin the journal of a file anew.
+
+        Raises:
+            TargetError: it cannot be written, or the place for it is a link.
+        """
+        self._write(file, {"reshard": _VERSION, "digest": digest, "size": size}, os.O_TRUNC)
+
+    def wrote(self, file: str, ranges: Iterable[Range]) -> None:
+        """Note ranges of an unfinished file that are written."""
+        self._write(file, {"wrote": [list(one) for one in ranges]}, os.O_APPEND)
+
+    def ready(self, file: str, path: str, *, sync: bool) -> None:
+        """Note that a target file is complete: at `path`, from where it gets its name next."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise TargetError(f"{path}: is gone since it was written: {error.strerror}") from error
+        self._write(file, {"ready": [status.st_size, status.st_mtime_ns]}, os.O_APPEND, sync=sync)
+
+    def forget(self, file: str) -> None:
+        """Remove the journal of a file, if it is there."""
+        with suppress(OSError):
+            os.unlink(self.path(file))
+
+    def finished(self, file: str, record: Record) -> bool:
+        """Tell whether a target file is the one that its journal says was finished."""
+        try:
+            status = os.lstat(f"{self.root}/{file}")
+        except OSError:
+            return False
+        return record.ready == (status.st_size, status.st_mtime_ns)
+
+    def verified(self, file: str, record: Record, size: int) -> list[Range]:
+        """Return the ranges of an unfinished file, of that size in bytes, that still hold what was written."""
+        path = f"{self.root}/{file}{PARTIAL}"
+        good: list[Range] = []
+        with suppress(ReshardError, OSError):
+            if os.path.islink(path) or os.stat(path).st_size != size:
+                return []
+            for begin, nbytes, crc in record.wrote:
+                if 0 <= begin < begin + nbytes <= size and _sum(path, begin, nbytes) == crc:
+                    good.append((begin, nbytes, crc))
+        return good
+
+    def lock(self, files: Sequence[str]) -> None:
+        """Have target files to oneself until `unlock` or the end of the process.
+
+        Raises:
+            TargetError: another run writes one of them.
+        """
+        self._made = not os.path.isdir(self.root)
+        path = f"{self.root}/{DIRECTORY}/lock"
+        descriptor = _opened_lock(path)
+        try:
+            taken = [file for file in files if not _take(descriptor, *_place(file))]
+        except OSError as error:
+            os.close(descriptor)
+            raise TargetError(f"{path}: cannot be locked: {error.strerror}") from error
+        self._locks = descriptor
+        if taken:
+            self.unlock()
+            raise TargetError(
+                f"{self.root}: another run writes {names(taken, most=3)}; wait for its end, or choose another target"
+            )
+
+    def unlock(self) -> None:
+        """Give up the locks, and remove what holds no journal and is in nobody's use."""
+        if self._locks is None:
+            return
+        directory = f"{self.root}/{DIRECTORY}"
+        with suppress(OSError):
+            if os.listdir(directory) == ["lock"] and _take(self._locks, 0, 0):
+                os.unlink(f"{directory}/lock")
+                os.rmdir(directory)
+                if self._made:
+                    os.rmdir(self.root)
+        os.close(self._locks)
+        self._locks = None
+
+    def _write(self, file: str, line: dict[str, Any], flags: int, *, sync: bool = False) -> None:
+        path = self.path(file)
+        descriptor = _opened(path, os.O_WRONLY | os.O_CREAT | flags)
+        try:
+            os.write(descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            if sync:
+                os.fsync(descriptor)
+        except OSError as error:
+            raise TargetError(f"{path}: cannot be written: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+
+    def __reduce__(self) -> tuple[type[Journal], tuple[str]]:
+        """Travel without the locks."""
+        return Journal, (self.root,)
+
+
+def digests(plan: Plan) -> list[str]:
+    """Return, for each target file of a plan, a digest of all that makes its bytes.
+
+    That is its layout and literal bytes, and for each tensor in it the names, dtypes and blocks, and the path, size,
+    time and header of every source file that has some of the tensor.
+    """
+    hashes = [sha256(repr((file.path, file.layout.size, file.link)).encode()) for file in plan.files]
+    for file, found in zip(plan.files, hashes, strict=True):
+        for offset, content in file.layout.literals:
+            found.update(b"%d:" % offset)
+            found.update(content)
+    recipes: dict[int, bytes] = {}
+    sources: dict[tuple[int, ...], bytes] = {}
+    facts = [repr((file.path, file.nbytes, file.mtime_ns)) for file in plan.source.files]
+    for move in plan.moves:
+        if id(move.recipe) not in recipes:
+            recipes[id(move.recipe)] = _digest_of(move.recipe)
+        if move.holders not in sources:
+            sources[move.holders] = sha256("".join(facts[holder] for holder in move.holders).encode()).digest()
+        names_and_runs = (
+            move.name, move.source_name, move.dtype.name, move.target_dtype.name,
+            plan.source.entry(move.holders[0], move.source_name).runs if move.holders else (),
+        )  # fmt: skip
+        own = sha256(repr(names_and_runs).encode() + recipes[id(move.recipe)] + sources[move.holders]).digest()
+        for number, files in enumerate(move.targets):
+            for place in files:
+                hashes[place].update(own + number.to_bytes(4, "little"))
+    return [found.hexdigest() for found in hashes]
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join begins and ends that touch or overlap.
+
+    >>> joined([(4, 6), (0, 2), (2, 3), (5, 9)])
+    [(0, 3), (4, 9)]
+    """
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _digest_of(recipe: Recipe) -> bytes:
+    return sha256(repr((recipe.shape, recipe.sources, recipe.targets)).encode()).digest()
+
+
+def _lines(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a journal; one that was cut short ends it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, encoding="ascii") as file:
+        while line := file.readline(_LONGEST_LINE):
+            found = json.loads(line)
+            if not isinstance(found, dict):
+                return
+            yield found
+
+
+def _opened(path: str, flags: int) -> int:
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def _opened_lock(path: str) -> int:
+    """Open the lock file, and see that it is still the one of that name."""
+    while True:
+        descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        os.close(descriptor)
+
+
+def _place(file: str) -> tuple[int, int]:
+    """Return the byte of the lock file that stands for a target file."""
+    return int.from_bytes(sha256(file.encode("utf-8", "surrogateescape")).digest()[:7], "little"), 1
+
+
+def _take(descriptor: int, start: int, nbytes: int) -> bool:
+    """Lock bytes of a lock file (0: all from there on); False where another run has some of them."""
+    try:
+        if hasattr(fcntl, "F_OFD_SETLK"):  # Linux: locks of the open file, which also part two runs of one process
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
+        else:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, nbytes, start)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _sum(path: str, begin: int, nbytes: int) -> int:
+    buffer = memoryview(bytearray(min(nbytes, _READ_BYTES)))
+    value = 0
+    for start in range(0, nbytes, _READ_BYTES):
+        part = buffer[: min(_READ_BYTES, nbytes - start)]
+        local_store().read_into(path, begin + start, part)
+        value = crc32c(part, value)
+    return value

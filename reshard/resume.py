@@ -1,0 +1,338 @@
+"""One run's hold on its target files: what an earlier run left of them, what this one writes, what it leaves.
+
+A file is one of four: *finished* as this run would make it; *begun* by a run of the same plan from the same sources,
+so that what is written of it need not be written again; *foreign*, which is refused unless it may be replaced; or not
+there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.checkpoint import ranges
+from reshard.checksum import combine, combine_ranges
+from reshard.errors import BudgetError, ChangedError, TargetError, names
+from reshard.journal import Journal, digests, joined
+from reshard.ownership import group_plan
+from reshard.store import PARTIAL, local_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from reshard.graph import Receipt
+    from reshard.journal import Range, Record
+    from reshard.plan import Move, Piece, Plan
+
+FLUSH_SECONDS = 1.0
+"""How long receipts wait before they are noted: what is lost of them with the process is written again."""
+
+Spans = list[tuple[int, int]]  # begins and ends of byte ranges of a file, ascending, which do not touch
+
+
+class Session:
+    """The target files of one run, in a local directory.
+
+    Attributes:
+        plan: what is left to do.
+        resumed: bytes of contents that an earlier run wrote, of those that the whole plan writes.
+    """
+
+    def __init__(self, plan: Plan, root: str, *, overwrite: bool, restart: bool, threads: int) -> None:
+        """Take the files, and look at what is there.
+
+        Raises:
+            TargetError: another run writes one of the files; or one is there that this run must not replace.
+            BudgetError: the disk has no room for what is left.
+        """
+        self._whole, self._root = plan, root
+        self._journal = Journal(root)
+        self._journal.lock([file.path for file in plan.files])
+        try:
+            self._digests = digests(plan)
+            finished, begun = self._look(overwrite=overwrite, restart=restart)
+            with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="reshard") as pool:
+                found = pool.map(lambda item: self._journal.verified(self._path(item[0]), *self._begun(item)), begun)
+                self._good: dict[int, list[Range]] = {
+                    number: good for (number, _), good in zip(begun, found, strict=True) if good
+                }
+            local_store().close()  # what was read is written next
+            self.plan = remaining(plan, finished, {number: _spans(good) for number, good in self._good.items()}, root)
+            self._left = [number for number, file in enumerate(self.plan.files) if not file.done]
+            self._check_space()
+            self._begin()
+        except BaseException:
+            self._journal.unlock()
+            raise
+        self.resumed = plan.stats.bytes_written - _bytes_left(self.plan)
+        self._noted: dict[int, list[Range]] = {}
+        self._flushed = time.monotonic()
+
+    def note(self, receipt: Receipt) -> None:
+        """Remember what a task wrote."""
+        if receipt.wrote:
+            kind, _, number = receipt.task.partition(" ")
+            plan = group_plan(self.plan, self.plan.groups[int(number)]) if kind == "files" else self.plan
+            for file, written in _in_files(plan, receipt.wrote):
+                self._noted.setdefault(file, []).append(written)
+        if time.monotonic() - self._flushed >= FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write down what is remembered."""
+        for file, noted in self._noted.items():
+            self._journal.wrote(self._path(file), noted)
+            self._good.setdefault(file, []).extend(noted)
+        self._noted = {}
+        self._flushed = time.monotonic()
+
+    def failed(self, error: BaseException) -> None:
+        """Leave what another run can go on from, and tell so in a note of the error; or else nothing."""
+        with suppress(TargetError):  # a full disk, perhaps: what is not noted is written again
+            self.flush()
+        kept = sum(nbytes for good in self._good.values() for _, nbytes, _ in good)
+        if kept and not isinstance(error, ChangedError):
+            total = self._whole.stats.bytes_written
+            error.add_note(
+                f"{kept} of {total} bytes are written and kept; the same command goes on from there "
+                "(with --restart from the beginning)"
+            )
+            return
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note("unfinished files are removed; the same command starts from the beginning")
+        for number in self._left:
+            discard(f"{self._root}/{self._path(number)}", self._root)
+            self._journal.forget(self._path(number))
+
+    def close(self) -> None:
+        """Give up the files."""
+        self._journal.unlock()
+
+    def _look(self, *, overwrite: bool, restart: bool) -> tuple[set[int], list[tuple[int, Record]]]:
+        """Return the finished files, and the begun ones with what their journals say."""
+        finished, begun, changed, foreign = set(), [], [], []
+        for number, file in enumerate(self._whole.files):
+            record = self._journal.read(file.path)
+            path = f"{self._root}/{file.path}"
+            there = os.path.lexists(path)
+            ours = there and self._journal.finished(file.path, record)
+            same = record.digest == self._digests[number]
+            if ours and same and not restart:
+                finished.add(number)
+            elif there and not ours and not overwrite and not (same and file.link):
+                foreign.append(file.path)
+            elif restart or (overwrite and not same):
+                continue
+            elif same:
+                begun.append((number, record))
+            elif ours or (record.digest and os.path.lexists(path + PARTIAL)):
+                changed.append(file.path)
+        if changed:
+            raise TargetError(
+                f"{self._root}: {names(changed, most=3)} {'was' if len(changed) == 1 else 'were'} written by a run of "
+                "another plan, or from sources that changed since; begin anew with --restart, or choose another target"
+            )
+        if foreign:
+            raise exists(self._root, foreign)
+        return finished, begun
+
+    def _begun(self, item: tuple[int, Record]) -> tuple[Record, int]:
+        return item[1], self._whole.files[item[0]].layout.size
+
+    def _path(self, number: int) -> str:
+        return self._whole.files[number].path
+
+    def _check_space(self) -> None:
+        place = self._root
+        while not os.path.isdir(place):
+            place = os.path.dirname(place)
+        status = os.statvfs(place)
+        needed = 0
+        for number in self._left:
+            file = self.plan.files[number]
+            if file.link is None:
+                needed += file.layout.size - (_allocated(f"{self._root}/{file.path}") if number in self._good else 0)
+        free = status.f_bavail * status.f_frsize
+        if needed > free:
+            raise BudgetError(
+                f"{self._root}: the target files take {needed} bytes more, and {free} are free; free space or choose "
+                "another target"
+            )
+
+    def _begin(self) -> None:
+        """Begin the journals of what is left; what is good of an earlier run stays."""
+        for number in self._left:
+            file = self.plan.files[number]
+            if number not in self._good:
+                local_store().discard(f"{self._root}/{file.path}")
+            self._journal.begin(file.path, self._digests[number], file.layout.size)
+            if number in self._good:
+                self._journal.wrote(file.path, self._good[number])
+
+
+class Checksums(Mapping[str, Mapping[str, int]]):
+    """Target file to tensor to the CRC-32C of its contents there; each file's are read from its journal when asked for.
+
+    A block that was written twice in parts, around a crash, may have none.
+    """
+
+    def __init__(self, plan: Plan, root: str) -> None:
+        self._files = {file.path: file for file in plan.files}
+        self._journal = Journal(root)
+
+    def __getitem__(self, path: str) -> dict[str, int]:
+        last = {one[0]: one for one in self._journal.read(path).wrote}  # what is written again counts
+        wrote = [last[begin] for begin in sorted(last)]
+        found = {name: _sum_of(runs, wrote) for name, runs in self._files[path].layout.places.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def exists(root: str, files: Sequence[str]) -> TargetError:
+    """Return the error that target files exist."""
+    return TargetError(
+        f"{root}: has {names(files, most=3)} already; choose another target directory, or replace "
+        f"{'it' if len(files) == 1 else 'them'} with --overwrite"
+    )
+
+
+def discard(path: str, root: str) -> None:
+    """Remove an unfinished file, and the directories below the target's that are then empty."""
+    local_store().discard(path)
+    directory = os.path.dirname(path)
+    if directory != root:  # the target directory itself may have been there before
+        with suppress(OSError):  # it holds something else
+            os.rmdir(directory)
+
+
+def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans], root: str) -> Plan:
+    """Return a plan without what is done; files keep their numbers.
+
+    Args:
+        plan: the whole plan.
+        finished: the numbers of finished files.
+        written: for unfinished files, the byte ranges that are written.
+        root: the target directory.
+    """
+    done = frozenset(finished)
+    if not done and not written:
+        return plan
+    files = tuple(replace(file, done=True) if number in done else file for number, file in enumerate(plan.files))
+    moves = tuple(
+        replace(move, targets=tuple(tuple(file for file in files if file not in done) for files in move.targets))
+        if done
+        else move
+        for move in plan.moves
+    )
+    plan = replace(plan, files=files, moves=moves)
+    if plan.groups:
+        whole = {number for number in written if _is_whole(plan, number, written[number], root)} | done
+        return replace(plan, groups=tuple(group for group in plan.groups if not whole.issuperset(group)))
+    tasks = [tuple(piece for piece in pieces if _is_left(plan, piece, written)) for pieces in plan.tasks]
+    return replace(plan, tasks=tuple(pieces for pieces in tasks if pieces))
+
+
+def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
+    """Tell whether some bytes of a piece are not in all their files."""
+    move = plan.moves[piece.move]
+    return any(
+        not _is_written(plan, move, piece, number, written.get(file, []), file)
+        for number, files in enumerate(move.targets)
+        for file in files
+    )
+
+
+def _is_written(plan: Plan, move: Move, piece: Piece, number: int, spans: Spans, file: int) -> bool:
+    width = move.target_dtype.itemsize
+    begin, end = (move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
+    runs = plan.files[file].layout.places[move.name]
+    return all(
+        _covers(spans, offset, offset + stop - start) for offset, start, stop in ranges(runs, begin, end - begin)
+    )
+
+
+def _is_whole(plan: Plan, number: int, spans: Spans, root: str) -> bool:
+    """Tell whether a file that is written in order has all its contents, and all its own bytes."""
+    layout = plan.files[number].layout
+    path = f"{root}/{plan.files[number].path}{PARTIAL}"
+    if not all(_covers(spans, offset, offset + n) for runs in layout.places.values() for offset, n in runs):
+        return False
+    for offset, content in layout.literals:
+        held = bytearray(len(content))
+        local_store().read_into(path, offset, memoryview(held))
+        if held != content:
+            return False
+    return True
+
+
+def _bytes_left(plan: Plan) -> int:
+    """Return how many bytes of contents a plan writes."""
+    if plan.groups:
+        layouts = [plan.files[number].layout for group in plan.groups for number in group]
+        return sum(nbytes for layout in layouts for runs in layout.places.values() for _, nbytes in runs)
+    total = 0
+    for piece in (piece for pieces in plan.tasks for piece in pieces):
+        move = plan.moves[piece.move]
+        for number, files in enumerate(move.targets):
+            if files:
+                rows = (move.recipe.before(number, move.axis, row) for row in (piece.stop, piece.start))
+                total += (next(rows) - next(rows)) * move.target_dtype.itemsize * len(files)
+    return total
+
+
+def _in_files(plan: Plan, wrote: Sequence[int]) -> Iterable[tuple[int, Range]]:
+    """Yield where in which file the ranges of a receipt are."""
+    for place in range(0, len(wrote), 5):
+        number, target, begin, nbytes, crc = wrote[place : place + 5]
+        move = plan.moves[number]
+        for file in move.targets[target]:
+            for offset, _, _ in ranges(plan.files[file].layout.places[move.name], begin, nbytes):
+                yield file, (offset, nbytes, crc)
+
+
+def _sum_of(runs: Sequence[tuple[int, int]], wrote: Sequence[Range]) -> int | None:
+    """Return the CRC-32C of a block's contents, from those of the ranges of its file, ascending; None without them."""
+    value = 0
+    for offset, nbytes in runs:
+        first, last = (bisect_left(wrote, place, key=lambda one: one[0]) for place in (offset, offset + nbytes))
+        inside = [(begin - offset, length, crc) for begin, length, crc in wrote[first:last]]
+        try:
+            whole = combine_ranges(inside)
+        except ValueError:
+            return None
+        if sum(length for _, length, _ in inside) != nbytes:
+            return None
+        value = combine(value, whole, nbytes)
+    return value
+
+
+def _spans(good: Iterable[Range]) -> Spans:
+    return joined((begin, begin + nbytes) for begin, nbytes, _ in good)
+
+
+def _covers(spans: Spans, begin: int, end: int) -> bool:
+    """Tell whether one of some spans holds a range.
+
+    >>> [_covers([(0, 4), (6, 9)], *some) for some in ((0, 4), (3, 7), (6, 6), (9, 10))]
+    [True, False, True, False]
+    """
+    place = bisect_right(spans, begin, key=lambda span: span[0]) - 1
+    return begin == end or (place >= 0 and end <= spans[place][1])
+
+
+def _allocated(path: str) -> int:
+    try:
+        return os.stat(path + PARTIAL).st_blocks * 512
+    except OSError:
+        return 0
