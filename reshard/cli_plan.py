@@ -163,7 +163,7 @@ def run(plan_file: Path, target: Path | None, source: Path | None, running: Runn
         if saved.names.directory is None:
             raise UsageError(f"{plan_file} names no target; give it: reshard run {plan_file} TARGET")
         target = PATH.convert(saved.names.directory, None, None)
-    made = saved.plan(source)
+    made = saved.plan(source, threads=running.threads)
     if any(file.last for file in made.files):
         refuse_another_set(made, target)
     names, request = saved.names, made.request

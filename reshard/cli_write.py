@@ -88,7 +88,7 @@ def transform(
     """
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     wanted = reshard.read_strategy(target_strategy) if target_strategy else None
-    plan = reshard.plan(checkpoint, wanted, selection=selection, **planning)
+    plan = reshard.plan(checkpoint, wanted, selection=selection, threads=running.threads, **planning)
     carry_out(
         plan,
         target,
@@ -149,7 +149,9 @@ def unify(
     """
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     files = (reshard.MindSporeSet if style == "mindspore" else reshard.HuggingFaceSet)(max_shard_size)
-    plan = reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, memory=memory)
+    plan = reshard.plan(
+        checkpoint, format="safetensors", files=files, selection=selection, memory=memory, threads=running.threads
+    )
     refuse_another_set(plan, target)
     carry_out(
         plan,
@@ -199,7 +201,9 @@ def convert(
         if target.is_dir():
             raise TargetError(f"{target}: is a directory; expected the name of a file, because {source} is one")
         directory, name = target.parent, target.name
-    plan = plan_convert(source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop)
+    plan = plan_convert(
+        source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop, threads=running.threads
+    )
     pattern = None if rank_pattern == RANK_PATTERN else rank_pattern
     carry_out(
         plan,

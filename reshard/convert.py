@@ -15,6 +15,7 @@ from reshard.formats import by_name
 from reshard.formats.unified import read_index
 from reshard.join import join
 from reshard.plan import Plan, Stats, plan
+from reshard.planner import TENSOR_BYTES
 from reshard.rank_files import RANK_PATTERN
 from reshard.selection import Selection
 from reshard.source import read_headers
@@ -36,6 +37,7 @@ def plan_convert(
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
     drop: Iterable[str] = (),
+    threads: int | None = None,
 ) -> Plan:
     """Plan how every file of a checkpoint is written anew in another format.
 
@@ -48,6 +50,7 @@ def plan_convert(
         rank_pattern: where a rank's files are below the directory.
         suffix: take the files whose names end so, where a rank has several.
         drop: globs of entries to leave out because they cannot be converted.
+        threads: the most threads that a run may have.
 
     Returns:
         a plan to be run. It has no arrays of ranks: which tensors are parts of one is not known.
@@ -74,6 +77,7 @@ def plan_convert(
             files=NamedFile(target),
             selection=selection,
             remove_redundancy=file.index.deduplicated,
+            threads=threads,
         )
         plans.append(replace(one, files=tuple(replace(written, rank=rank) for written in one.files)))
     return _joined(plans, Checkpoint(str(path), {}, files, ranks, notices=tuple(notices)))
@@ -95,6 +99,9 @@ def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
         moves += [replace(move, holders=(number,), targets=((number,),)) for move in one.moves]
         tasks += [tuple(replace(piece, move=first + piece.move) for piece in task) for task in one.tasks]
     every = [one.stats for one in plans]
+    largest = max(every, key=lambda stats: stats.peak_memory)
+    threads, band = plans[0].threads, max(one.band_bytes for one in plans)
+    more_threads = min(threads, len(tasks)) - min(threads, largest.tasks)
     stats = Stats(
         tensors=len({move.name for move in moves}),
         bytes_needed=sum(stats.bytes_needed for stats in every),
@@ -104,7 +111,7 @@ def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
         source_files=len(plans),
         target_files=len(plans),
         tasks=len(tasks),
-        peak_memory=max(stats.peak_memory for stats in every),
+        peak_memory=largest.peak_memory + TENSOR_BYTES * len(moves) + 2 * band * more_threads,
     )
     return replace(
         plans[0],

@@ -21,13 +21,14 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dask.base import DaskMethodsMixin, tokenize
+from dask.base import DaskMethodsMixin
 from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
 from reshard.cipher import store_of
 from reshard.errors import ChangedError, SourceError, names
 from reshard.file_task import write_files, write_literals
+from reshard.fingerprint import digest, plan_digest
 from reshard.journal import Journal
 from reshard.move import move_pieces
 from reshard.ownership import group_plan
@@ -238,15 +239,9 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self.plan = plan
         self.directory = directory
         self.how = how
-        self._token: str = tokenize(
-            directory,
-            how,
-            plan.groups,
-            hash(plan.tasks),
-            [(file.path, file.nbytes, file.mtime_ns) for file in plan.source.files],
-            [(file.path, file.layout.size, file.layout.literals[:1]) for file in plan.files],
-            [(move.name, move.source_name, move.holders, move.targets) for move in plan.moves],
-        )
+        sources = [(file.path, file.nbytes, file.mtime_ns) for file in plan.source.files]
+        # Not dask's token of all this: with what moves share in each of them, it would take more than the plan.
+        self._token: str = digest([directory, tuple(how), sources, plan_digest(plan), hash(plan.tasks), plan.groups])
         self.ready = self._key("ready")
         self.key = self._key("done")
         self._tasks: dict[str, Any] | None = None

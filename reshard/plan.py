@@ -162,7 +162,7 @@ class Plan:
         format: name of the target files' format.
         ranks: the ranks of the target that are written.
         band_bytes: the most bytes of a tensor that a thread reads at once.
-        threads: the most threads that the prediction of memory allows.
+        threads: the most threads that a run has, which the prediction of memory is for.
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
         texts: target name to value of the `str` entries, which every rank gets.
@@ -320,6 +320,7 @@ def plan(
     remove_redundancy: bool = False,
     link_replicas: bool = False,
     memory: int | None = None,
+    threads: int | None = None,
 ) -> Plan:
     """Plan how a checkpoint becomes that of another strategy.
 
@@ -337,7 +338,9 @@ def plan(
         remove_redundancy: store each block of a listed tensor on one of the ranks that would hold it.
         link_replicas: make target files that are equal in every byte links to one file: copies that share their
             blocks where the file system has them, else hard links.
-        memory: resident memory in bytes that a run may take at its peak; by default about 80 MB are enough.
+        memory: resident memory in bytes that a run may take at its peak; by default about 90 MB are enough, and some
+            kB a tensor.
+        threads: the most threads that a run may have, fewer where `memory` is for fewer; by default 4.
 
     Raises:
         SourceError: weights are missing or would be dropped; all at once.
@@ -366,6 +369,7 @@ def plan(
         remove_redundancy=remove_redundancy,
         link_replicas=link_replicas,
         memory=memory,
+        threads=threads,
     ).plan()
     request = Request(target, made.format, files, ranks, wishes, remove_redundancy, link_replicas, memory)
     return replace(made, request=request)

@@ -156,12 +156,19 @@ class PlanFile:
     names: Names
     _content: Json
 
-    def plan(self, source: str | os.PathLike[str] | None = None, *, cipher: Cipher | None = None) -> Plan:
+    def plan(
+        self,
+        source: str | os.PathLike[str] | None = None,
+        *,
+        cipher: Cipher | None = None,
+        threads: int | None = None,
+    ) -> Plan:
         """Open the source and make the plan again.
 
         Args:
             source: where the source is, if it is not where it was planned.
             cipher: decrypts the source's files.
+            threads: the most threads that a run may have here, as for `reshard.plan`.
 
         Raises:
             SourceError: files of the source are not there, or not sound.
@@ -182,6 +189,7 @@ class PlanFile:
             remove_redundancy=request.remove_redundancy,
             link_replicas=request.link_replicas,
             memory=request.memory,
+            threads=threads,
         )
         if plan_digest(made) != content["digest"]:
             from reshard import __version__

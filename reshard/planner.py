@@ -49,13 +49,25 @@ LEAST_BAND_BYTES = 64 << 10
 """The least; below it a run is mostly calls."""
 
 THREADS = 4
-"""How many threads the prediction of memory is for, unless less memory is given."""
+"""How many threads a run has at most, unless another number is asked for."""
 
-IMPORTED_BYTES = 48 << 20
-"""Resident memory of the interpreter with everything that a run imports; measured on CPython 3.11."""
+IMPORTED_BYTES = 50 << 20
+"""Resident memory of the interpreter with everything that a run imports; measured on CPython 3.11, with numpy."""
+
+CAST_BYTES = 4 << 20
+"""What the import of ml_dtypes adds, which only a cast needs."""
+
+CIPHER_BYTES = 28 << 20
+"""What the import of cryptography and the pieces that are decrypted add."""
+
+TENSOR_BYTES = 1400
+"""Resident memory of a tensor in a checkpoint and in a plan. Measured, as the two below, with names of 35 letters."""
 
 ENTRY_BYTES = 700
-"""Resident memory of a tensor's entry in an index, in a file layout and in the moves; measured."""
+"""Resident memory of a tensor's entry in an index of a source file, or in a layout of a target file."""
+
+TASK_MEMORY = 4000
+"""Resident memory of a task in a plan, in the graph and in the scheduler."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +112,7 @@ class Planner:
         remove_redundancy: bool,
         link_replicas: bool,
         memory: int | None,
+        threads: int | None,
     ) -> None:
         self.source, self.target, self.wishes = source, target, wishes
         self.format = by_name(format or source.format or "safetensors")
@@ -108,7 +121,7 @@ class Planner:
         self.volumes = files.volumes([self._stored(*names) for names in self.selected.kept], self.format.EXTENSION)
         self.first_files = {rank: place * len(self.volumes.paths) for place, rank in enumerate(self.ranks)}
         self.remove_redundancy = remove_redundancy
-        self.threads, self.band_bytes = self._within(memory)
+        self.threads, self.band_bytes = self._within(memory, threads or THREADS)
         self.faults = Faults(source.root)
         self._fitted: dict[str, Grid | None] = {}
         self.grids = self._grids()
@@ -190,15 +203,15 @@ class Planner:
         """Tell whether the target strategy names a tensor."""
         return self.target is not None and new in self.target.tensors
 
-    def _within(self, memory: int | None) -> tuple[int, int]:
+    def _within(self, memory: int | None, threads: int) -> tuple[int, int]:
         """Return how many threads, and bytes in a band, keep a run within a budget."""
         if memory is None:
-            return THREADS, BAND_BYTES
-        fixed = IMPORTED_BYTES + self._plan_bytes()
-        for threads in (THREADS, 2, 1):
-            band = min(BAND_BYTES, (memory - fixed) // (threads * self._buffers()))
-            if band >= (BAND_BYTES if threads > 1 else LEAST_BAND_BYTES):
-                return threads, band
+            return threads, BAND_BYTES
+        fixed = self._fixed_bytes()
+        threads = max(1, min(threads, (memory - fixed) // (self._buffers() * BAND_BYTES)))
+        band = min(BAND_BYTES, (memory - fixed) // (self._buffers() * threads))
+        if band >= LEAST_BAND_BYTES:
+            return threads, band
         least = fixed + LEAST_BAND_BYTES * self._buffers()
         stored = [tensor for _, tensor in sorted((t.spec.nbytes, t.spec.name) for t in self.source.tensors.values())]
         raise BudgetError(
@@ -210,10 +223,20 @@ class Planner:
         """Return how many bands a thread holds: as read, as put together, and cast."""
         return 3 if self.wishes.cast else 2
 
-    def _plan_bytes(self) -> int:
-        """Return about how much memory the source's indexes and the plan take."""
+    def _fixed_bytes(self) -> int:
+        """Return about how much memory a run takes beside the bands: the program, the source's indexes, the plan."""
         indexes = {id(file.index.entries): len(file.index.entries) for file in self.source.files}
-        return ENTRY_BYTES * sum(indexes.values()) + 100 * len(self.ranks) * len(self.selected.kept) // 8
+        kept = [self.source.tensors[name].spec.nbytes for name, _ in self.selected.kept]
+        tasks = min(MOST_TASKS, sum(kept) * len(self.ranks) // TASK_BYTES)  # at most: where all ranks get everything
+        return (
+            IMPORTED_BYTES
+            + (CAST_BYTES if self.wishes.cast else 0)
+            + (CIPHER_BYTES if self.source.cipher else 0)
+            + TENSOR_BYTES * len(kept)
+            + ENTRY_BYTES * (sum(indexes.values()) + len(kept))
+            + TASK_MEMORY * tasks
+            + 13 * len(self.ranks) * len(kept)  # which tensors are in which file
+        )
 
     def _written_ranks(self) -> list[int]:
         """Return the ranks whose files are written, not linked."""
@@ -419,7 +442,7 @@ class Planner:
             source_files=len({number for move, _ in moves for number in move.holders}),
             target_files=len(files),
             tasks=tasks,
-            peak_memory=IMPORTED_BYTES + self._plan_bytes() + self.threads * self._buffers() * band,
+            peak_memory=self._fixed_bytes() + min(self.threads, tasks) * self._buffers() * band,
         )
 
 

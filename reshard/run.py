@@ -118,8 +118,8 @@ def run(
         client: a `distributed.Client`; its workers must reach the source and the target by the same paths. Where a
             worker is lost, its tasks run again elsewhere.
         scheduler: `threads` (default) or `synchronous`, where no client is given.
-        threads: how many; by default one for each available processor, at most 4 (more wait for the same disk and
-            memory), and no more than the plan's prediction of memory is for.
+        threads: how many; by default one for each available processor. No more than the plan is made for
+            (`Plan.threads`; 4 unless `plan` is asked for another number), or it would take more memory than was told.
         fsync: have every file on the disk before it gets its name.
         drop_cache: leave nothing of what is read and written in the page cache, so that other programs keep theirs and
             the kernel is not swamped; by default where source and target together are larger than memory.
@@ -202,9 +202,10 @@ def run(
 def _threads(threads: int | None, scheduler: str | None, most: int) -> int:
     """Return how many threads do the work; 0 for the one that calls."""
     if threads is None:
-        threads = min(len(os.sched_getaffinity(0)), most)
+        threads = len(os.sched_getaffinity(0))
     if threads < 1:
         raise UsageError(f"{threads} threads are asked for; expected at least 1")
+    threads = min(threads, most)
     if scheduler not in {None, "threads", "synchronous"}:
         raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
     return 0 if scheduler == "synchronous" else threads

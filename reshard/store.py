@@ -17,10 +17,13 @@ import threading
 from collections import OrderedDict
 from contextlib import suppress
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from reshard.errors import BudgetError, SourceError, TargetError
 from reshard.remote import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 PARTIAL = ".partial"
 """What the name of an unfinished target file ends with."""
@@ -119,6 +122,14 @@ class LocalStore:
                         "(cut short, or changed since it was opened)"
                     )
                 done += count
+
+    def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
+        """Tell whether a file has certain bytes at certain offsets; `SourceError` where it cannot be read."""
+        with self._opened(path, os.O_RDONLY) as fd:
+            try:
+                return all(os.pread(fd, len(piece), offset) == piece for offset, piece in pieces)
+            except OSError as error:
+                raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
 
     def create(self, path: str, size: int) -> None:
         """Make the unfinished file beside `path`, with its space taken.

@@ -6,7 +6,7 @@ import os
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from reshard import Layout, Strategy
+from reshard import Layout, Strategy, write_strategy
 from reshard.dtypes import BFLOAT16
 from reshard.formats import Content, FileLayout, by_name
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Shapes = dict[str, tuple[int, ...]]
+Mesh = tuple[int, int, int]
+"""Data parallel, tensor parallel, pipeline stages."""
 
 _LAYER: Shapes = {
     "attention.wq.weight": (6144, 6144), "attention.wk.weight": (6144, 6144), "attention.wv.weight": (6144, 6144),
@@ -35,7 +37,7 @@ def model(tensors: int) -> Shapes:
     return dict(islice(found.items(), tensors))
 
 
-def strategy(shapes: Shapes, data: int, tensor: int, stages: int = 1) -> Strategy:
+def strategy(shapes: Shapes, data: int, tensor: int, stages: int) -> Strategy:
     """Tensor parallel within layers, the rest data parallel; optimizer states sharded over it; layers in stages."""
     last = max(_layer(name) for name in shapes) + 1
     columns, rows, whole = ([-1, 0], [0, -1], [-1])
@@ -65,6 +67,16 @@ def write_hollow(root: Path, shapes: Shapes, source: Strategy, format: str = "sa
                     os.pwrite(file.fileno(), literal, offset)
             total += layout.size
     return total
+
+
+def prepare(root: Path, tensors: int, before: Mesh, after: Mesh, format: str = "safetensors") -> tuple[Path, ...]:
+    """Write a checkpoint (`root/source`) and both strategies; return the three paths."""
+    shapes = model(tensors)
+    source, target = strategy(shapes, *before), strategy(shapes, *after)
+    write_hollow(root / "source", shapes, source, format)
+    write_strategy(source, root / "before.ckpt")
+    write_strategy(target, root / "after.ckpt")
+    return root / "source", root / "before.ckpt", root / "after.ckpt"
 
 
 def _layout_of_stage(shapes: Shapes, source: Strategy, stage: int, format: str) -> FileLayout:

@@ -87,6 +87,15 @@ def test_files_that_differ_in_a_checksum_share_their_entries(tmp_path: Path) -> 
     assert first.entries is second.entries
 
 
+def test_files_behind_another_store_are_compared_too(tmp_path: Path) -> None:
+    class Other(LocalStore):
+        """Such as one that decrypts."""
+
+    paths = [write_file(tmp_path / f"{rank}", tensors(rank), "ckpt") for rank in range(2)]
+    together = Headers(Other())
+    assert together.index(str(paths[0])) is together.index(str(paths[1]))
+
+
 def test_what_is_no_entry_is_not_held_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "_MOST_HELD", 100)
     table = b"\x0a\x01m\x1a" + ckpt.encode_varint(300) + bytes(300)

@@ -112,7 +112,15 @@ def transform_checkpoints(
         stage = before.stages.start
     source = open_ranks(source_dir, before, after, stage=stage, suffix=file_suffix)
     check_model(source, after)
-    planned = plan(source, after, format=output_format, prefix=ckpt_prefix, drop=["*"], allow_missing=["*"])
+    planned = plan(
+        source,
+        after,
+        format=output_format,
+        prefix=ckpt_prefix,
+        drop=["*"],
+        allow_missing=["*"],
+        threads=threads,
+    )
     check_complete(planned, after)
     warn_of(planned, after)
     run(planned, target_dir, threads=threads, overwrite=True, journal=False)

@@ -1,0 +1,216 @@
+"""Memory as a promise: predicted before the first byte, obeyed, and measured here on whole commands.
+
+The peak is that of a process of its own, as the kernel counts it. Sources are holes (`hollow`), which take as much
+memory to read as numbers do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import hollow
+import pytest
+from measure import RESHARD, Measured, measured
+
+import reshard
+from reshard import Layout, Strategy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = {"embedding": (24000, 2048)} | {
+    f"layers.{i}.{name}": shape
+    for i in range(3)
+    for name, shape in {"wq": (2048, 2048), "w1": (6144, 2048), "w2": (2048, 6144), "norm": (2048,)}.items()
+}
+SMALL = {f"model.layers.{i}.attention.weight": (48, 16) for i in range(5000)}
+LARGEST = "embedding"
+
+
+def cut(model: hollow.Shapes, matrices: Layout, vectors: Layout) -> Strategy:
+    return Strategy.of({name: vectors if len(shape) == 1 else matrices for name, shape in model.items()})
+
+
+def strategies(model: hollow.Shapes) -> dict[str, Strategy]:
+    eight = Layout.of([8], [-1])
+    return {
+        "rows": cut(model, Layout.of([8], [0, -1]), eight),
+        "four": cut(model, Layout.of([4], [0, -1]), Layout.of([4], [-1])),
+        "columns": cut(model, Layout.of([8], [-1, 0]), eight),
+        "optimizer": cut(model, Layout.of([8], [-1, -1], -1), eight),
+        "replicas": cut(model, Layout.of([4, 2], [0, -1]), Layout.of([4, 2], [-1])),
+    }
+
+
+@dataclass
+class Ran:
+    """What a command took, and what it said before."""
+
+    took: Measured
+    told: dict[str, Any]
+
+
+class Sources:
+    """Checkpoints over 8 ranks by row, of few large tensors (`large`, `ckpt`) and of many small ones (`small`)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for kind, model in {"large": MODEL, "ckpt": MODEL, "small": SMALL}.items():
+            every = strategies(model)
+            hollow.write_hollow(root / kind, model, every["rows"], "ckpt" if kind == "ckpt" else "safetensors")
+            for name, strategy in every.items():
+                reshard.write_strategy(strategy, root / f"{kind}.{name}.ckpt")
+
+    def command(self, source: str, target: str | None, *options: str) -> Measured:
+        """Run `reshard transform`, or another where the options begin with its name; remove what it wrote."""
+        command, *options = options if options and not options[0].startswith("-") else ("transform", *options)
+        out = self.root / "out"
+        given = [str(self.root / source), str(out), "--no-fsync", "--json"]
+        if command != "convert":
+            given += ["--source-strategy", str(self.root / f"{source}.rows.ckpt")]
+        if target:
+            given += ["--target-strategy", str(self.root / f"{source}.{target}.ckpt")]
+        try:
+            return measured(*RESHARD, command, *given, *options)
+        finally:
+            shutil.rmtree(out, ignore_errors=True)
+
+    def run(self, source: str, target: str | None, *options: str) -> Ran:
+        took = self.command(source, target, *options)
+        assert took.code == 0, took.err
+        return Ran(took, json.loads(took.out))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return Sources(tmp_path_factory.mktemp("memory"))
+
+
+CAST = ["--cast", "bfloat16=float32"]
+RUNS = {
+    "same axis, 1 thread": ("large", "four", "--threads", "1"),
+    "same axis, 2 threads": ("large", "four", "--threads", "2"),
+    "same axis, 4 threads": ("large", "four", "--threads", "4"),
+    "columns": ("large", "columns"),
+    "columns, 1 thread": ("large", "columns", "--threads", "1"),
+    "columns, 4 threads": ("large", "columns", "--threads", "4"),
+    "cast": ("large", "four", "--threads", "4", *CAST),
+    "columns and cast": ("large", "columns", "--threads", "4", *CAST),
+    "optimizer": ("large", "optimizer", "--threads", "4"),
+    "ckpt": ("ckpt", "columns", "--threads", "4"),
+    "ckpt to safetensors": ("ckpt", "four", "--threads", "4", "--format", "safetensors"),
+    "unify": ("large", None, "unify", "--threads", "4"),
+    "convert": ("large", None, "convert", "--format", "ckpt", "--threads", "4"),
+    "replicas": ("large", "replicas", "--threads", "4"),
+    "remove redundancy": ("large", "replicas", "--threads", "4", "--remove-redundancy"),
+    "link replicas": ("large", "replicas", "--threads", "4", "--link-replicas"),
+    "drop cache": ("large", "columns", "--threads", "4", "--drop-cache"),
+    "5,000 tensors": ("small", "four", "--threads", "4"),
+    "5,000 tensors by columns": ("small", "columns", "--threads", "1"),
+    "5,000 tensors converted": ("small", None, "convert", "--format", "ckpt"),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_peak_is_what_was_predicted_or_less(sources: Sources, run: str) -> None:
+    ran = sources.run(*RUNS[run])
+    assert ran.took.peak <= ran.told["peak_memory"] <= 2 * ran.took.peak + 40e6
+    if ran.told["tensors"] < 100:
+        assert ran.took.peak < 90e6
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "options", "budget"),
+    [
+        ("large", "columns", ["--threads", "8"], "56MB"),
+        ("large", "columns", ["--threads", "8"], "64MB"),
+        ("large", "columns", ["--threads", "8"], "80MB"),
+        ("large", "four", ["--threads", "8", *CAST], "72MB"),
+        ("large", "columns", ["--threads", "8"], "512MB"),
+        ("small", "columns", ["--threads", "8"], "72MB"),
+    ],
+)
+def test_a_budget_is_obeyed_however_many_threads_are_asked_for(
+    sources: Sources, source: str, target: str, options: list[str], budget: str
+) -> None:
+    ran = sources.run(source, target, "--memory", budget, *options)
+    assert ran.took.peak <= ran.told["peak_memory"] <= int(budget[:-2]) * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "options"),
+    [("large", "four", []), ("large", "columns", []), ("large", "columns", CAST), ("ckpt", "columns", []),
+     ("small", "columns", [])],
+)  # fmt: skip
+def test_the_least_budget_that_is_told_works_and_a_byte_less_does_not(
+    sources: Sources, source: str, target: str, options: list[str]
+) -> None:
+    refused = sources.command(source, target, "--memory", "20MB", *options)
+    assert refused.code == 5
+    assert not refused.out
+    largest = LARGEST if source != "small" else "model.layers"
+    match = re.search(rf"the least that works is (\d+): .* band of tensor '{largest}", refused.err)
+    assert match, refused.err
+    least = int(match[1])
+    ran = sources.run(source, target, "--memory", str(least), *options)
+    assert ran.took.peak <= least
+    assert ran.told["peak_memory"] <= least
+    again = sources.command(source, target, "--memory", str(least - 1), *options)
+    assert (again.code, f"the least that works is {least}:" in again.err) == (5, True)
+
+
+def test_an_encrypted_source_is_predicted_too(sources: Sources, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    for rank in range(8):
+        path = tmp_path / f"rank_{rank}" / "w.ckpt"
+        path.parent.mkdir()
+        content = (sources.root / "ckpt" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt").read_bytes()
+        with path.open("wb") as file:
+            file.writelines(reshard.Cipher("AES-CBC", bytes(16)).encrypt([content]))
+    script = """
+import sys, reshard
+source, before, after, out = sys.argv[1:]
+plan = reshard.plan(reshard.open(source, strategy=before, cipher=reshard.Cipher("AES-CBC", bytes(16))),
+                    reshard.read_strategy(after), threads=4)
+plan.run(out, fsync=False)
+print(plan.stats.peak_memory)
+"""
+    files = [str(sources.root / f"ckpt.{name}.ckpt") for name in ("rows", "columns")]
+    took = measured(sys.executable, "-c", script, str(tmp_path), *files, str(tmp_path / "out"))
+    shutil.rmtree(tmp_path)
+    assert took.code == 0, took.err
+    assert took.peak <= int(took.out) <= 2 * took.peak + 40e6
+
+
+def test_what_is_measured_is_not_inherited() -> None:
+    """A large parent must not lend a child its peak, or every test here would measure pytest."""
+    held = bytearray(b"x") * (200 << 20)
+    assert measured(sys.executable, "-c", "pass").peak < 30e6 < len(held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["four", "columns"])
+def test_the_peak_does_not_grow_with_the_bytes(tmp_path: Path, target: str) -> None:
+    peaks = []
+    for tensors in (5, 40):  # 0.25 and 2 GB
+        model = {f"w{i}": (12288, 2048) for i in range(tensors)}
+        nbytes = tensors * 2 * 12288 * 2048
+        root = tmp_path / f"{tensors}"
+        every = strategies(model)
+        hollow.write_hollow(root / "source", model, every["rows"])
+        options = []
+        for which, name in (("source", "rows"), ("target", target)):
+            reshard.write_strategy(every[name], root / f"{which}.ckpt")
+            options += [f"--{which}-strategy", str(root / f"{which}.ckpt")]
+        command = [*RESHARD, "transform", str(root / "source"), str(root / "out"), *options, "--no-fsync", "--quiet"]
+        took = measured(*command, "--threads", "4")
+        assert took.code == 0, took.err
+        assert sum(path.stat().st_blocks * 512 for path in (root / "out").rglob("*.safetensors")) >= nbytes
+        shutil.rmtree(root)
+        peaks.append(took.peak)
+    assert abs(peaks[1] - peaks[0]) < 10e6
