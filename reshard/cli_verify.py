@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli_options import (
-    PATH,
-    json_option,
-    layout_rules,
-    selection_options,
-    size,
-    source_options,
-)
-from reshard.errors import UsageError, VerifyError
+from reshard.cli_options import PATH, json_option, layout_rules, selection_options, size, source_options
+from reshard.errors import TargetError, UsageError, VerifyError
 from reshard.rank_files import RANK_PATTERN
 from reshard.terminal import Command, print_json, progress, say, say_notices
 
@@ -202,19 +196,23 @@ def _check_usage(
         return
     if source_strategy is not None or sample is not None:
         raise UsageError("--source-strategy and --sample are about a comparison; give --against SOURCE too")
-    if reading["suffix"] or reading["layouts"] or reading["stage"] is not None or reading["partial"]:
-        raise UsageError(
-            "--suffix, --layout, --stage and --partial are about SOURCE; of TARGET it is --target-suffix …"
-        )
+    defaults: dict[str, Any] = {
+        "rank_pattern": RANK_PATTERN,
+        "suffix": None,
+        "layouts": {},
+        "stage": None,
+        "partial": False,
+    }
+    for name, default in defaults.items():
+        if reading[name] != default:
+            option = name.rstrip("s").replace("_", "-")
+            raise UsageError(f"--{option} is about SOURCE; for TARGET give --target-{option}")
 
 
 def _make(
     target: Path, path: Path, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
 ) -> None:
     """Make a manifest, and write it."""
-    import os
-
-    from reshard.errors import TargetError
     from reshard.manifest import write_manifest
     from reshard.show import count_text
     from reshard.verification import make_manifest

@@ -118,10 +118,17 @@ class Mismatch:
 
 
 class Compared(NamedTuple):
-    """What a task found: for each check, by number, its mismatches; and how many bytes it read."""
+    """What a task found.
+
+    Attributes:
+        found: mismatches, each with the number of its check.
+        read: how many bytes were read.
+        varying: tensors of which source ranks do have different values of their own.
+    """
 
     found: list[tuple[int, Mismatch]]
     read: int
+    varying: list[str]
 
 
 def checks(
@@ -299,7 +306,7 @@ class Comparer:
             if key not in known:
                 known[key] = list(check.recipe.segments(axis, run.start, run.stop))
             found += [(run.check, mismatch) for mismatch in reader.segments(check, axis, known[key])]
-        return Compared(found, reader.nbytes)
+        return Compared(found, reader.nbytes, reader.varying)
 
 
 class _Buffers(threading.local):
@@ -320,6 +327,7 @@ class _Reader:
     def __init__(self, comparer: Comparer) -> None:
         self.comparer = comparer
         self.nbytes = 0
+        self.varying: list[str] = []
 
     def segments(self, check: Check, axis: int, segments: Iterable[Segment]) -> Iterator[Mismatch]:
         """Compare segments, band by band."""
@@ -367,6 +375,8 @@ class _Reader:
     def own_values(self, check: Check) -> Iterator[Mismatch]:
         """Look whether every copy in the target is that of one source rank; a wrong one is held against the first."""
         known = {self._digest(check, Copy("source", number)) for number in check.holders}
+        if len(known) > 1:
+            self.varying.append(check.source_name)
         for block, copies in zip(check.recipe.targets, check.copies, strict=True):
             wrong = tuple(copy for copy in copies if self._digest(check, copy) not in known)
             if wrong:

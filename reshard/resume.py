@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint import ranges
 from reshard.checksum import combine, combine_ranges
-from reshard.errors import BudgetError, ChangedError, TargetError, names
+from reshard.errors import BudgetError, TargetError, names
 from reshard.journal import Journal, digests, joined
 from reshard.ownership import group_plan
 from reshard.store import PARTIAL, local_store
@@ -92,12 +92,12 @@ class Session:
         self._noted = {}
         self._flushed = time.monotonic()
 
-    def failed(self, error: BaseException) -> None:
-        """Leave what another run can go on from, and tell so in a note of the error; or else nothing."""
+    def failed(self, error: BaseException, *, keep: bool) -> None:
+        """Leave what another run can go on from, if that is wanted, and tell so in a note of the error; or nothing."""
         with suppress(TargetError):  # a full disk, perhaps: what is not noted is written again
             self.flush()
         kept = sum(nbytes for good in self._good.values() for _, nbytes, _ in good)
-        if kept and not isinstance(error, ChangedError):
+        if kept and keep:
             total = self._whole.stats.bytes_written
             error.add_note(
                 f"{kept} of {total} bytes are written and kept; the same command goes on from there "

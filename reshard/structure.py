@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.strategy import Strategy
 
-STATE = ".reshard"
-"""The directory in a target that runs keep their state in."""
-
 
 def check_structure(target: Checkpoint, allow_missing: Iterable[str]) -> list[str]:
     """Check all that headers tell, beyond what was checked when the checkpoint was opened.
@@ -120,6 +117,4 @@ def leftovers(root: Path) -> list[str]:
     if unfinished:
         count = f"{len(unfinished)} unfinished file{'s' * (len(unfinished) != 1)}"
         found.append(f"{root}: has {count} ({names(unfinished, most=3)}): a run was interrupted, or goes on")
-    if (root / STATE).is_dir():
-        found.append(f"{root}: has the state of a run in {STATE}")
     return found

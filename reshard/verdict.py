@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.block import shape_text
+from reshard.errors import names
 from reshard.show import bytes_text, count_text, fold, printable, ranges_text
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from reshard.difference import Difference
     from reshard.verification import Verification
 
-_MOST_SHOWN = 12
+_MOST_SHOWN = 6  # of up to three lines each
 _MOST_NAMES = 6
 
 
@@ -25,37 +26,37 @@ def verdict_text(found: Verification) -> str:
     ranks = f" of {count_text(len(found.ranks), 'rank')} ({ranges_text(found.ranks)})" if found.ranks else ""
     blocks = "copies of blocks held against others" if found.ranks and found.against else "blocks of them"
     lines.append(f"{count_text(found.tensors, 'tensor')}, {found.copies:,} {blocks}; {files}{ranks}")
-    if found.against is not None:
+    if found.bytes_read:
         rate = f" ({bytes_text(found.bytes_read / found.seconds)}/s)" if found.seconds else ""
         lines.append(f"read {bytes_text(found.bytes_read)} in {found.seconds:.2f} s{rate}")
     if found.sample is not None:
         share = found.bytes_read / found.total_bytes if found.total_bytes else 1
-        lines.append(
-            f"a sample: {100 * share:.3g} % of the bytes, chosen at random; the same again: --seed {found.seed}"
-        )
-    for title, some in (
-        ("not in the target, which need not have it", found.dropped),
-        ("not asked for", found.left_out),
-    ):
+        lines.append(f"a random sample, {100 * share:.3g} % of the bytes; for the same again: --seed {found.seed}")
+    absent = "not in the target, which need not have it"
+    for title, some in ((absent, found.dropped), ("in the target, and not asked for", found.left_out)):
         if some:
             lines.append(f"{title}: {_names(some)}")
     for difference in found.differences[:_MOST_SHOWN]:
-        lines += ["", *_difference_lines(difference, found)]
+        lines += _difference_lines(difference, found)
     if len(found.differences) > _MOST_SHOWN:
-        lines += ["", f"and {len(found.differences) - _MOST_SHOWN:,} more differences; --json tells them all"]
+        lines.append(f"and {len(found.differences) - _MOST_SHOWN:,} more; --json tells them all")
     return "\n".join(lines)
 
 
 def summary(found: Verification) -> str:
-    """Return one sentence of what differs, for the error that a command ends with."""
-    tensors = {one.name for one in found.differences if one.name is not None}
-    files = {one.path for one in found.differences if one.path is not None}
-    what = [count_text(len(tensors), "tensor")] if tensors else []
-    what += [f"in {count_text(len(files), 'file')}"] if files else []
-    return (
-        f"{found.target} is not as {found.against} says: {count_text(len(found.differences), 'difference')}, of "
-        f"{' '.join(what) or 'the set'}"
-    )
+    """Return one sentence of what differs, for the error that a command ends with.
+
+    >>> from reshard.difference import Difference
+    >>> from reshard.verification import Verification
+    >>> one = Difference("size", "has 7 bytes; expected 8", path="rank_0/a.ckpt")
+    >>> summary(Verification("dst", "m.json", (), 1, 0, 0, differences=(one,)))
+    'dst is not what m.json says: 1 difference, in rank_0/a.ckpt'
+    """
+    tensors = dict.fromkeys(one.name for one in found.differences if one.name is not None)
+    files = dict.fromkeys(one.path for one in found.differences if one.path is not None)
+    where = [f"in {names(some, most=2)}" for some in (tensors, files) if some]
+    count = count_text(len(found.differences), "difference")
+    return f"{found.target} is not what {found.against} says: {', '.join([count, *where])}"
 
 
 def _conclusion(found: Verification) -> str:

@@ -284,6 +284,9 @@ def _against_source(
     def compared(one: Compared) -> None:
         nonlocal read
         read += one.read
+        notices.extend(
+            f"{name} differs between the ranks of the source; any of its values will do" for name in one.varying
+        )
         told(min(read, nbytes), nbytes)
 
     comparer = Comparer(source, target, every, band_bytes)

@@ -100,6 +100,7 @@ def test_run_takes_the_options_of_transform(case: Case, tmp_path: Path) -> None:
     assert list(ran) == list(planned)
     assert ran["verify"].startswith(f"reshard verify {tmp_path}/dst --target-strategy ")
     assert ran["measured_memory"] > 0
+    (tmp_path / "dst" / "rank_1" / "checkpoint_1.ckpt").write_bytes(b"other")
     assert call(*command).exit_code == 6
     done(*command, "--overwrite", "-q")
 

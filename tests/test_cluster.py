@@ -77,7 +77,7 @@ def test_only_receipts_and_the_plan_travel(
     assert len(made.tasks) > 100
     assert report.bytes_read == made.stats.bytes_read == told[-1].written == told[-1].total
     assert set(client.run(plans_counted).values()) == {1}  # each worker rebuilt the plan once, not once a task
-    assert sent < 4096 * len(made.tasks) + 10 * len(pickle.dumps(made))
+    assert sent < 6144 * len(made.tasks) + 10 * len(pickle.dumps(made))
     assert sent < report.bytes_written // 4
     # The same workers once more: what they held open is not what gets its name now.
     smaller = reshard.plan(
@@ -116,7 +116,7 @@ def test_a_failure_on_a_worker_leaves_nothing(
 
     with pytest.raises((SourceError, TargetError), match=r"checkpoint_7\.safetensors: (ends at|changed since)"):
         plan.run(tmp_path / "out", client=wired[1], progress=cut, ownership=ownership)
-    assert not list((tmp_path / "out").rglob("*"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("ownership", ["tensor", "file"])

@@ -73,7 +73,7 @@ def test_files_are_written_from_first_byte_to_last(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(LocalStore, "write_at", watched)
     for drop_cache in (False, True):
         written.clear()
-        plan.run(tmp_path / "by_file", ownership="file", threads=3, overwrite=True, drop_cache=drop_cache)
+        plan.run(tmp_path / "by_file", ownership="file", threads=3, restart=True, drop_cache=drop_cache)
         assert tree(tmp_path / "by_file") == tree(tmp_path / "by_tensor")
         assert len(written) == 6
         for pieces in written.values():

@@ -56,7 +56,7 @@ def test_every_other_block_runs(folder: Path) -> None:
         out = run(block, folder, *((sys.executable, "-c") if language == "python" else ()))
         assert out
         ran += 1
-    assert ran == 12
+    assert ran == 13
     whole = sorted((folder / "again").rglob("*.ckpt"))
     source = sorted((folder / "reshard-demo" / "src_checkpoints").rglob("*.ckpt"))
     assert [*map(helpers.read_rank_file, whole)] == [*map(helpers.read_rank_file, source)]  # there and back again
@@ -84,7 +84,8 @@ def test_the_figures_about_mindspore_are_those_recorded(mindspore_data: Path) ->
 
 def test_inline_commands_name_what_exists() -> None:
     help_text = run(
-        "for c in transform unify convert plan run 'strategy merge' 'strategy make'; do reshard $c --help; done", ROOT
+        "for c in transform unify convert verify plan run 'strategy merge' 'strategy make'; do reshard $c --help; done",
+        ROOT,
     )
     help_text += run(f"{sys.executable} tests/bench/bench.py --help", ROOT)
     for option in re.findall(r"(?<![-|<])--[a-z][a-z-]+", README):

@@ -12,6 +12,7 @@ from checkpoints import numbers, write_ranks
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.checksum import crc32c
 from reshard.report import report_data, report_text
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ def test_it_counts_what_was_written(plan: reshard.Plan, report: Report, tmp_path
     assert report.bytes_written == report.bytes_read + 256 + 3 * 4
     assert report.target_bytes == sum(path.stat().st_size for path in (tmp_path / "dst").rglob("*.safetensors"))
     assert (report.dropped, report.missing) == (("adam_m.w",), ("adam_v.w",))
-    assert report.checksums is None
+    assert report.checksums is not None
+    for path, sums in report.checksums.items():
+        held = reshard.open(tmp_path / "dst" / path)
+        assert sums == {name: crc32c(held[name].compute().tobytes()) for name in held}
 
 
 def test_linked_files_are_no_replicas_that_were_written(plan: reshard.Plan, tmp_path: Path) -> None:
@@ -69,7 +73,7 @@ def test_in_words(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
         "2 tensors, 5 replicas of their blocks\n"
         "dropped, because the target does not have it: 1 name: adam_m.w\n"
         "missing, because the source does not have it: 1 name: adam_v.w\n"
-        "checksums: none made\n"
+        f"checksums: CRC-32C of every block, in {tmp_path}/dst/.reshard\n"
         "memory: 48.0 MB at the peak of this process\n"
         "to verify it: reshard verify dst"
     )
@@ -85,7 +89,7 @@ def test_it_fits_on_one_screen_and_shows_no_control_characters(plan: reshard.Pla
 def test_checksums_have_their_place(plan: reshard.Plan, report: Report) -> None:
     sums = {"rank_0/checkpoint_0.safetensors": {"w": 0x1A2B, "global_step": 0xFFFFFFFF}}
     summed = replace(report, checksums=sums)
-    assert "checksums: CRC-32C of 2 blocks in 1 file\n" in report_text(plan, summed)
+    assert "checksums: none made\n" in report_text(plan, replace(report, checksums=None))
     data = report_data(plan, "dst", summed)
     assert data["checksums"] == {"rank_0/checkpoint_0.safetensors": {"w": "00001a2b", "global_step": "ffffffff"}}
 
@@ -93,5 +97,7 @@ def test_checksums_have_their_place(plan: reshard.Plan, report: Report) -> None:
 def test_as_data_it_has_the_same_keys_before_and_after(plan: reshard.Plan, report: Report) -> None:
     before, after = report_data(plan, "dst"), report_data(plan, "dst", report, "reshard verify dst")
     assert list(before) == list(after)
-    assert [key for key in before if before[key] != after[key]] == ["dry_run", "seconds", "measured_memory", "verify"]
+    assert [key for key in before if before[key] != after[key]] == [
+        "dry_run", "seconds", "measured_memory", "checksums", "resumed", "verify",
+    ]  # fmt: skip
     assert json.loads(json.dumps(after))["replicas"] == 5
