@@ -11,6 +11,15 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+MOST_DIMS = 32
+"""The most dimensions of a tensor; numpy 1 has no more."""
+
+LONGEST_NAME = 4096
+"""The most bytes of a tensor's name. Whatever looks for a weight in the name of a state tries every dot of it."""
+
+_MOST_ELEMENTS = 1 << 59
+_MOST_SHOWN = 64
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Block:
@@ -60,10 +69,21 @@ class Block:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
+def is_possible(shape: Shape) -> bool:
+    """Tell whether there can be an array of this shape: its bytes, extents of 0 aside, can be counted in 64 bits.
+
+    >>> is_possible((3, 4)), is_possible((1 << 40, 1 << 40, 0)), is_possible((-1,)), is_possible((1,) * 65)
+    (True, False, False, False)
+    """
+    sound = len(shape) <= MOST_DIMS and all(0 <= extent <= _MOST_ELEMENTS for extent in shape)
+    return sound and prod(extent or 1 for extent in shape) <= _MOST_ELEMENTS
+
+
 def shape_text(shape: Iterable[int]) -> str:
-    """Write a shape the way checkpoints print it.
+    """Write a shape the way checkpoints print it; of one longer than any, the beginning.
 
     >>> shape_text((2, 8)), shape_text(())
     ('[2, 8]', '[]')
     """
-    return str(list(shape))
+    extents = list(shape)
+    return str(extents) if len(extents) <= _MOST_SHOWN else f"{str(extents[:_MOST_SHOWN])[:-1]}, …]"

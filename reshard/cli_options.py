@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.block import LONGEST_NAME
 from reshard.errors import Faults, UsageError
 from reshard.remote import as_path, is_url
 from reshard.selection import Selection
+from reshard.untrusted import is_text, parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ NAME_MAP = "reshard.name_map"
 """Where click's context keeps the path of the map of names, for the commands that a report proposes."""
 
 _PLANNING = ("prefix", "format", "ranks", "remove_redundancy", "link_replicas", "memory")
+_LARGEST_NAME_MAP = 1 << 26
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
 
@@ -100,25 +102,23 @@ def _name_map(ctx: click.Context, _param: click.Parameter, path: Path | None) ->
     if path is None:
         return {}
     faults = Faults(f"name map {path}")
-
-    def checked(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for old, new in pairs:
-            if old in found:
-                faults.add(f"name {old!r}", "is there twice")
-            elif not isinstance(new, str):
-                faults.add(f"name {old!r}", f"becomes a JSON {type(new).__name__}; expected the new name")
-            found[old] = new
-        return found
-
+    repeated: list[str] = []
+    raw = read_small(path, "name map", _LARGEST_NAME_MAP, UsageError)
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=checked)
-    except OSError as error:
-        raise UsageError(f"name map {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+        content = parse_json(raw, repeated)
+    except ValueError as error:
         raise UsageError(f"name map {path}: is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f'name map {path}: is a JSON {type(content).__name__}; expected {{"old name": "new name"}}')
+    for old in repeated:
+        faults.add(f"name {old!r}", "is there twice")
+    for old, new in content.items():
+        if not isinstance(new, str):
+            faults.add(f"name {old!r}", f"becomes a JSON {type(new).__name__}; expected the new name")
+        elif not is_text(new) or not 1 <= len(new.encode()) <= LONGEST_NAME:
+            faults.add(
+                f"name {old!r:.300}", f"becomes {new!r:.60}; expected text of 1 to {LONGEST_NAME} bytes in UTF-8"
+            )
     faults.raise_if_any(UsageError)
     ctx.meta[NAME_MAP] = str(path)
     return content

@@ -102,7 +102,9 @@ class _Look:
                 "global_step", "differs between the ranks, which are of different steps; choose the files with --suffix"
             )
         elif is_single(tensor) or own_values:
-            self.notices.append(f"{name} differs between the ranks; each target rank gets that of one source rank")
+            self.notices.append(
+                f"{names([name])} differs between the ranks; each target rank gets that of one source rank"
+            )
         else:
             self.faults.add(
                 f"tensor {name!r}",

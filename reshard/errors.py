@@ -82,26 +82,29 @@ class Faults:
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
-        self.found: list[tuple[str, str]] = []
+        self.count = 0
+        self._first: list[tuple[str, str]] = []  # no more than are shown: a hostile file has millions
 
     def add(self, where: str, what: str) -> None:
         """Remember one fault: `where` in the subject, and `what` is wrong there."""
-        self.found.append((where, what))
+        self.count += 1
+        if self.count <= _SHOWN_FAULTS:
+            self._first.append((where if where.isprintable() else repr(where), what))
 
     def raise_if_any(self, kind: type[ReshardError], *, advice: str = "") -> None:
         """Raise `kind` with every fault, one a line, and `advice` as the last; return if there are none."""
-        if self.found:
+        if self.count:
             self._raise(kind, advice)
 
     def _raise(self, kind: type[ReshardError], advice: str) -> NoReturn:
         tail = f"\n{advice}" if advice else ""
-        if len(self.found) == 1:
-            where, what = self.found[0]
+        if self.count == 1:
+            where, what = self._first[0]
             raise kind(f"{self.subject}: {where}: {what}{tail}")
-        lines = [f"  {where}: {what}" for where, what in self.found[:_SHOWN_FAULTS]]
-        if len(self.found) > _SHOWN_FAULTS:
-            lines.append(f"  and {len(self.found) - _SHOWN_FAULTS} more")
-        raise kind(f"{self.subject} has {len(self.found)} faults:\n" + "\n".join(lines) + tail)
+        lines = [f"  {where}: {what}" for where, what in self._first]
+        if self.count > _SHOWN_FAULTS:
+            lines.append(f"  and {self.count - _SHOWN_FAULTS} more")
+        raise kind(f"{self.subject} has {self.count} faults:\n" + "\n".join(lines) + tail)
 
 
 def names(items: Iterable[object], *, most: int = 5) -> str:

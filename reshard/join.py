@@ -27,6 +27,8 @@ UNLISTED = (
     "--layout '{name}=RULE' (RULE: split:DIM, DEV_MATRIX:TENSOR_MAP; whole; copy if every rank has a value of its own)"
 )
 
+_MOST_TIMES = 256  # the ranks of a strategy that are no more than so many times those there are may be missing ranks
+
 
 def join(
     root: str, files: Sequence[SourceFile], ranks: Sequence[int], strategy: Strategy | None, *, partial: bool
@@ -164,6 +166,12 @@ class _WithStrategy(_WithoutStrategy):
                 "directory of its strategy files, or the merged file)"
             )
 
+        if not self.partial and len(expected) > _MOST_TIMES * len(set(self.ranks)):
+            raise SourceError(
+                f"{self.root}: has {len(set(self.ranks))} ranks; the strategy describes {len(expected)}, which is none "
+                "of this checkpoint; give its own, or --partial"
+            )
+
     def _tell_missing(self) -> None:
         """Every rank must be there. Replicas may have all that one held, but a wrong strategy looks just so."""
         present = set(self.ranks)
@@ -239,11 +247,11 @@ class _WithStrategy(_WithoutStrategy):
         except LayoutError as error:
             self.faults.add(self.files[holders[0]].path, str(error))
             return None
-        faults = len(self.faults.found)
+        faults = self.faults.count
         self._check_stated_shape(name, stage, shape)
         held = self._held_by(grid, holders)
         self._check_entries(name, first, held)
-        if len(self.faults.found) > faults:
+        if self.faults.count > faults:
             return None
         return Tensor(TensorSpec(name, first.dtype, shape), held.shards)
 

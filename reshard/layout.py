@@ -20,11 +20,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import combinations, product
+from itertools import accumulate, combinations, product
 from math import comb, prod
 from typing import TYPE_CHECKING
 
-from reshard.block import Block, Shape, shape_text
+from reshard.block import Block, Shape, is_possible, shape_text
 from reshard.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 Axes = tuple[int, ...]
 
-MOST_DEVICES = 1 << 20
-"""The largest device matrix taken for real; a file that says more is corrupt."""
+MOST_DEVICES = 1 << 17
+"""The most devices of a stage that are taken for real; a file that says more is corrupt."""
 
+_MOST_AXES = 64
 
 _MOST_FOLDINGS = 1000
 _SHOWN = re.compile(r"\[(?P<devices>[0-9, ]+)\] map \[(?P<map>[-0-9(), ]*)\](?: opt (?P<opt>-?[0-9]+))?")
@@ -76,12 +77,17 @@ class Layout:
     field: int = field(default=0)
 
     def __post_init__(self) -> None:
+        for kind, entries in (("dev_matrix", self.dev_matrix), ("tensor_map", self.tensor_map)):
+            if len(entries) > _MOST_AXES:
+                raise LayoutError(
+                    f"{kind} has {len(entries)} entries; more than {_MOST_AXES} is taken for a corrupt file"
+                )
         if not self.dev_matrix or any(extent < 1 for extent in self.dev_matrix):
             raise LayoutError(f"dev_matrix is {shape_text(self.dev_matrix)}; expected extents of at least 1")
         if prod(self.dev_matrix) > MOST_DEVICES:
             raise LayoutError(
-                f"dev_matrix {shape_text(self.dev_matrix)} has {prod(self.dev_matrix)} devices; "
-                f"more than {MOST_DEVICES} is taken for a corrupt file"
+                f"dev_matrix {shape_text(self.dev_matrix)} is of more than {MOST_DEVICES} devices, which is taken for "
+                "a corrupt file"
             )
         used: set[int] = set()
         for dim, axes in enumerate(self.tensor_map):
@@ -241,7 +247,9 @@ class Layout:
             )
         whole = tuple(extent * ways for extent, ways in zip(shard, self.splits, strict=True))
         if self.param_split_shape:
-            return (sum(self.param_split_shape), *whole[1:])
+            whole = (sum(self.param_split_shape), *whole[1:])
+        if not is_possible(whole):
+            raise LayoutError(f"the files store {shape_text(shard)}, of which the layout {self} makes no array")
         return whole
 
     def grid(self, shape: Shape) -> Grid:
@@ -372,7 +380,7 @@ def _edges(layout: Layout, shape: Shape) -> list[Sequence[int]]:
                     f"dimension 0 of size {extent} is split {ways} ways, "
                     f"which param_split_shape {shape_text(sizes)} does not describe"
                 )
-            edges.append([sum(sizes[:i]) for i in range(ways + 1)])
+            edges.append([0, *accumulate(sizes)])
             continue
         if extent % ways:
             raise LayoutError(f"dimension {dim} of size {extent} does not divide into {_factors(layout, dim)}")

@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, TargetError, names
+from reshard.strategy_file import write_whole
+from reshard.untrusted import parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 VERSION = 1
 
 _VERSION_KEY = "reshard_manifest"
-_LARGEST = 1 << 30
+_LARGEST = 1 << 28
 _MOST_DIMS = 64
 _LARGEST_COUNT = 1 << 62
 _SUM = re.compile("[0-9a-f]{8}")
@@ -125,12 +126,7 @@ def write_manifest(manifest: Manifest, path: str | os.PathLike[str], *, overwrit
     content = f'{{"{_VERSION_KEY}": {VERSION},\n"files": {{\n' + ",\n".join(lines) + "\n}}\n"
     if os.path.lexists(path) and not overwrite:
         raise TargetError(f"{path}: is there already; choose another name, or replace it with --overwrite")
-    try:
-        partial = Path(f"{os.fspath(path)}.partial")
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise TargetError(f"{path}: cannot be written: {error.strerror}") from error
+    write_whole(Path(path), content.encode())
 
 
 def _file_data(file: FileSums) -> dict[str, object]:
@@ -152,21 +148,14 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             all faults at once.
     """
     faults = Faults(f"manifest {os.fspath(path)}")
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        if twice:
-            faults.add("$", f"has {names(twice, most=3)} twice in one object")
-        return dict(pairs)
-
+    repeated: list[str] = []
+    raw = read_small(path, "manifest", _LARGEST, SourceError)
     try:
-        if Path(path).stat().st_size > _LARGEST:
-            raise SourceError(f"manifest {path}: has more than {_LARGEST} bytes, which no manifest has")
-        content = json.loads(Path(path).read_bytes(), object_pairs_hook=once)
-    except OSError as error:
-        raise SourceError(f"manifest {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+        content = parse_json(raw, repeated)
+    except ValueError as error:
         raise SourceError(f"manifest {path}: is not JSON: {error}") from None
+    if repeated:
+        faults.add("$", f"has {names(repeated, most=3)} twice in one object")
     if not isinstance(content, dict) or _VERSION_KEY not in content:
         raise SourceError(f"manifest {path}: is none; expected a JSON object with the key {_VERSION_KEY!r}")
     if type(content[_VERSION_KEY]) is not int or content[_VERSION_KEY] != VERSION:

@@ -28,7 +28,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
-from reshard.layout import Layout
+from reshard.layout import MOST_DEVICES, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -189,8 +189,8 @@ def _check(kind: str, strategies: Strategies, *, inputs: tuple[int, ...], least:
     """Refuse what has the form of no strategy of an operator with so many inputs of at least so many dimensions."""
     if len(strategies) not in inputs or any(len(cuts) < least for cuts in strategies):
         raise LayoutError(f"strategy {strategies} is none of {kind}; expected {inputs[0]} inputs")
-    if any(type(cut) is not int or cut < 1 for cuts in strategies for cut in cuts):
-        raise LayoutError(f"strategy {strategies} of {kind} has to be of integers of at least 1")
+    if any(type(cut) is not int or not 1 <= cut <= MOST_DEVICES for cuts in strategies for cut in cuts):
+        raise LayoutError(f"strategy {strategies!r:.200} of {kind} has to be of integers from 1 to {MOST_DEVICES}")
 
 
 def _operator(

@@ -38,6 +38,7 @@ from reshard.source import reopen
 from reshard.strategy import Placed, Strategy
 from reshard.strategy_file import write_whole
 from reshard.target_files import NamedFile, RankFiles
+from reshard.untrusted import read_small
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
@@ -279,14 +280,7 @@ def read(path: str | os.PathLike[str]) -> PlanFile:
     Raises:
         PlanError: it cannot be read, is of another version, or is not sound; the message tells where.
     """
-    place = Path(path)
-    try:
-        if not place.is_file() or place.stat().st_size > _LARGEST_FILE:
-            raise PlanError(f"{place}: is no file of at most {_LARGEST_FILE >> 20} MiB, which a plan file is")
-        content = place.read_bytes()
-    except OSError as error:
-        raise PlanError(f"{place}: cannot be read: {error.strerror or error}") from None
-    return _sound(content, str(place))
+    return _sound(read_small(path, "plan file", _LARGEST_FILE, PlanError), os.fspath(path))
 
 
 def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None) -> None:

@@ -7,6 +7,7 @@ never a guess.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,9 +43,10 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
     Raises:
         SourceError: no files, no checkpoint in common, or several.
     """
-    if root.is_file():
+    is_directory = root.is_dir()
+    if not is_directory and (root.is_file() if isinstance(root, RemotePath) else os.path.lexists(root)):
         return {0: [root]}
-    if not root.is_dir():
+    if not is_directory:
         raise SourceError(f"{root}: is not there; expected a directory of rank directories, or one checkpoint file")
     found = _every_file(root, rank_pattern)
     if not found:
@@ -97,6 +99,8 @@ def _files(root: AnyPath, rank_pattern: str) -> Iterable[AnyPath]:
 
 
 def _is_checkpoint_name(path: AnyPath, *, any_extension: bool = False) -> bool:
+    if "\n" in path.name:  # it could say in a message what it likes
+        raise SourceError(f"{path.parent}: the file name {path.name!r} has a line break; rename the file")
     if path.suffix in {".tmp", ".meta", ".partial"} or "_breakpoint" in path.stem or path.name == "meta.json":
         return False
     return not path.name.startswith(".") and (any_extension or path.suffix in _EXTENSIONS)

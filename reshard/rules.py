@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from reshard.dtypes import DType, by_name
 from reshard.errors import Faults, LayoutError, UsageError, names
-from reshard.layout import Layout, whole
+from reshard.layout import MOST_DEVICES, Layout, whole
 from reshard.strategy import Strategy, weight_of
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class Options(TypedDict, total=False):
     only_by_rule: Collection[str]
     predict: bool
 
+
+_MOST_STAGES = 1 << 16
 
 OPTIONS = frozenset(Options.__annotations__) - {"dtypes", "only_by_rule", "predict"}
 """The options that a rules file may have."""
@@ -127,8 +129,8 @@ def from_operators(
     """
     faults = faults or Faults("operators")
     _check_options(options, faults)
-    if type(devices) is not int or devices < 1:
-        faults.add("$.devices", f"is {devices!r:.60}; expected a number of at least 1")
+    if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
+        faults.add("$.devices", f"is {devices!r:.60}; expected a number from 1 to {MOST_DEVICES}")
         faults.raise_if_any(UsageError)
     made: dict[str, Any] = {}
     for glob, operator in _items(operators, "operators", faults):
@@ -165,8 +167,8 @@ def _items(value: object, key: str, faults: Faults) -> list[tuple[str, Any]]:
 def _mesh(mesh: object, faults: Faults) -> dict[str, int]:
     extents = {}
     for axis, extent in _items(mesh, "mesh", faults):
-        if type(extent) is not int or extent < 1:
-            faults.add(f"$.mesh.{axis}", f"is {extent!r:.60}; expected a number of at least 1")
+        if type(extent) is not int or not 1 <= extent <= MOST_DEVICES:
+            faults.add(f"$.mesh.{axis}", f"is {extent!r:.60}; expected a number from 1 to {MOST_DEVICES}")
         else:
             extents[axis] = extent
     try:
@@ -375,7 +377,11 @@ def _stages(weights: Collection[str], every: Collection[str], pipeline: object, 
     by_glob: dict[str, list[int]] = {}
     for glob, value in _items(pipeline, "pipeline", faults):
         stages = [value] if type(value) is int else value
-        if not isinstance(stages, Sequence) or not stages or any(type(n) is not int or n < 0 for n in stages):
+        if (
+            not isinstance(stages, Sequence)
+            or not stages
+            or any(type(n) is not int or not 0 <= n < _MOST_STAGES for n in stages)
+        ):
             faults.add(_at("pipeline", glob), f"is {value!r:.60}; expected a stage, counted from 0, or several")
             stages = []
         by_glob[glob] = list(stages)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import Faults, LayoutError, UsageError, names
 from reshard.operators import OPERATORS, OperatorStrategy
 from reshard.rules import OPTIONS, from_operators, from_rules
+from reshard.untrusted import read_small
 
 if TYPE_CHECKING:
     import os
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from reshard.block import Shape
     from reshard.dtypes import DType
     from reshard.strategy import Strategy
+
+_LARGEST_FILE = 1 << 20  # PyYAML takes some 10 s for so much
+_LONGEST_SCALAR = 2000  # also keeps numbers below 4,300 digits, which is as many as Python writes
 
 
 def strategy_from_file(
@@ -81,21 +85,41 @@ def _load(path: Path, faults: Faults) -> dict[str, Any]:
     """Return the mapping that a YAML file holds; a key that stands twice is a fault, though YAML takes the last."""
     import yaml  # used by no other command
 
+    class Loader(yaml.SafeLoader):
+        """YAML without aliases, ten lines of which make more values than any memory holds."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event = self.peek_event()
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.YAMLError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}; write it out")
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_SCALAR:
+                raise yaml.YAMLError(f"line {event.start_mark.line + 1} has a text of {len(event.value)} characters")
+            return super().compose_node(parent, index)
+
+    loader = None
     try:
-        content = path.read_bytes()
-        for node, key in _repeated(yaml.compose(content, yaml.SafeLoader)):
-            faults.add(f"line {node.start_mark.line + 1}", f"has the key {key!r} a second time")
-        top = yaml.safe_load(content)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        loader = Loader(read_small(path, "rules file", _LARGEST_FILE, UsageError))
+        node = loader.get_single_node()
+        for key in _repeated(node):
+            faults.add(f"line {key.start_mark.line + 1}", f"has the key {key.value!r} a second time")
+        top = loader.construct_document(node) if node else None
+    except UsageError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: is not YAML: it is nested too deeply") from None
+    except (LookupError, TypeError, AttributeError):  # as PyYAML finds out
+        raise UsageError(f"{path}: is not YAML: a value does not fit the tag before it") from None
+    finally:
+        if loader:
+            loader.dispose()
     if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
         raise UsageError(f"{path}: is a YAML {type(top).__name__}; expected a mapping with the keys mesh and rules")
     return top
 
 
-def _repeated(node: Any) -> Iterator[tuple[Any, str]]:
+def _repeated(node: Any) -> Iterator[Any]:
     """Yield the keys that stand twice in one mapping below a YAML node."""
     if getattr(node, "id", "") == "sequence":
         for item in node.value:
@@ -104,7 +128,7 @@ def _repeated(node: Any) -> Iterator[tuple[Any, str]]:
         seen: set[str] = set()
         for key, value in node.value:
             if isinstance(key.value, str) and key.value in seen:
-                yield key, key.value
+                yield key
             seen.add(str(key.value))
             yield from _repeated(value)
 

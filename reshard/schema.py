@@ -7,10 +7,11 @@ object's keys and their kinds, all of them needed and no other known; `{TEXT: ki
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.untrusted import is_text, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,7 @@ class Maybe:
 
 def _is_text(value: object) -> bool:
     """Tell text that can be a name; half of a surrogate pair, which JSON can say, or a null byte cannot."""
-    return isinstance(value, str) and "\0" not in value and value.encode(errors="replace").decode() == value
+    return isinstance(value, str) and "\0" not in value and is_text(value)
 
 
 def _is_inner_path(value: object) -> bool:
@@ -63,18 +64,10 @@ def parse(content: bytes) -> Any:
     Raises:
         ValueError: it is not JSON, nested absurdly deep, or an object has a key twice.
     """
-    try:
-        return json.loads(content, object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r:.60} is there twice in an object")
+    repeated: list[str] = []
+    found = parse_json(content, repeated)
+    if repeated:
+        raise ValueError(f"the key {repeated[0]!r:.60} is there twice in an object")
     return found
 
 

@@ -21,6 +21,7 @@ from reshard.remote import RemotePath, as_path, forget_listings
 from reshard.remote_store import REQUESTS, store_at
 from reshard.strategy import Strategy
 from reshard.strategy_file import read_strategy
+from reshard.untrusted import reading
 
 if TYPE_CHECKING:
     import os
@@ -121,6 +122,7 @@ def reopen(
     return Checkpoint(root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial)
 
 
+@reading(SourceError)
 def read_headers(
     path: AnyName | Mapping[int, AnyName],
     *,
@@ -217,7 +219,7 @@ def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[
     def header(path: AnyPath) -> tuple[Status, FileIndex]:
         status = path.status() if isinstance(path, RemotePath) else store_at(str(path)).status(str(path))
         # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
-        empty = not status.nbytes and path.suffix == ".ckpt"
+        empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         return status, FileIndex("ckpt", {}) if empty else headers.index(str(path))
 
     if not any(isinstance(path, RemotePath) for path in paths):

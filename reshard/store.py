@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from reshard.errors import BudgetError, SourceError, TargetError
 from reshard.remote import Status
+from reshard.untrusted import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -316,11 +317,12 @@ class _Handle:
 
 
 def _open(path: str, flags: int) -> int:
+    if flags == os.O_RDONLY:
+        return open_regular(path, SourceError)
     try:
-        return os.open(path, flags | os.O_CLOEXEC)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        kind = SourceError if flags == os.O_RDONLY else TargetError
-        raise kind(f"{path}: cannot be opened: {error.strerror}") from error
+        raise TargetError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
 def _open_own(path: str) -> int:

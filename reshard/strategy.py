@@ -230,6 +230,11 @@ class Strategy:
             f"with --layout '{name}=RULE'"
         )
 
+    def by_stage(self) -> list[tuple[str, Placed]]:
+        """Return every tensor of every stage with its name, stage after stage, in the file's order."""
+        placed = [(name, placed) for name, places in self.tensors.items() for placed in places]
+        return sorted(placed, key=lambda item: item[1].stage)
+
     def of_stage(self, stage: int) -> Strategy:
         """Return what this strategy says of one stage of a pipeline.
 

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from reshard.block import Shape, shape_text
+from reshard.block import LONGEST_NAME, Shape, shape_text
 from reshard.errors import Faults, LayoutError, StrategyError, TargetError, UsageError
 from reshard.layout import Axes, Layout, foldings
 from reshard.remote import RemotePath, as_path
 from reshard.strategy import MERGED_NAME, Operator, Placed, Strategy, agreed_devices, merge
+from reshard.untrusted import is_text, parse_json, read_small, reading
 
 if TYPE_CHECKING:
     import os
@@ -40,7 +39,9 @@ _LAYOUT_KEYS = {
 }  # fmt: skip
 _TOP_KEYS = {"current_stage", "parallel_layout_item", "parallel_strategy_item"}
 _MOST_STAGES = 1 << 16
-_LARGEST_FILE = 1 << 30
+_MOST_RANKS = 1 << 20
+_LARGEST_FILE = 1 << 26
+_MISSING = "is missing; the file is cut short, or no strategy file"
 
 # What the protobuf fields of these names hold, so that any strategy read from JSON can be written as protobuf too.
 _INT32, _UINT32, _INT64 = range(-(1 << 31), 1 << 31), range(1 << 32), range(-(1 << 63), 1 << 63)
@@ -51,6 +52,7 @@ _RANGES = {
 }  # fmt: skip
 
 
+@reading(StrategyError)
 def read_strategy(path: str | os.PathLike[str] | RemotePath) -> Strategy:
     """Read a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks.
 
@@ -118,7 +120,9 @@ def write_whole(place: Path, content: bytes) -> None:
     beside = place.with_name(place.name + ".partial")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(content)
+        beside.unlink(missing_ok=True)  # what is there may be a link to elsewhere
+        with beside.open("xb") as file:
+            file.write(content)
         beside.replace(place)
     except OSError as error:
         with suppress(OSError):
@@ -126,6 +130,7 @@ def write_whole(place: Path, content: bytes) -> None:
         raise TargetError(f"{place}: cannot be written: {error.strerror or error}") from None
 
 
+@reading(StrategyError)
 def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLike[str]) -> Strategy:
     """Merge the strategy files of a pipeline's ranks into one file, and return what it says.
 
@@ -141,19 +146,9 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
 
 
 def _read_file(path: Path | RemotePath) -> Strategy:
-    try:
-        if isinstance(path, RemotePath):
-            nbytes = path.status().nbytes
-        else:
-            status = path.stat()
-            nbytes = status.st_size
-            if not S_ISREG(status.st_mode):
-                raise StrategyError(f"{path}: is no regular file; expected a strategy file")
-        if nbytes > _LARGEST_FILE:
-            raise StrategyError(f"{path}: is larger than {_LARGEST_FILE >> 30} GiB, which no strategy file is")
-        content = path.read_bytes()
-    except OSError as error:
-        raise StrategyError(f"{path}: cannot be read: {error.strerror or error}") from None
+    content = read_small(path, "strategy file", _LARGEST_FILE, StrategyError)
+    if not content:
+        raise StrategyError(f"{path}: is empty; a strategy file was expected (was saving it interrupted?)")
     if path.suffix == ".json" or content.lstrip()[:1] == b"{":
         return _from_json(content, str(path))
     # Field 1 of a strategy is a number (0x08), of a checkpoint a message (0x0a); safetensors begin with a length.
@@ -182,6 +177,11 @@ def _strategy(
         subject.add("operators", f"are of stage {own_stage}, more than any pipeline has")
     found: dict[str, dict[int, Placed]] = {}
     for full_name, layout, shape, extra in layouts:
+        if len(full_name.encode(errors="replace")) > LONGEST_NAME:
+            subject.add(
+                f"{full_name!r:.60}…", f"is a name of {len(full_name)} characters; at most {LONGEST_NAME} bytes"
+            )
+            continue
         match = MERGED_NAME.fullmatch(full_name) if merged else None
         name, stage = (match[2], int(match[1][:9])) if match else (full_name, own_stage)
         if stage in found.setdefault(name, {}):
@@ -193,10 +193,12 @@ def _strategy(
     devices = agreed_devices(tensors, subject)
     stages = range(own_stage, own_stage + 1)
     if merged:
-        last = max(placed.stage for places in tensors.values() for placed in places)
+        last = max((placed.stage for places in tensors.values() for placed in places), default=0)
         if last >= _MOST_STAGES:
             subject.add(f"stage {last}", "is more than any pipeline has")
         stages = range(last + 1)
+    if len(stages) <= _MOST_STAGES and len(stages) * devices > _MOST_RANKS:
+        subject.add("stages", f"are {len(stages)} of {devices} devices; more than {_MOST_RANKS} ranks are not taken")
     subject.raise_if_any(StrategyError)
     return Strategy(tensors, stages, devices, operators, merged, current_stage, unknown)
 
@@ -219,12 +221,14 @@ def _from_protobuf(content: bytes, path: str) -> Strategy:
         message.ParseFromString(content)
     except (DecodeError, UnicodeDecodeError) as error:
         raise StrategyError(f"{path}: is neither a protobuf strategy file nor JSON ({error})") from None
-    # Older files lack the two optimizer fields; every other required field must be there.
-    for where in message.FindInitializationErrors():
-        if not where.endswith((".opt_weight_shard_step", ".opt_weight_shard_size")):
-            faults.add(where, "is missing; the file is cut short, or no strategy file")
+    if not message.HasField("current_stage"):
+        faults.add("current_stage", _MISSING)
     for part, key in (("parallel_layout_item", "param_name"), ("parallel_strategy_item", "node_name")):
         for place, item in enumerate(getattr(message, part)):
+            # Older files lack the two optimizer fields; every other required field must be there.
+            for where in () if item.IsInitialized() else item.FindInitializationErrors():
+                if not where.endswith((".opt_weight_shard_step", ".opt_weight_shard_size")):
+                    faults.add(f"{part}[{place}].{where}", _MISSING)
             if isinstance(name := getattr(item, key), bytes):  # what protobuf gives for text that is not UTF-8
                 faults.add(f"{part}[{place}].{key}", f"is {name!r:.60}, which is not UTF-8")
     faults.raise_if_any(StrategyError)
@@ -330,11 +334,8 @@ def _add_unknown(message: Message, unknown: object) -> None:
 
 def _in_file_order(strategy: Strategy) -> Iterable[tuple[str, Placed]]:
     """Yield every tensor of every stage under its name in the file, stage after stage."""
-    for stage in strategy.stages:
-        for name, places in strategy.tensors.items():
-            for placed in places:
-                if placed.stage == stage:
-                    yield (f"{stage}-{name}" if strategy.merged else name), placed
+    for name, placed in strategy.by_stage():
+        yield (f"{placed.stage}-{name}" if strategy.merged else name), placed
 
 
 def _flat(tensor_map: tuple[Axes, ...]) -> list[int]:
@@ -347,16 +348,9 @@ def _flat(tensor_map: tuple[Axes, ...]) -> list[int]:
 def _from_json(content: bytes, path: str) -> Strategy:
     faults = Faults(path)
     repeated: list[str] = []
-
-    def unique(items: list[tuple[str, Any]]) -> Json:
-        found = dict(items)
-        if len(found) < len(items):
-            repeated.extend(key for key, count in Counter(key for key, _ in items).items() if count > 1)
-        return found
-
     try:
-        top = json.loads(content, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+        top = parse_json(content, repeated)
+    except ValueError as error:
         raise StrategyError(f"{path}: is not JSON: {error}") from None
     if not isinstance(top, dict):
         raise StrategyError(f"{path}: is a JSON {type(top).__name__}; expected an object")
@@ -425,7 +419,7 @@ def _objects(top: Json, key: str, faults: Faults) -> list[tuple[str, Json]]:
         faults.add(f"$.{key}", f"is a {type(items).__name__}; expected an object")
         return []
     for name, item in items.items():
-        if not name.isascii() and name.encode(errors="replace").decode() != name:
+        if not is_text(name):
             faults.add(f"$.{key}.{name!a}", "is no name; half of a surrogate pair stands alone in it")
         if not isinstance(item, dict):
             faults.add(f"$.{key}.{name}", f"is a {type(item).__name__}; expected an object")

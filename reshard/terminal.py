@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.run import Progress
 
 _DEBUG = "reshard.debug"
+_LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
 
 
 # --- the border: errors and signals -----------------------------------------------------------------------------
@@ -159,7 +160,8 @@ def say(text: str) -> None:
     """Write talk to stderr, with what a terminal would obey escaped."""
     from reshard.show import printable
 
-    click.echo(printable(text, keep="\n"), err=True)
+    lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in text.split("\n")]
+    click.echo(printable("\n".join(lines), keep="\n"), err=True)
 
 
 def say_notices(notices: Sequence[str]) -> None:

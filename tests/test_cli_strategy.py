@@ -142,7 +142,7 @@ def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
         ("devices: 4\noperators: {w: {matmul: [[1, 1], [1, 2]], transpose: 1}}", ["expected such as {matmul:"]),
         ("devices: 4\noperators: {w: {matmul: [[1, 1], [2, 2]]}}", ["cuts dimension k in [1, 2]"]),
         ("devices: 4\noperators: {w: {matmul: [[1, 1], [1, 3]]}}", ["uses 3 devices, which does not divide the 4"]),
-        ("devices: true\noperators: {}", ["$.devices: is True; expected a number of at least 1"]),
+        ("devices: true\noperators: {}", ["$.devices: is True; expected a number from 1 to 131072"]),
     ],
 )
 def test_rules_files_that_are_none(tmp_path: Path, text: str, messages: list[str]) -> None:

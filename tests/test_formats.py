@@ -255,11 +255,11 @@ WEIGHT = message("w", "Int32", [1], b"abcd")
         (WEIGHT + message("w", "Int32", [2], b"abcdefgh"), "goes on at byte 24 as int32 [2]; it began as int32 [1]"),
         (WEIGHT + message("w", "Float32", [1], b"abcd"), "as float32 [1]; it began as int32 [1]"),
         (message("w", "Int32", [3], b"abcd"), "tensor 'w' has 4 bytes; int32 [3] has 12"),
-        (message("w", "Int32", [-1], b"abcd"), "are negative or too many"),
-        (message("w", "Int8", [1] * 65, b"a"), "are negative or too many"),
+        (message("w", "Int32", [-1], b"abcd"), ", which no array can have"),
+        (message("w", "Int8", [1] * 65, b"a"), ", which no array can have"),
         (message("w", "Int7", [1], b"a"), "tensor 'w' has type 'Int7'; known are str, Bool"),
         (message("", "Int8", [1], b"a"), "has no name; not a MindSpore checkpoint"),
-        (message("w" * 70000, "Int8", [1], b"a"), "a name of 70000 bytes; at most 65536 are taken"),
+        (message("w" * 70000, "Int8", [1], b"a"), "a name of 70000 bytes; at most 4096 are taken"),
         (message("w", "str", [0], b"abc"), "text entry 'w' is not UTF-32"),
         (message("w", "str", [0], b"\0\xd8\0\0"), "text entry 'w' is not UTF-32"),
         (WEIGHT + b"\x12\x02hi", "field 2 is none that a checkpoint has"),
@@ -285,7 +285,7 @@ def test_a_message_of_packed_dims_without_end_is_not_held_in_memory(tmp_path: Pa
     value = b"\x0a\x01w\x12" + ckpt.encode_varint(len(tensor)) + tensor
     path = saved(tmp_path, b"\x0a" + ckpt.encode_varint(len(value)) + value)
     tracemalloc.start()
-    with pytest.raises(SourceError, match="negative or too many"):
+    with pytest.raises(SourceError, match="which no array can have"):
         index_file(str(path))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -317,7 +317,7 @@ def test_a_message_of_packed_dims_without_end_is_not_held_in_memory(tmp_path: Pa
                 b'"w":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
                 b"ab",
             ),
-            "a name listed twice leaves one too",
+            "'w': stands twice in one object of the header",
         ),
         (st_file({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"abcd"), "occupies 4 bytes"),
         (st_file({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"a"), "has dtype 'F4'; known are"),

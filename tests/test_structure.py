@@ -61,8 +61,10 @@ LAYERS = [
     {"rules"},
     {"strategy", "proto", "redundancy", "operators", "needed"},
     {"layout"},
+    {"schema"},
+    {"untrusted"},
     {"block", "dtypes", "checksum", "remote"},
-    {"errors", "schema"},
+    {"errors"},
 ]
 
 # One-line conveniences that look upward: `checkpoint["w"]`, `plan.rank`, `plan.graph`, `plan.run`, `_repr_html_`,

@@ -259,7 +259,7 @@ def test_all_faults_of_an_index_are_told_at_once(tmp_path: Path) -> None:
 def test_a_tensor_listed_twice_is_refused(tmp_path: Path) -> None:
     root = a_set(tmp_path, {})
     (root / INDEXES["huggingface"]).write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
-    with pytest.raises(SourceError, match="tensor 'a': is listed 2 times"):
+    with pytest.raises(SourceError, match="tensor 'a': is listed a second time"):
         reshard.open(root)
 
 

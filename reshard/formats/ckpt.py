@@ -17,7 +17,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from reshard.block import shape_text
+from reshard.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
 from reshard.checkpoint import Entry, FileIndex
 from reshard.cipher import MAGICS
 from reshard.dtypes import BY_MINDSPORE, STR
@@ -27,6 +27,7 @@ from reshard.formats import FileLayout
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.block import Shape
     from reshard.checkpoint import Runs
     from reshard.dtypes import DType
     from reshard.formats import Content, RangeReader
@@ -39,9 +40,7 @@ PART_BYTES = 512 * 1024 * 1024
 
 TRAILER = b"crc_num"
 _TRAILER_BYTES = len(TRAILER) + 10
-_LONGEST_NAME = 1 << 16
 _LONGEST_TEXT = 1 << 24
-_MOST_DIMS = 64
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
 
@@ -76,22 +75,18 @@ def index(reader: RangeReader) -> FileIndex:
     while position < end:
         number, wire, start, stop = _field(reader, position, end)
         if (number, wire) == (1, _BYTES):
-            value = _value(reader, start, stop)
-            if value is None:
-                name = _tag(reader, start, stop)
+            name, value = _value(reader, start, stop)
+            if value is not None and name == last:
+                parts[name].append(value, reader.path, start)
+            elif name in parts or name in unreadable:
+                raise SourceError(f"{reader.path}: tensor {name!r} is there a second time, at byte {position}")
+            elif value is None:
                 unreadable[name] = "is a map parameter (a hash table), which has no layout"
-            elif value.name == last:
-                parts[last].append(value, reader.path, start)
-            elif value.name in parts:
-                raise SourceError(f"{reader.path}: tensor {value.name!r} is there a second time, at byte {position}")
             else:
-                parts[value.name] = _Parts(value)
-            last = value.name if value else None
-        else:  # skipping it, as protobuf does, would lose a tensor where one bit is wrong
-            raise SourceError(
-                f"{reader.path}: byte {position}: field {number} is none that a checkpoint has; corrupt, or of a "
-                "MindSpore newer than this program"
-            )
+                parts[name] = _Parts(value)
+            last = name if value else None
+        else:
+            raise _unknown_field(reader, position, number, "checkpoint")
         position = stop
     entries = {name: held.entry(reader, name) for name, held in parts.items()}
     return FileIndex(NAME, entries, crc=crc, unreadable=tuple(unreadable.items()))
@@ -102,7 +97,7 @@ class _Value:
 
     __slots__ = ("dims", "dtype", "name", "run")
 
-    def __init__(self, name: str, dims: tuple[int, ...], dtype: DType, run: tuple[int, int]) -> None:
+    def __init__(self, name: str, dims: Shape, dtype: DType, run: tuple[int, int]) -> None:
         self.name, self.dims, self.dtype, self.run = name, dims, dtype, run
 
 
@@ -149,60 +144,72 @@ def _text(reader: RangeReader, name: str, runs: Runs, nbytes: int) -> str:
         raise SourceError(f"{reader.path}: text entry {name!r} is not UTF-32: {error.reason}") from None
 
 
-def _value(reader: RangeReader, position: int, end: int) -> _Value | None:
-    """Read a Value message, seeking over the contents; None for a map parameter."""
-    name = dims = kind = run = None
+def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | None]:
+    """Read a Value message, seeking over the contents; return its name, and None for a map parameter."""
+    fields: dict[int, tuple[int, int]] = {}
     while position < end:
         number, wire, start, stop = _field(reader, position, end)
-        if (number, wire) == (1, _BYTES):
-            name = _string(reader, start, stop, "name")
-        elif (number, wire) == (2, _BYTES):
-            dims, kind, run = _tensor(reader, start, stop)
-        elif (number, wire) == (3, _BYTES):
-            return None
+        if number not in {1, 2, 3} or wire != _BYTES or number in fields:
+            raise _unknown_field(reader, position, number, "tensor of a checkpoint")
+        fields[number] = start, stop
         position = stop
-    if not name or dims is None or kind is None or run is None:
-        missing = "name" if not name else "tensor" if dims is None else "tensor_type or tensor_content"
+    name = _string(reader, *fields[1], "name") if 1 in fields else ""
+    if name and 3 in fields and 2 in fields:
+        raise SourceError(f"{reader.path}: {name!r} is both a tensor and a map parameter; corrupt")
+    if name and 3 in fields:
+        return name, None
+    dims, kind, run = _tensor(reader, *fields[2]) if 2 in fields else ((), None, None)
+    if not name or kind is None or run is None:
+        missing = "name" if not name else "tensor" if 2 not in fields else "tensor_type or tensor_content"
         raise SourceError(
             f"{reader.path}: the message that ends at byte {end} has no {missing}; not a MindSpore checkpoint"
         )
     dtype = BY_MINDSPORE.get(kind)
     if dtype is None:
         raise SourceError(
-            f"{reader.path}: tensor {name!r} has type {kind!r}; known are {', '.join(map(str, BY_MINDSPORE))}"
+            f"{reader.path}: tensor {name!r} has type {kind!r:.60}; known are {', '.join(map(str, BY_MINDSPORE))}"
         )
-    return _Value(name, dims, dtype, run)
+    return name, _Value(name, dims, dtype, run)
 
 
-def _tag(reader: RangeReader, position: int, end: int) -> str:
-    while position < end:
-        number, wire, start, stop = _field(reader, position, end)
-        if (number, wire) == (1, _BYTES):
-            return _string(reader, start, stop, "name")
-        position = stop
-    return ""
-
-
-def _tensor(reader: RangeReader, position: int, end: int) -> tuple[tuple[int, ...], str | None, tuple[int, int] | None]:
+def _tensor(reader: RangeReader, position: int, end: int) -> tuple[Shape, str | None, tuple[int, int] | None]:
     """Read a TensorProto message: dims, type, and where the contents lie."""
     dims: list[int] = []
     kind = run = None
     while position < end:
         number, wire, start, stop = _field(reader, position, end)
         if (number, wire) == (1, _VARINT):
-            dims.append(_varint(reader, start, stop)[0])
+            dims.append(_signed(_varint(reader, start, stop)[0]))
         elif (number, wire) == (1, _BYTES):  # packed, as proto3 writers do
-            while start < stop and len(dims) <= _MOST_DIMS:
+            while start < stop and len(dims) <= MOST_DIMS:
                 extent, start = _varint(reader, start, stop)
-                dims.append(extent)
-        elif (number, wire) == (2, _BYTES):
+                dims.append(_signed(extent))
+        elif (number, wire) == (2, _BYTES) and kind is None:
             kind = _string(reader, start, stop, "type")
-        elif (number, wire) == (3, _BYTES):
+        elif (number, wire) == (3, _BYTES) and run is None:
             run = (start, stop - start)
-        if len(dims) > _MOST_DIMS or any(extent >> 63 for extent in dims):
-            raise SourceError(f"{reader.path}: byte {position}: dims {dims[:4]}… are negative or too many")
+        else:
+            raise _unknown_field(reader, position, number, "tensor of a checkpoint")
+        if len(dims) > MOST_DIMS:
+            break
         position = stop
+    if not is_possible(tuple(dims)):
+        raise SourceError(
+            f"{reader.path}: the tensor that ends at byte {end} has dims {shape_text(dims)}, which no array can have"
+        )
     return tuple(dims), kind, run
+
+
+def _signed(number: int) -> int:
+    return number - (number >> 63 << 64)
+
+
+def _unknown_field(reader: RangeReader, position: int, number: int, where: str) -> SourceError:
+    """Return the error to raise: skipping a field, as protobuf does, would lose a tensor where one bit is wrong."""
+    return SourceError(
+        f"{reader.path}: byte {position}: field {number} is none that a {where} has, or stands there twice; corrupt, "
+        "or of a MindSpore newer than this program"
+    )
 
 
 def _field(reader: RangeReader, position: int, end: int) -> tuple[int, int, int, int]:
@@ -240,9 +247,9 @@ def _varint(reader: RangeReader, position: int, end: int) -> tuple[int, int]:
 
 
 def _string(reader: RangeReader, start: int, stop: int, what: str) -> str:
-    if stop - start > _LONGEST_NAME:
+    if stop - start > LONGEST_NAME:
         raise SourceError(
-            f"{reader.path}: byte {start}: a {what} of {stop - start} bytes; at most {_LONGEST_NAME} are taken"
+            f"{reader.path}: byte {start}: a {what} of {stop - start} bytes; at most {LONGEST_NAME} are taken"
         )
     try:
         return reader.read(start, stop - start).decode()
@@ -264,6 +271,8 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
     places: dict[str, Runs] = {}
     position = 0
     for content in contents:
+        if not content.name:
+            raise UsageError("a tensor without a name: a .ckpt file has none; rename it, or write safetensors")
         if content.dtype.mindspore is None:
             raise UsageError(
                 f"tensor {content.name!r}: a .ckpt file has no dtype {content.dtype}; write safetensors, or cast it"

@@ -14,18 +14,21 @@ import json
 import re
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from reshard.block import shape_text
+from reshard.block import LONGEST_NAME, is_possible, shape_text
 from reshard.checkpoint import Entry, FileIndex
 from reshard.dtypes import BY_SAFETENSORS, INT4, SAFETENSORS_ORDER, STR
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.formats import FileLayout
+from reshard.untrusted import is_text, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.block import Shape
     from reshard.checkpoint import Runs
+    from reshard.dtypes import DType
     from reshard.formats import Content, RangeReader
 
 NAME = "safetensors"
@@ -55,14 +58,18 @@ def index(reader: RangeReader) -> FileIndex:
             f"{reader.path}: its header is said to be {length} bytes long; the file has {reader.size} "
             f"(and headers may have {_LONGEST_HEADER}); it is cut short or corrupt"
         )
+    faults = Faults(reader.path)
+    repeated: list[str] = []
     try:
-        header = json.loads(reader.read(8, length))
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{reader.path}: its header is not JSON: {error}") from None
+        header = parse_json(reader.read(8, length), repeated)
+    except ValueError as error:
+        raise SourceError(f"{reader.path}: its header is not JSON in UTF-8: {error}") from None
+    for name in repeated:
+        faults.add(f"{name!a:.60}", "stands twice in one object of the header")
+    faults.raise_if_any(SourceError)
     if not isinstance(header, dict):
         raise SourceError(f"{reader.path}: its header is a JSON {type(header).__name__}; expected an object")
     metadata = _metadata(header.pop("__metadata__", {}), reader.path)
-    faults = Faults(reader.path)
     entries = _entries(header, metadata, 8 + length, reader.size, faults)
     faults.raise_if_any(SourceError)
     for name, text in _texts(metadata, reader.path).items():
@@ -80,9 +87,16 @@ def index(reader: RangeReader) -> FileIndex:
 
 
 def _metadata(given: object, path: str) -> dict[str, str]:
-    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        raise SourceError(f"{path}: its __metadata__ is not an object of strings")
+    if not _are_texts(given):
+        raise SourceError(f"{path}: its __metadata__ is not an object of strings in UTF-8")
     return given
+
+
+def _are_texts(given: object) -> TypeGuard[dict[str, str]]:
+    """Tell a JSON object of strings, none with half of a surrogate pair, which JSON has and UTF-8 has not."""
+    return isinstance(given, dict) and all(
+        isinstance(value, str) and is_text(value) and is_text(name) for name, value in given.items()
+    )
 
 
 def _entries(
@@ -90,37 +104,20 @@ def _entries(
 ) -> dict[str, Entry]:
     found: list[tuple[int, int, str, Entry]] = []
     for name, item in header.items():
-        if not name.isascii() and name.encode(errors="replace").decode() != name:
-            faults.add(f"tensor {name!a}", "has half of a surrogate pair in its name, which is not UTF-8")
-        match item:
-            case {"dtype": str(kind), "shape": [*shape], "data_offsets": [begin, end]} if all(
-                type(number) is int and number >= 0 for number in (*shape, begin, end)
-            ):
-                dtype = BY_SAFETENSORS.get(kind)
-            case _:
-                faults.add(f"tensor {name!r}", "has no sound dtype, shape and data_offsets in the header")
-                continue
-        if dtype is None:
-            faults.add(f"tensor {name!r}", f"has dtype {kind!r}; known are {', '.join(BY_SAFETENSORS)}")
+        try:
+            dtype, shape, begin, end = _tensor(name, item, is_int4=metadata.get(name) == INT4.mindspore)
+        except SourceError as error:
+            faults.add(f"tensor {name!r:.300}", str(error))
             continue
-        if metadata.get(name) == INT4.mindspore:
-            dtype = INT4
-        if end - begin != prod(shape) * dtype.itemsize:
-            faults.add(
-                f"tensor {name!r}",
-                f"occupies {end - begin} bytes; {dtype} {shape_text(shape)} has {prod(shape) * dtype.itemsize}",
-            )
-            continue
-        found.append((begin, end, name, Entry(dtype, tuple(shape), ((data_start + begin, end - begin),))))
-    if faults.found:
+        found.append((begin, end, name, Entry(dtype, shape, ((data_start + begin, end - begin),))))
+    if faults.count:
         return {}
     place = 0
     for begin, end, name, _ in sorted(found, key=itemgetter(0, 1)):
         if begin != place:
             faults.add(
                 f"tensor {name!r}",
-                f"begins at byte {begin} of the data; expected {place} ({'a gap' if begin > place else 'an overlap'}; "
-                "a name listed twice leaves one too)",
+                f"begins at byte {begin} of the data; expected {place} ({'a gap' if begin > place else 'an overlap'})",
             )
             break
         place = end
@@ -130,12 +127,42 @@ def _entries(
     return {name: entry for _, _, name, entry in found}
 
 
+def _tensor(name: str, item: object, *, is_int4: bool) -> tuple[DType, Shape, int, int]:
+    """Return dtype, shape, begin and end of a tensor of the header.
+
+    Raises:
+        SourceError: a short fact, to which the caller adds file and tensor.
+    """
+    if not is_text(name):
+        raise SourceError("has half of a surrogate pair in its name, which is not UTF-8")
+    if len(name.encode()) > LONGEST_NAME:
+        raise SourceError(f"has a name of {len(name)} characters; at most {LONGEST_NAME} bytes are taken")
+    match item:
+        case {"dtype": str(kind), "shape": [*extents], "data_offsets": [begin, end]} if all(
+            type(number) is int and 0 <= number < 1 << 63 for number in (*extents, begin, end)
+        ):
+            dtype, shape = BY_SAFETENSORS.get(kind), tuple(extents)
+        case _:
+            raise SourceError("has no sound dtype, shape and data_offsets in the header")
+    if dtype is None:
+        raise SourceError(f"has dtype {kind!r:.60}; known are {', '.join(BY_SAFETENSORS)}")
+    if is_int4:
+        dtype = INT4
+    if not is_possible(shape):
+        raise SourceError(f"has the shape {shape_text(shape)}, which no array can have")
+    if end - begin != prod(shape) * dtype.itemsize:
+        raise SourceError(
+            f"occupies {end - begin} bytes; {dtype} {shape_text(shape)} has {prod(shape) * dtype.itemsize}"
+        )
+    return dtype, shape, begin, end
+
+
 def _texts(metadata: Mapping[str, str], path: str) -> dict[str, str]:
     try:
-        texts = json.loads(metadata.get(TEXTS, "{}"))
-    except (ValueError, RecursionError):
+        texts = parse_json(metadata.get(TEXTS, "{}").encode(), [])
+    except ValueError:
         texts = None
-    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+    if not _are_texts(texts):
         raise SourceError(f"{path}: its __metadata__[{TEXTS!r}] is not a JSON object of strings")
     return texts
 

@@ -9,13 +9,13 @@ param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safe
 from __future__ import annotations
 
 import json
-from collections import Counter
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.remote_store import store_at
 from reshard.target_files import SomeFiles, Volumes
+from reshard.untrusted import parse_json, read_small, reading
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ SET_INDEXES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX)
 SET_FILES = (*SET_INDEXES, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
 """Files that are read as parts of a set by their names, whatever an index says."""
 
-_LARGEST_INDEX = 1 << 28
+_LARGEST_INDEX = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,7 @@ def _check_size(max_shard_bytes: int) -> None:
         raise UsageError(f"the largest file of a set is to have {max_shard_bytes} bytes; expected at least 1")
 
 
+@reading(SourceError)
 def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], Mapping[str, str]] | None:
     """Return the files of a unified set and the file of each tensor in its index; None where there is no index.
 
@@ -167,9 +168,9 @@ def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], M
     for name in dict.fromkeys(weight_map.values()):
         file = directory / name
         if file.name != name or name in {"", ".", ".."}:
-            faults.add(f"file {name!r}", "is not in the same directory; expected a name without a slash")
-        elif not file.is_file():
-            faults.add(f"file {name!r}", "is not there")
+            faults.add(f"file {name!r:.300}", "is not in the same directory; expected a name without a slash")
+        elif not os.path.isfile(file):  # noqa: PTH113 -- `Path.is_file` fails of a name that is too long
+            faults.add(f"file {name!r:.300}", "is not there")
         files.append(file)
     faults.raise_if_any(SourceError)
     if path.name == _MINDSPORE_INDEX:
@@ -180,22 +181,17 @@ def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], M
 
 def _weight_map(path: Path | RemotePath) -> dict[str, str]:
     """Return the file of each tensor, as an index says it."""
-    twice = Faults(str(path))
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        for name, count in Counter(name for name, _ in pairs).items():
-            if count > 1:
-                twice.add(f"tensor {name!r}", f"is listed {count} times")
-        return dict(pairs)
-
-    if store_at(str(path)).size(str(path)) > _LARGEST_INDEX:
-        raise SourceError(f"{path}: is larger than {_LARGEST_INDEX} bytes, which no index is")
+    repeated: list[str] = []
+    raw = read_small(path, "index", _LARGEST_INDEX, SourceError)
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=once)
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: cannot be read as JSON: {error}") from None
+        content = parse_json(raw, repeated)
+    except ValueError as error:
+        raise SourceError(f"{path}: is not JSON: {error}") from None
+    faults = Faults(str(path))
+    for name in repeated:
+        faults.add(f"tensor {name!a:.200}", "is listed a second time")
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise SourceError(f"{path}: has no weight_map of tensor names to file names")
-    twice.raise_if_any(SourceError)
+    faults.raise_if_any(SourceError)
     return weight_map

@@ -33,6 +33,7 @@ from reshard.mindspore.launch import get_group_size, get_rank
 from reshard.redundancy import Group, by_turns, replica_groups
 from reshard.strategy import MERGED_NAME
 from reshard.strategy_file import read_strategy, write_strategy
+from reshard.untrusted import read_small
 
 if TYPE_CHECKING:
     from reshard.strategy import Placed
@@ -175,16 +176,10 @@ def build_searched_strategy(strategy_filename: PathLike | None) -> dict[str, Par
     """
     if strategy_filename is None:
         return None
-    path = Path(_path(strategy_filename, "strategy_filename"))
-    if path.is_file() and not path.stat().st_size:
-        raise StrategyError(f"{path}: is empty; a strategy file was expected (was saving it interrupted?)")
-    strategy = read_strategy(path)
+    strategy = read_strategy(_path(strategy_filename, "strategy_filename"))
     return {
-        f"{stage}-{name}" if strategy.merged else name: ParallelLayouts.of(placed)
-        for stage in strategy.stages
-        for name, places in strategy.tensors.items()
-        for placed in places
-        if placed.stage == stage
+        f"{placed.stage}-{name}" if strategy.merged else name: ParallelLayouts.of(placed)
+        for name, placed in strategy.by_stage()
     }
 
 
@@ -205,10 +200,7 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
     from reshard.proto import message_class
 
     path = Path(_path(group_info_file_name, "group_info_file_name"))
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StrategyError(f"{path}: the group info file cannot be read: {error.strerror or error}") from None
+    content = read_small(path, "group info file", 1 << 26, StrategyError)
     if not content:
         raise StrategyError(f"{path}: is empty; a group info file was expected (was saving it interrupted?)")
     message: Any = message_class("mindspore.straspb.ParallelGroupMap")()

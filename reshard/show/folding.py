@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
 _INTEGER = re.compile(r"([0-9]{1,18})")  # longer runs of digits are cut, because int() of a huge one is slow
+_MOST_NUMBERS = 16  # of a name; the work grows with their square
 _MOST_RUNS = 8
 
 KindT = TypeVar("KindT", bound="Hashable")
@@ -59,7 +60,7 @@ def fold_members(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, l
     """
     groups: dict[tuple[tuple[str, ...], KindT], list[tuple[str, ...]]] = {}
     for name, kind in items:
-        parts = _INTEGER.split(name)
+        parts = _INTEGER.split(name, _MOST_NUMBERS)
         groups.setdefault((tuple(parts[::2]), kind), []).append(tuple(parts[1::2]))
     return [
         (

@@ -92,11 +92,8 @@ def strategy_text(strategy: Strategy, title: str) -> str:
 def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
     """Return the tensors of each layout, by stage."""
     groups: dict[tuple[int, Layout], list[str]] = {}
-    for stage in strategy.stages:
-        for name, places in strategy.tensors.items():
-            for placed in places:
-                if placed.stage == stage:
-                    groups.setdefault((stage, placed.layout), []).append(name)
+    for name, placed in strategy.by_stage():
+        groups.setdefault((placed.stage, placed.layout), []).append(name)
     return groups
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _MOST_NAMES = 10
 _LEAST_NAME = 24
+_WIDEST_NAME = 256  # every row of a table is as wide as its longest name
 _RIGHT = frozenset({"count", "bytes", "bytes in all"})  # columns of numbers
 
 
@@ -64,7 +65,7 @@ def table_lines(
         width: how long lines may be, if not as long as they are: names are cut in the middle.
         below: so many columns, the last ones, go to a line of their own where the width does not suffice.
     """
-    lines = [tuple(header), *map(tuple, rows)]
+    lines = [tuple(header), *((shortened(name, _WIDEST_NAME), *more) for name, *more in rows)]
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if width is None or sum(sizes) + 2 * len(sizes) - 2 <= width:
         return _columns(header, lines)

@@ -1,0 +1,195 @@
+"""Runs the commands of hostile items in one process, and prints a line of JSON for each.
+
+Every command runs with so much address space above what the process has and no more, and is stopped after some
+seconds. The directory of the item, a target apart, must be the same after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from stat import S_ISREG
+from typing import TYPE_CHECKING
+
+import corpus
+from makers import proto, strategy
+
+import reshard
+from reshard import mindspore
+from reshard.cli import cli
+from reshard.mindspore.convert import convert_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KEY = reshard.Cipher("AES-GCM", bytes(16))
+
+API: dict[str, Callable[..., object]] = {
+    "open": reshard.open,
+    "open_rank": lambda path: reshard.open({0: path}),
+    "load_checkpoint": lambda path: mindspore.load_checkpoint(path, format=path.rpartition(".")[2]),
+    "open_with_key": lambda path: reshard.open(path, cipher=KEY),
+    "load_with_key": lambda path: mindspore.load_checkpoint(path, dec_key=KEY.key),
+    "transform_with_prefix": lambda source, out, strategy, prefix: mindspore.transform_checkpoints(
+        source, out, prefix, strategy, strategy
+    ),
+    "convert_file": lambda path, out: convert_file(path, out, "ckpt"),
+    "read_strategy": reshard.read_strategy,
+    "rank_list_for_transform": lambda source, target: mindspore.rank_list_for_transform(0, source, target),
+    "merge_pipeline_strategys": mindspore.merge_pipeline_strategys,
+    "get_parameter_redundancy": mindspore.get_parameter_redundancy,
+}
+
+
+def main(group: str, slow: bool) -> None:
+    """Run the items of a group in the current directory."""
+    faulthandler.enable()
+    without_privileges()
+    signal.signal(signal.SIGALRM, too_long)
+    sound = make_sound(Path("sound").absolute())
+    warm_up(sound)
+    for item in corpus.items()[group]:
+        if item.slow != slow:
+            continue
+        directory = Path("item").absolute()
+        bad = prepare(item, directory)
+        names = sound | {"bad": bad, "set": directory / "set", "dir": directory / "dir", "out": directory / "out"}
+        for command in item.commands:
+            if item.file == "out" and not os.path.lexists(bad):
+                item.make(directory)
+            before, target = snapshot(directory), snapshot(names["out"])
+            began = time.monotonic()
+            code, said, shown = run(command, {name: str(path) for name, path in names.items()}, item)
+            after = snapshot(names["out"])
+            found = {
+                "item": item.name, "command": command, "code": code, "said": said.replace(str(Path.cwd()), ""),
+                "shown": shown, "seconds": time.monotonic() - began, "disturbed": snapshot(directory) != before,
+                "left": sorted(path for path, state in after.items() - target.items() if S_ISREG(state[1])),
+            }  # fmt: skip
+            print(json.dumps(found), flush=True)
+            remove(names["out"])
+        for path in directory.rglob("*"):
+            if not path.is_symlink():
+                path.chmod(0o700)
+        shutil.rmtree(directory)
+
+
+def prepare(item: corpus.Item, directory: Path) -> Path:
+    """Make the item, two rank directories that both have it, and a directory that has it alone."""
+    (directory / "outside").mkdir(parents=True)
+    (directory / "outside/keep").write_text("kept")
+    bad = item.make(directory)
+    for name in ("set/rank_0", "set/rank_1", "dir"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / bad.name).symlink_to(bad)
+    return bad
+
+
+def make_sound(directory: Path) -> dict[str, Path]:
+    """Make what commands need beside the item."""
+    for rank in range(2):
+        (directory / f"ranks/rank_{rank}").mkdir(parents=True)
+        (directory / f"ranks/rank_{rank}/a.ckpt").write_bytes(proto(content=b"abcdefgh"[4 * rank :][:4]))
+    (directory / "file.ckpt").write_bytes(proto())
+    (directory / "strategy.ckpt").write_bytes(strategy(w=([2], [0])).SerializeToString())
+    (directory / "strategies").mkdir()
+    (directory / "strategies/a.ckpt").write_bytes(strategy(w=([2], [0])).SerializeToString())
+    (directory / "rules.yaml").write_text("mesh: {mp: 2}\nrules: {w: [mp]}\n")
+    return {
+        "ranks": directory / "ranks", "file": directory / "file.ckpt", "strategy": directory / "strategy.ckpt",
+        "rules": directory / "rules.yaml", "strategies": directory / "strategies",
+    }  # fmt: skip
+
+
+def warm_up(sound: dict[str, Path]) -> None:
+    """Import what commands import, which is no memory that an item takes."""
+    out = Path("warm").absolute()
+    names = {name: str(path) for name, path in sound.items()} | {"out": str(out)}
+    for command in (
+        "inspect {file}", "transform {ranks} {out} --source-strategy {strategy}", "strategy show {strategy}",
+        "strategy diff {strategy} {strategy}", "strategy make {rules} --like {file} -o {out}/made",
+        ".load_checkpoint {file}",
+    ):  # fmt: skip
+        code, said, _ = run(command, names, corpus.Item("", b"", "", headroom=1 << 34))
+        assert code == 0, said
+    shutil.rmtree(out)
+
+
+def run(command: str, names: dict[str, str], item: corpus.Item) -> tuple[int, str, str]:
+    """Run a command; return its exit code, what it said on stderr, and what it showed on stdout."""
+    words = [word.format(**names) for word in command.split()]
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    faulthandler.dump_traceback_later(3 * item.seconds, exit=True)  # for a loop in C, which no signal ends
+    signal.setitimer(signal.ITIMER_REAL, item.seconds)
+    resource.setrlimit(resource.RLIMIT_AS, (used + item.headroom, limit))
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            if words[0].startswith("."):
+                API[words[0][1:]](*words[1:])
+            else:
+                cli.main(words, prog_name="reshard")
+    except SystemExit as done:
+        code = int(done.code or 0)
+    except reshard.ReshardError as error:
+        code = error.exit_code
+        err.write(f"error: {error}\n")
+    except BaseException as error:
+        code = -1
+        err.write(f"unexpected {type(error).__name__}: {error}\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+    return code, err.getvalue(), out.getvalue()[:1_000_000]
+
+
+def too_long(_signum: int, _frame: object) -> None:
+    raise RuntimeError("not done in time")
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Everything below a directory that is no target, with what changes when it is written."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        if path.relative_to(directory).parts[0] != "out":
+            status = path.lstat()
+            found[str(path)] = (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns)
+    return found
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def without_privileges() -> None:
+    """Have root obey the permissions of files, as every user does: drop the two capabilities that pass over them."""
+    if os.geteuid():
+        return
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # linux/capability.h, version 3
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice 32 bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.capget(header, sets)
+    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    if libc.capset(header, sets):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[2])
+    main(sys.argv[1], sys.argv[3] == "slow")

@@ -1,0 +1,95 @@
+"""Every command says the one line that an item of the corpus must give, and does nothing else.
+
+No crash, no hang, no large allocation, no write outside the target, nothing under a final name, nothing that a
+terminal would obey.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import corpus
+import pytest
+
+HERE = Path(__file__).parent
+MOST_CHARACTERS = 20_000  # of one message, for a terminal
+
+
+def commands(group: str, directory: Path, *, slow: bool) -> dict[tuple[str, str], dict[str, Any]]:
+    """What each command did with each item of a group, all of them in one child process."""
+    expected = [
+        (item.name, command) for item in corpus.items()[group] if item.slow == slow for command in item.commands
+    ]
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "child.py"), group, str(directory), "slow" if slow else "quick"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "1"},
+        check=False,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    met = {(one["item"], one["command"]): one for one in found}
+    assert list(met) == expected, f"died at {expected[len(found)]}: {done.stderr}" if done.returncode else expected
+    return met
+
+
+def faults_of(item: corpus.Item, found: dict[str, Any]) -> list[str]:
+    """What is wrong with how a command met an item."""
+    said, lines = found["said"], found["said"].splitlines()
+    errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    below = lines[errors[0] + 1 :] if errors else []
+    faults = []
+    if found["code"] != item.code:
+        faults.append(f"exit code {found['code']}, expected {item.code}")
+    if item.says and item.says not in said:
+        faults.append(f"does not say {item.says!r}")
+    if len(errors) != bool(item.says) or any(not line.startswith("  ") for line in below):
+        faults.append("does not say one error, as one line or as one with a list below")
+    if len(said) > MOST_CHARACTERS:
+        faults.append(f"says {len(said)} characters")
+    if any(not line.isprintable() for line in (found["said"] + found["shown"]).split("\n")):
+        faults.append("says what a terminal would obey")
+    if "error: no" in [line.strip() for line in (said + found["shown"]).splitlines()]:
+        faults.append("says what a file has it say")
+    if found["disturbed"]:
+        faults.append("changed something that is no target")
+    if found["left"] and item.code:
+        faults.append(f"left {found['left']}")
+    return faults
+
+
+def hold(group: str, directory: Path, *, slow: bool = False) -> None:
+    """Hold what commands did against the table."""
+    met = commands(group, directory, slow=slow)
+    wrong = [
+        f"{item.name}: {command}\n    {'; '.join(faults)}\n    {met[item.name, command]['said']:.600}"
+        for item in corpus.items()[group]
+        if item.slow == slow
+        for command in item.commands
+        if (faults := faults_of(item, met[item.name, command]))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(met)} commands:\n" + "\n".join(wrong[:40])
+
+
+@pytest.mark.parametrize("group", corpus.items())
+def test_each_command_says_one_line_and_does_nothing_else(group: str, tmp_path: Path) -> None:
+    hold(group, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [group for group, items in corpus.items().items() if any(i.slow for i in items)])
+def test_large_items_too(group: str, tmp_path: Path) -> None:
+    hold(group, tmp_path, slow=True)
+
+
+def test_items_have_names_of_their_own_and_say_something() -> None:
+    for group, items in corpus.items().items():
+        assert len({item.name for item in items}) == len(items), group
+        assert all(bool(item.says) == bool(item.code) for item in items), group
