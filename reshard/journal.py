@@ -2,7 +2,8 @@
 
 Below `.reshard` in the target directory, every target file has a journal of JSON lines:
 
-    {"reshard": 1, "digest": "9f…", "size": 4096}        what makes the file: its plan, and the sources as they were
+    {"reshard": 1, "digest": "9f…", "size": 4096}        what makes the file: its plan, and the sources as they were;
+                                                         "replaces": an earlier run's file that has the name till then
     {"wrote": [[128, 2048, 305419896], …]}               ranges of the unfinished file: begin, bytes, CRC-32C
     {"ready": [4096, 1790000000000000000]}               complete and synced: size and time; it gets its name next
 
@@ -15,6 +16,7 @@ the same directory at the same time. The kernel gives them up with the process, 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -22,12 +24,13 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from reshard.checksum import crc32c
 from reshard.errors import ReshardError, TargetError, names
-from reshard.store import PARTIAL, local_store
+from reshard.store import PARTIAL, local_store, write_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -56,11 +59,13 @@ class Record:
         digest: of what makes the file; empty where there is no journal.
         wrote: the ranges that were written.
         ready: size in bytes and time of the complete file, once there was one.
+        replaces: those of the file under the final name, where an earlier run made it and this one may replace it.
     """
 
     digest: str = ""
     wrote: list[Range] = field(default_factory=list)
     ready: tuple[int, int] | None = None
+    replaces: tuple[int, int] | None = None
 
 
 class Journal:
@@ -77,7 +82,7 @@ class Journal:
 
     def path(self, file: str) -> str:
         """Return where the journal of a target file is."""
-        name = quote(file, safe=" ")
+        name = quote(file, safe=" ", errors="surrogateescape")
         if len(name) > _LONGEST_NAME:
             name = sha256(name.encode()).hexdigest()
         return f"{self.root}/{DIRECTORY}/{name}.jsonl"
@@ -85,29 +90,40 @@ class Journal:
     def read(self, file: str) -> Record:
         """Return what is known of a target file; what cannot be read is not known."""
         record = Record()
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        with suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             for line in _lines(self.path(file)):
                 if "reshard" in line:
                     known = line["reshard"] == _VERSION
                     record = Record(str(line["digest"]) if known else "unknown")
+                    record.replaces = _size_and_time(line["replaces"]) if "replaces" in line else None
                 elif "wrote" in line:
                     record.wrote += [(int(begin), int(nbytes), int(crc)) for begin, nbytes, crc in line["wrote"]]
                 elif "ready" in line:
-                    size, mtime_ns = line["ready"]
-                    record.ready = (int(size), int(mtime_ns))
+                    record.ready = _size_and_time(line["ready"])
         return record
 
-    def begin(self, file: str, digest: str, size: int) -> None:
-        """Begin the journal of a file anew.
+    def begin(
+        self, file: str, digest: str, size: int, *, wrote: Iterable[Range] = (), replaces: tuple[int, int] | None = None
+    ) -> None:
+        """Begin the journal of a file anew, whatever was in its place.
+
+        Args:
+            file: the target file.
+            digest: of what makes it.
+            size: its bytes.
+            wrote: ranges of it that are written already.
+            replaces: size and time of the file under its final name, where that may be replaced.
 
         Raises:
-            TargetError: it cannot be written, or the place for it is a link.
+            TargetError, BudgetError: it cannot be written.
         """
-        self._write(file, {"reshard": _VERSION, "digest": digest, "size": size}, os.O_TRUNC)
+        self.forget(file)  # not written over: its inode may have other names (`cp -l`), or be no file at all
+        first = {"reshard": _VERSION, "digest": digest, "size": size} | ({"replaces": replaces} if replaces else {})
+        self._write(file, [first, {"wrote": list(wrote)}], os.O_EXCL)
 
     def wrote(self, file: str, ranges: Iterable[Range]) -> None:
         """Note ranges of an unfinished file that are written."""
-        self._write(file, {"wrote": [list(one) for one in ranges]}, os.O_APPEND)
+        self._write(file, [{"wrote": list(ranges)}], os.O_APPEND)
 
     def ready(self, file: str, path: str, *, sync: bool) -> None:
         """Note that a target file is complete: at `path`, from where it gets its name next."""
@@ -115,27 +131,29 @@ class Journal:
             status = os.stat(path)
         except OSError as error:
             raise TargetError(f"{path}: is gone since it was written: {error.strerror}") from error
-        self._write(file, {"ready": [status.st_size, status.st_mtime_ns]}, os.O_APPEND, sync=sync)
+        self._write(file, [{"ready": [status.st_size, status.st_mtime_ns]}], os.O_APPEND, sync=sync)
 
     def forget(self, file: str) -> None:
         """Remove the journal of a file, if it is there."""
         with suppress(OSError):
             os.unlink(self.path(file))
 
-    def finished(self, file: str, record: Record) -> bool:
-        """Tell whether a target file is the one that its journal says was finished."""
+    def found(self, file: str) -> tuple[int, int] | None:
+        """Return size and time of what has a target file's final name; None where nothing has."""
         try:
             status = os.lstat(f"{self.root}/{file}")
         except OSError:
-            return False
-        return record.ready == (status.st_size, status.st_mtime_ns)
+            return None
+        return status.st_size, status.st_mtime_ns
 
     def verified(self, file: str, record: Record, size: int) -> list[Range]:
         """Return the ranges of an unfinished file, of that size in bytes, that still hold what was written."""
         path = f"{self.root}/{file}{PARTIAL}"
         good: list[Range] = []
         with suppress(ReshardError, OSError):
-            if os.path.islink(path) or os.stat(path).st_size != size:
+            status = os.lstat(path)
+            # One with a second name is not written into but made anew (`LocalStore.create`), and its contents are gone.
+            if not S_ISREG(status.st_mode) or status.st_size != size or status.st_nlink > 1:
                 return []
             for begin, nbytes, crc in record.wrote:
                 if 0 <= begin < begin + nbytes <= size and _sum(path, begin, nbytes) == crc:
@@ -149,14 +167,10 @@ class Journal:
             TargetError: another run writes one of them.
         """
         self._made = not os.path.isdir(self.root)
-        path = f"{self.root}/{DIRECTORY}/lock"
-        descriptor = _opened_lock(path)
-        try:
-            taken = [file for file in files if not _take(descriptor, *_place(file))]
-        except OSError as error:
-            os.close(descriptor)
-            raise TargetError(f"{path}: cannot be locked: {error.strerror}") from error
-        self._locks = descriptor
+        directory = f"{self.root}/{DIRECTORY}"
+        if os.path.islink(directory):
+            raise TargetError(f"{directory}: is a link; remove it, or choose another target directory")
+        self._locks, taken = _locked(f"{directory}/lock", files)
         if taken:
             self.unlock()
             raise TargetError(
@@ -177,15 +191,18 @@ class Journal:
         os.close(self._locks)
         self._locks = None
 
-    def _write(self, file: str, line: dict[str, Any], flags: int, *, sync: bool = False) -> None:
+    def _write(self, file: str, lines: Iterable[dict[str, Any]], flags: int, *, sync: bool = False) -> None:
         path = self.path(file)
+        content = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
         descriptor = _opened(path, os.O_WRONLY | os.O_CREAT | flags)
         try:
-            os.write(descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            done = os.write(descriptor, content)
+            while done < len(content):
+                done += os.write(descriptor, content[done:])
             if sync:
                 os.fsync(descriptor)
         except OSError as error:
-            raise TargetError(f"{path}: cannot be written: {error.strerror}") from error
+            raise write_error(path, error, len(content)) from error
         finally:
             os.close(descriptor)
 
@@ -243,6 +260,11 @@ def _digest_of(recipe: Recipe) -> bytes:
     return sha256(repr((recipe.shape, recipe.sources, recipe.targets)).encode()).digest()
 
 
+def _size_and_time(value: Any) -> tuple[int, int]:
+    size, mtime_ns = value
+    return int(size), int(mtime_ns)
+
+
 def _lines(path: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of a journal; one that was cut short ends it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -254,21 +276,31 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def _opened(path: str, flags: int) -> int:
+def _opened(path: str, flags: int, tries: int = 3) -> int:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise TargetError(f"{path}: cannot be opened: {error.strerror}") from error
+        if error.errno == errno.ENOENT and tries > 1:  # another run has just removed the empty directory
+            return _opened(path, flags, tries - 1)
+        raise write_error(path, error, 0) from error
 
 
-def _opened_lock(path: str) -> int:
-    """Open the lock file, and see that it is still the one of that name."""
+def _locked(path: str, files: Sequence[str]) -> tuple[int, list[str]]:
+    """Open the lock file and lock the bytes of some target files; return those that another run has, too.
+
+    Another run may remove the lock file between the opening and the locking: then it is opened again.
+    """
     while True:
         descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
+        try:
+            taken = [file for file in files if not _take(descriptor, *_place(file))]
+        except OSError as error:
+            os.close(descriptor)
+            raise TargetError(f"{path}: cannot be locked: {error.strerror}") from error
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
+                return descriptor, taken
         os.close(descriptor)
 
 

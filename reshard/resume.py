@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import ranges
-from reshard.checksum import combine, combine_ranges
-from reshard.errors import BudgetError, TargetError, names
+from reshard.checksum import combine
+from reshard.errors import BudgetError, ReshardError, TargetError, names
 from reshard.journal import Journal, digests, joined
 from reshard.ownership import group_plan
 from reshard.store import PARTIAL, local_store
@@ -26,6 +26,7 @@ from reshard.store import PARTIAL, local_store
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.formats import FileLayout
     from reshard.graph import Receipt
     from reshard.journal import Range, Record
     from reshard.plan import Move, Piece, Plan
@@ -52,6 +53,7 @@ class Session:
             BudgetError: the disk has no room for what is left.
         """
         self._whole, self._root = plan, root
+        self._ours: dict[int, tuple[int, int]] = {}  # size and time of files that earlier runs finished
         self._journal = Journal(root)
         self._journal.lock([file.path for file in plan.files])
         try:
@@ -67,7 +69,11 @@ class Session:
             self._left = [number for number, file in enumerate(self.plan.files) if not file.done]
             self._check_space()
             self._begin()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(
+                    "nothing is written yet but what an earlier run left; the same command goes on from there"
+                )
             self._journal.unlock()
             raise
         self.resumed = plan.stats.bytes_written - _bytes_left(self.plan)
@@ -94,44 +100,55 @@ class Session:
 
     def failed(self, error: BaseException, *, keep: bool) -> None:
         """Leave what another run can go on from, if that is wanted, and tell so in a note of the error; or nothing."""
-        with suppress(TargetError):  # a full disk, perhaps: what is not noted is written again
+        with suppress(ReshardError):  # a full disk, perhaps: what is not noted is written again
             self.flush()
-        kept = sum(nbytes for good in self._good.values() for _, nbytes, _ in good)
+        if not keep:
+            self._good = {}
+        kept = sum(self._kept(number) for number in range(len(self._whole.files)))
         if kept and keep:
-            total = self._whole.stats.bytes_written
             error.add_note(
-                f"{kept} of {total} bytes are written and kept; the same command goes on from there "
-                "(with --restart from the beginning)"
+                f"{kept} of {self._whole.stats.bytes_written} bytes are written and kept; the same command goes on "
+                "from there (with --restart from the beginning)"
             )
-            return
-        if isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt):
             error.add_note("unfinished files are removed; the same command starts from the beginning")
-        for number in self._left:
-            discard(f"{self._root}/{self._path(number)}", self._root)
-            self._journal.forget(self._path(number))
 
     def close(self) -> None:
         """Give up the files."""
         self._journal.unlock()
+
+    def _kept(self, number: int) -> int:
+        """Return how many bytes of a file's contents another run can use; discard the file where it can use none."""
+        file = self._whole.files[number]
+        record, found = self._journal.read(file.path), self._journal.found(file.path)
+        if found and found == record.ready:
+            return 0 if file.link else _content_bytes(file.layout)
+        if number in self._good:
+            return sum(end - begin for begin, end in _spans(self._good[number]))
+        discard(f"{self._root}/{file.path}", self._root)
+        if found is None or found != record.replaces:
+            self._journal.forget(file.path)
+        return 0
 
     def _look(self, *, overwrite: bool, restart: bool) -> tuple[set[int], list[tuple[int, Record]]]:
         """Return the finished files, and the begun ones with what their journals say."""
         finished, begun, changed, foreign = set(), [], [], []
         for number, file in enumerate(self._whole.files):
             record = self._journal.read(file.path)
-            path = f"{self._root}/{file.path}"
-            there = os.path.lexists(path)
-            ours = there and self._journal.finished(file.path, record)
+            there = self._journal.found(file.path)
             same = record.digest == self._digests[number]
-            if ours and same and not restart:
+            linked = same and file.link is not None and record.ready is None  # the link is made before it is noted
+            if ours := there is not None and there in {record.ready, record.replaces}:
+                self._ours[number] = there
+            if ours and same and there == record.ready and not restart:
                 finished.add(number)
-            elif there and not ours and not overwrite and not (same and file.link):
+            elif there and not ours and not overwrite and not linked:
                 foreign.append(file.path)
             elif restart or (overwrite and not same):
                 continue
             elif same:
                 begun.append((number, record))
-            elif ours or (record.digest and os.path.lexists(path + PARTIAL)):
+            elif ours or (record.digest and os.path.lexists(f"{self._root}/{file.path}{PARTIAL}")):
                 changed.append(file.path)
         if changed:
             raise TargetError(
@@ -156,8 +173,8 @@ class Session:
         needed = 0
         for number in self._left:
             file = self.plan.files[number]
-            if file.link is None:
-                needed += file.layout.size - (_allocated(f"{self._root}/{file.path}") if number in self._good else 0)
+            if file.link is None:  # what is of no use in its unfinished file makes room for it
+                needed += file.layout.size - _allocated(f"{self._root}/{file.path}")
         free = status.f_bavail * status.f_frsize
         if needed > free:
             raise BudgetError(
@@ -171,9 +188,13 @@ class Session:
             file = self.plan.files[number]
             if number not in self._good:
                 local_store().discard(f"{self._root}/{file.path}")
-            self._journal.begin(file.path, self._digests[number], file.layout.size)
-            if number in self._good:
-                self._journal.wrote(file.path, self._good[number])
+            self._journal.begin(
+                file.path,
+                self._digests[number],
+                file.layout.size,
+                wrote=self._good.get(number, ()),
+                replaces=self._ours.get(number),
+            )
 
 
 class Checksums(Mapping[str, Mapping[str, int]]):
@@ -187,8 +208,8 @@ class Checksums(Mapping[str, Mapping[str, int]]):
         self._journal = Journal(root)
 
     def __getitem__(self, path: str) -> dict[str, int]:
-        last = {one[0]: one for one in self._journal.read(path).wrote}  # what is written again counts
-        wrote = [last[begin] for begin in sorted(last)]
+        # Of what was written twice around a crash, the longest range of each begin.
+        wrote = {begin: (nbytes, crc) for begin, nbytes, crc in sorted(self._journal.read(path).wrote)}
         found = {name: _sum_of(runs, wrote) for name, runs in self._files[path].layout.places.items()}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -238,7 +259,8 @@ def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans],
     plan = replace(plan, files=files, moves=moves)
     if plan.groups:
         whole = {number for number in written if _is_whole(plan, number, written[number], root)} | done
-        return replace(plan, groups=tuple(group for group in plan.groups if not whole.issuperset(group)))
+        groups = (group for group in plan.groups if not whole.issuperset(group))
+        return replace(plan, groups=tuple(tuple(file for file in group if file not in done) for group in groups))
     tasks = [tuple(piece for piece in pieces if _is_left(plan, piece, written)) for pieces in plan.tasks]
     return replace(plan, tasks=tuple(pieces for pieces in tasks if pieces))
 
@@ -280,7 +302,7 @@ def _bytes_left(plan: Plan) -> int:
     """Return how many bytes of contents a plan writes."""
     if plan.groups:
         layouts = [plan.files[number].layout for group in plan.groups for number in group]
-        return sum(nbytes for layout in layouts for runs in layout.places.values() for _, nbytes in runs)
+        return sum(map(_content_bytes, layouts))
     total = 0
     for piece in (piece for pieces in plan.tasks for piece in pieces):
         move = plan.moves[piece.move]
@@ -289,6 +311,10 @@ def _bytes_left(plan: Plan) -> int:
                 rows = (move.recipe.before(number, move.axis, row) for row in (piece.stop, piece.start))
                 total += (next(rows) - next(rows)) * move.target_dtype.itemsize * len(files)
     return total
+
+
+def _content_bytes(layout: FileLayout) -> int:
+    return sum(nbytes for runs in layout.places.values() for _, nbytes in runs)
 
 
 def _in_files(plan: Plan, wrote: Sequence[int]) -> Iterable[tuple[int, Range]]:
@@ -301,19 +327,17 @@ def _in_files(plan: Plan, wrote: Sequence[int]) -> Iterable[tuple[int, Range]]:
                 yield file, (offset, nbytes, crc)
 
 
-def _sum_of(runs: Sequence[tuple[int, int]], wrote: Sequence[Range]) -> int | None:
-    """Return the CRC-32C of a block's contents, from those of the ranges of its file, ascending; None without them."""
+def _sum_of(runs: Sequence[tuple[int, int]], wrote: Mapping[int, tuple[int, int]]) -> int | None:
+    """Return the CRC-32C of a block's contents, from those of ranges of its file; None where they do not make it up."""
     value = 0
     for offset, nbytes in runs:
-        first, last = (bisect_left(wrote, place, key=lambda one: one[0]) for place in (offset, offset + nbytes))
-        inside = [(begin - offset, length, crc) for begin, length, crc in wrote[first:last]]
-        try:
-            whole = combine_ranges(inside)
-        except ValueError:
-            return None
-        if sum(length for _, length, _ in inside) != nbytes:
-            return None
-        value = combine(value, whole, nbytes)
+        end = offset
+        while end < offset + nbytes:
+            length, crc = wrote.get(end, (0, 0))
+            if not 0 < length <= offset + nbytes - end:
+                return None
+            value = combine(value, crc, length)
+            end += length
     return value
 
 
@@ -332,7 +356,9 @@ def _covers(spans: Spans, begin: int, end: int) -> bool:
 
 
 def _allocated(path: str) -> int:
+    """Return how many bytes an unfinished file takes that would be free without it."""
     try:
-        return os.stat(path + PARTIAL).st_blocks * 512
+        status = os.lstat(path + PARTIAL)
     except OSError:
         return 0
+    return status.st_blocks * 512 if status.st_nlink == 1 else 0

@@ -138,7 +138,7 @@ class LocalStore:
         What is in it already stays: where a worker of a cluster is lost, this runs again while others write.
 
         Raises:
-            BudgetError: the disk has no room; nothing is left behind.
+            BudgetError: the disk has no room; a new file is not left behind.
         """
         partial = path + PARTIAL
         self._forget(partial)  # a held handle may be of a file that was removed since
@@ -147,14 +147,16 @@ class LocalStore:
             fd = _open_own(partial)
         except OSError as error:
             raise TargetError(f"{partial}: cannot be made: {error.strerror}") from error
+        held = os.fstat(fd).st_size
         try:
-            if os.fstat(fd).st_size > size:
+            if held > size:
                 os.ftruncate(fd, size)  # the remains of another run; all that is left of them is written over
             if size:
                 _allocate(fd, size)
         except OSError as error:
-            os.unlink(partial)
-            raise _write_error(partial, error, size) from error
+            if not held:
+                os.unlink(partial)
+            raise write_error(partial, error, size) from error
         finally:
             os.close(fd)
 
@@ -171,13 +173,16 @@ class LocalStore:
                 while done < len(buffer):
                     done += os.pwrite(fd, buffer[done:], offset + done)
             except OSError as error:
-                raise _write_error(path + PARTIAL, error, len(buffer)) from error
+                raise write_error(path + PARTIAL, error, len(buffer)) from error
 
     def drop_cache(self, path: str, *, written: bool = False) -> None:
         """Leave nothing of a file in the page cache; of an unfinished one, once what is written is on the disk."""
         with self._opened(*((path + PARTIAL, os.O_RDWR) if written else (path, os.O_RDONLY))) as fd:
             if written:
-                os.fdatasync(fd)
+                try:
+                    os.fdatasync(fd)
+                except OSError as error:
+                    raise write_error(path + PARTIAL, error, 0) from error
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync(self, path: str) -> None:
@@ -186,7 +191,7 @@ class LocalStore:
             try:
                 os.fsync(fd)
             except OSError as error:
-                raise _write_error(path + PARTIAL, error, 0) from error
+                raise write_error(path + PARTIAL, error, 0) from error
 
     def commit(self, path: str, *, sync: bool) -> None:
         """Give the unfinished file beside `path` its final name, and have that on the disk too if `sync`."""
@@ -367,7 +372,8 @@ def _share_blocks(original: str, path: str) -> bool:
         return True
 
 
-def _write_error(path: str, error: OSError, nbytes: int) -> BudgetError | TargetError:
+def write_error(path: str, error: OSError, nbytes: int) -> BudgetError | TargetError:
+    """Return the error that so many bytes cannot be written to a file."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return BudgetError(
             f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target"
