@@ -35,8 +35,7 @@ from reshard.store import PARTIAL, local_store, write_error
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reshard.bands import Recipe
-    from reshard.plan import Plan
+    from reshard.plan import Move, Plan
 
 DIRECTORY = ".reshard"
 """Where journals are, below the target directory."""
@@ -214,30 +213,28 @@ class Journal:
 def digests(plan: Plan) -> list[str]:
     """Return, for each target file of a plan, a digest of all that makes its bytes.
 
-    That is its layout and literal bytes, and for each tensor in it the names, dtypes and blocks, and the path, size,
-    time and header of every source file that has some of the tensor.
+    That is its layout and literal bytes, and for each block in it the names and dtypes, the source blocks that it is
+    made of, and path, size and time of their files. What else the plan writes is not in it: other ranks of the same
+    target may be written by other plans.
     """
     hashes = [sha256(repr((file.path, file.layout.size, file.link)).encode()) for file in plan.files]
     for file, found in zip(plan.files, hashes, strict=True):
         for offset, content in file.layout.literals:
             found.update(b"%d:" % offset)
             found.update(content)
-    recipes: dict[int, bytes] = {}
-    sources: dict[tuple[int, ...], bytes] = {}
-    facts = [repr((file.path, file.nbytes, file.mtime_ns)) for file in plan.source.files]
+    facts = [repr((file.path, file.nbytes, file.mtime_ns)).encode() for file in plan.source.files]
+    known: dict[tuple[int, int], list[tuple[bytes, int]]] = {}
     for move in plan.moves:
-        if id(move.recipe) not in recipes:
-            recipes[id(move.recipe)] = _digest_of(move.recipe)
-        if move.holders not in sources:
-            sources[move.holders] = sha256("".join(facts[holder] for holder in move.holders).encode()).digest()
-        names_and_runs = (
-            move.name, move.source_name, move.dtype.name, move.target_dtype.name,
-            plan.source.entry(move.holders[0], move.source_name).runs if move.holders else (),
-        )  # fmt: skip
-        own = sha256(repr(names_and_runs).encode() + recipes[id(move.recipe)] + sources[move.holders]).digest()
-        for number, files in enumerate(move.targets):
-            for place in files:
-                hashes[place].update(own + number.to_bytes(4, "little"))
+        key = (id(move.recipe), id(move.holders))
+        if key not in known:
+            known[key] = _made_of(move, facts)
+        own = repr((move.name, move.source_name, move.dtype.name, move.target_dtype.name)).encode()
+        for files, (made_of, holder) in zip(move.targets, known[key], strict=True):
+            if files:
+                runs = plan.source.entry(holder, move.source_name).runs
+                found = sha256(b"%b%b%r" % (own, made_of, runs)).digest()
+                for place in files:
+                    hashes[place].update(found)
     return [found.hexdigest() for found in hashes]
 
 
@@ -256,8 +253,21 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _digest_of(recipe: Recipe) -> bytes:
-    return sha256(repr((recipe.shape, recipe.sources, recipe.targets)).encode()).digest()
+def _made_of(move: Move, facts: Sequence[bytes]) -> list[tuple[bytes, int]]:
+    """Return, for each target block, a digest of it and all that it is made of, and the first file with some of it."""
+    recipe = move.recipe
+    rows: dict[tuple[int, int], list[int]] = {}  # source blocks by their first axis, so that few are looked at
+    for number, source in enumerate(recipe.sources):
+        rows.setdefault((source.start[0], source.stop[0]), []).append(number)
+    made_of = []
+    for block in recipe.targets:
+        near = [some for (start, stop), some in rows.items() if start < block.stop[0] and stop > block.start[0]]
+        given = [number for some in near for number in some if recipe.sources[number] & block]
+        found = sha256(repr((recipe.shape, block, [recipe.sources[number] for number in given])).encode())
+        for number in given:
+            found.update(facts[move.holders[number]])
+        made_of.append((found.digest(), move.holders[given[0] if given else 0]))
+    return made_of
 
 
 def _size_and_time(value: Any) -> tuple[int, int]:
