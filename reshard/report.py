@@ -23,9 +23,12 @@ def report_text(plan: Plan, report: Report, verify: str | None = None) -> str:
         verify: the command that verifies the result, to be copied as it is.
     """
     rate = report.bytes_written / report.seconds if report.seconds else 0
-    if not report.bytes_written and report.resumed:
-        done = f"nothing is left to do: {count_text(len(report.files), 'file')} in {printable(report.directory)}"
-        return "\n".join([f"{done} are finished", *([f"to verify it: {printable(verify)}"] if verify else [])])
+    if report.finished == len(report.files):
+        done = (
+            f"nothing is left to do: {count_text(len(report.files), 'file')} ({plan.format}) in "
+            f"{printable(report.directory)}, finished by an earlier run"
+        )
+        return "\n".join([done, *([f"to verify it: {printable(verify)}"] if verify else [])])
     links = f", {count_text(report.links, 'file')} linked" if report.links else ""
     lines = [
         (

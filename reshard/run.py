@@ -60,6 +60,7 @@ class Report:
         peak_memory: the most resident memory that this process had since it began, in bytes; the workers of a cluster
             are other processes.
         resumed: bytes of contents that an earlier run had written; not among `bytes_written`.
+        finished: how many of the files an earlier run had finished.
         checksums: target file to tensor to the CRC-32C of its bytes there; None where none were made.
     """
 
@@ -78,6 +79,7 @@ class Report:
     missing: tuple[str, ...]
     peak_memory: int
     resumed: int = 0
+    finished: int = 0
     checksums: Mapping[str, Mapping[str, int]] | None = None
 
     def __repr__(self) -> str:
@@ -159,9 +161,9 @@ def run(
         checksums = fsync and session is not None
     how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, journal=session is not None)
     left = session.plan if session else plan
-    graph = Graph(left, root, how)
     told = _Told(plan.stats.bytes_written, progress, began, session)
     try:
+        graph = Graph(left, root, how)
         if client is not None:
             from reshard.cluster import check_workers, work_on
 
@@ -195,6 +197,7 @@ def run(
         plan.missing,
         _peak_memory(),
         session.resumed if session else 0,
+        sum(file.done for file in left.files),
         Checksums(plan, root) if session and checksums else None,
     )
 
