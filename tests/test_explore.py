@@ -14,6 +14,7 @@ from reshard import arrays
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
 from reshard.layout import Layout
+from reshard.show import checkpoint_text
 from reshard.store import LocalStore
 from reshard.strategy import Strategy
 
@@ -82,6 +83,7 @@ def test_a_choice_is_a_checkpoint(source: Checkpoint, full: dict[str, np.ndarray
     assert list(chosen.sel("*.wq")) == ["layers.0.attn.wq", "layers.1.attn.wq"]
     assert "\n" not in repr(chosen)
     assert "2 left out" in chosen._repr_html_()
+    assert checkpoint_text(chosen).endswith("5 tensors, 2.1 kB in whole tensors, 2.1 kB in the files with replicas")
 
 
 def test_a_choice_is_planned_and_written(

@@ -54,7 +54,10 @@ def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
         for name, (dtype, shape, nbytes, layout, shards), count in fold(rows)
     ]
     distinct = {id(file.index): file.index for file in checkpoint.files}  # ranks mostly share theirs
-    sizes = {key: sum(entry.nbytes for entry in index.entries.values()) for key, index in distinct.items()}
+    sizes = {
+        key: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
+        for key, index in distinct.items()
+    }
     stored = sum(sizes[id(file.index)] for file in checkpoint.files)
     lines = [files_text(checkpoint.root, checkpoint.files, checkpoint.ranks), ""]
     lines += [*table_lines(header, table, width, below=2), ""]
