@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import UsageError, names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from reshard.block import Block, Shape
     from reshard.cipher import Cipher
@@ -220,11 +220,15 @@ class Checkpoint(Mapping[str, Any]):
                 alike = names(map(repr, _nearest(pattern, every)))
                 raise UsageError(f"{self.root}: no tensor matches {pattern!r}{f'; nearest are {alike}' * bool(alike)}")
             chosen.update(some)
+        return self.without(every.keys() - chosen)
+
+    def without(self, left_out: Collection[str]) -> Checkpoint:
+        """Return the checkpoint without some tensors; names that it does not have do no harm."""
         return replace(
             self,
-            tensors={name: tensor for name, tensor in self.tensors.items() if name in chosen},
-            unreadable={name: reason for name, reason in self.unreadable.items() if name in chosen},
-            left_out=self.left_out | (every.keys() - chosen),
+            tensors={name: tensor for name, tensor in self.tensors.items() if name not in left_out},
+            unreadable={name: reason for name, reason in self.unreadable.items() if name not in left_out},
+            left_out=self.left_out.union(left_out),
         )
 
     def groups(self, by: str = "name") -> Groups:

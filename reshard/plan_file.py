@@ -76,6 +76,7 @@ _SOURCE = {
     "stage": Maybe(COUNT),
     "partial": FLAG,
     "varying": [TEXT],
+    "left_out": [TEXT],
     "notices": [TEXT],
     "encryption": Maybe(TEXT),
     "headers": [TEXT],  # digests
@@ -224,7 +225,7 @@ class PlanFile:
             cipher=cipher,
         )
         self._check_contents(checkpoint)
-        return checkpoint
+        return checkpoint.without(set(given["left_out"]))
 
     def _check_sizes(self, root: Path) -> None:
         missing, changed = Faults(str(root)), Faults(str(root))
@@ -359,6 +360,7 @@ def _source_data(source: Checkpoint) -> Json:
         "stage": source.part,
         "partial": source.partial,
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
+        "left_out": sorted(source.left_out),
         "notices": source.notices,
         "encryption": source.cipher.mode if source.cipher else None,
         "headers": list(headers),

@@ -162,12 +162,11 @@ def test_names_are_never_markup() -> None:
     assert plan.dropped
     assert plan.missing
     name = next(iter(checkpoint))
-    receipt = Receipt("move 0", 1, 1, 0.1)
+    receipts = (Receipt("move 0", 1, 1, 0.1),)
+    report = Report(HOSTILE, (HOSTILE,), 1, 1, 0.1, receipts, 1, 1, 1, 0, 0, (HOSTILE,), (HOSTILE,), 1)
     shown: list[Any] = [
-        checkpoint, checkpoint.groups(), strategy, plan, plan.picture(), plan.picture(name),
-        plan.graph(HOSTILE),
-        Report(HOSTILE, (HOSTILE,), 1, 1, 0.1, (receipt,), 1, 1, 1, 0, 0, (HOSTILE,), (HOSTILE,), 1),
-        checkpoint.picture(name, strategy), strategy.picture(name),
+        checkpoint, checkpoint.groups(), strategy, plan, plan.picture(), plan.picture(name), plan.graph(HOSTILE),
+        report, checkpoint.picture(name, strategy), strategy.picture(name),
     ]  # fmt: skip
     for each in shown:
         root = parsed(each)

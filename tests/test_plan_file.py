@@ -130,6 +130,12 @@ def test_copies_of_which_every_rank_has_its_own(tmp_path: Path) -> None:
     assert_runs_alike(reshard.plan(source, Strategy.of({"w": COLUMNS})), tmp_path / "src", tmp_path)
 
 
+def test_a_choice_of_tensors(root: Path, tmp_path: Path) -> None:
+    chosen = reshard.open(root, strategy=SOURCE).sel("layers.*", "note")
+    again = assert_runs_alike(reshard.plan(chosen, TARGET), root, tmp_path)
+    assert (list(again.source), again.source.left_out) == (list(chosen), chosen.left_out)
+
+
 def test_layouts_by_rule_and_ranks_that_are_not_there(tmp_path: Path) -> None:
     strategy = Strategy.of({"w": Layout.of([2, 2], [0, -1])})
     full = numbers({"w": (8, 8), "frozen": (4, 4)})

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.checkpoint import Checkpoint, SourceFile, Tensor
-    from reshard.graph import Graph
+    from reshard.graph import Graph, Receipt
     from reshard.groups import Groups
     from reshard.layout import Layout
     from reshard.plan import Plan
@@ -352,33 +352,37 @@ def _target_files(plan: Plan) -> Markup:
 def report_html(report: Report) -> str:
     """Show what a run did."""
     rate = report.bytes_written / report.seconds if report.seconds else 0
-    kinds: dict[str, list[tuple[int, int, float]]] = {}
+    kinds: dict[str, list[Receipt]] = {}
     for receipt in report.receipts:
-        kinds.setdefault(receipt.task.partition(" ")[0], []).append((receipt.read, receipt.written, receipt.seconds))
+        kinds.setdefault(receipt.task.partition(" ")[0], []).append(receipt)
     rows = [
         (
             kind,
             f"{len(found):,}",
-            bytes_text(sum(read for read, _, _ in found)),
-            bytes_text(sum(written for _, written, _ in found)),
-            f"{sum(seconds for _, _, seconds in found):.3f} s",
+            bytes_text(sum(receipt.read for receipt in found)),
+            bytes_text(sum(receipt.written for receipt in found)),
+            f"{sum(receipt.seconds for receipt in found):.3f} s",
         )
         for kind, found in kinds.items()
     ]
     files = [(path,) for path in report.files[:_MOST_FILES]]
+    header = ("task", "count", "read", "written", "time of all")
+    files_text = count_text(len(report.files), "file") + f", {count_text(report.links, 'link')}" * bool(report.links)
+    before = f", {bytes_text(report.resumed)} before" if report.resumed else ""
     return page(
         heading("Report", report.directory),
         tiles(
-            ("files", f"{len(report.files):,}", "written"),
-            ("read", bytes_text(report.bytes_read), ""),
-            ("written", bytes_text(report.bytes_written), "replicas included"),
-            ("time", f"{report.seconds:.2f} s", ""),
-            ("rate", f"{bytes_text(rate)}/s", "written"),
+            ("tensors", f"{report.tensors:,}", f"{count_text(report.replicas, 'replica')} of blocks"),
+            ("read", bytes_text(report.bytes_read), count_text(report.source_files, "file")),
+            ("written", bytes_text(report.bytes_written), f"{files_text}{before}"),
+            ("time", f"{report.seconds:.2f} s", f"{bytes_text(rate)}/s"),
+            ("memory", bytes_text(report.peak_memory), "at the peak"),
         ),
         details("Files", table(("file",), files), *_more(len(report.files), _MOST_FILES, "file"),
                 more=f"{len(report.files):,}"),
-        details("Tasks", table(("task", "count", "read", "written", "time of all"), rows,
-                               right=("count", "read", "written", "time of all")), more=f"{len(report.receipts):,}"),
+        details("Tasks", table(header, rows, right=header[1:]), more=f"{len(report.receipts):,}"),
+        _listing("Dropped", report.dropped, "in the source, not in the target"),
+        _listing("Missing", report.missing, "in the target, not in the source"),
     )  # fmt: skip
 
 
