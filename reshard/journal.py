@@ -232,9 +232,9 @@ def digests(plan: Plan) -> list[str]:
         for files, (made_of, holder) in zip(move.targets, known[key], strict=True):
             if files:
                 runs = plan.source.entry(holder, move.source_name).runs
-                found = sha256(b"%b%b%r" % (own, made_of, runs)).digest()
+                block = sha256(b"%b%b%r" % (own, made_of, runs)).digest()
                 for place in files:
-                    hashes[place].update(found)
+                    hashes[place].update(block)
     return [found.hexdigest() for found in hashes]
 
 

@@ -208,8 +208,7 @@ class Checksums(Mapping[str, Mapping[str, int]]):
         self._journal = Journal(root)
 
     def __getitem__(self, path: str) -> dict[str, int]:
-        # Of what was written twice around a crash, the longest range of each begin.
-        wrote = {begin: (nbytes, crc) for begin, nbytes, crc in sorted(self._journal.read(path).wrote)}
+        wrote = _longest(self._journal.read(path).wrote)
         found = {name: _sum_of(runs, wrote) for name, runs in self._files[path].layout.places.items()}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -325,6 +324,11 @@ def _in_files(plan: Plan, wrote: Sequence[int]) -> Iterable[tuple[int, Range]]:
         for file in move.targets[target]:
             for offset, _, _ in ranges(plan.files[file].layout.places[move.name], begin, nbytes):
                 yield file, (offset, nbytes, crc)
+
+
+def _longest(wrote: Sequence[Range]) -> dict[int, tuple[int, int]]:
+    """Return ranges by their begins; of those written twice around a crash, the longest."""
+    return {begin: (nbytes, crc) for begin, nbytes, crc in sorted(wrote)}
 
 
 def _sum_of(runs: Sequence[tuple[int, int]], wrote: Mapping[int, tuple[int, int]]) -> int | None:

@@ -89,11 +89,12 @@ def _load(path: Path, faults: Faults) -> dict[str, Any]:
         """YAML without aliases, ten lines of which make more values than any memory holds."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            event = self.peek_event()
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            mark: Any = event.start_mark
             if isinstance(event, yaml.AliasEvent):
-                raise yaml.YAMLError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}; write it out")
+                raise yaml.YAMLError(f"line {mark.line + 1} has the alias *{event.anchor}; write it out")
             if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_SCALAR:
-                raise yaml.YAMLError(f"line {event.start_mark.line + 1} has a text of {len(event.value)} characters")
+                raise yaml.YAMLError(f"line {mark.line + 1} has a text of {len(event.value)} characters")
             return super().compose_node(parent, index)
 
     loader = None

@@ -395,7 +395,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "is not JSON"),
+        (b"", "is empty; a strategy file was expected"),
         (b"[1, 2]", "is a JSON list; expected an object"),
         (b'{"parallel_layout_item": ', "is not JSON"),
         (b'{"a":' * 100_000, "is not JSON: it is nested too deeply"),
@@ -424,7 +424,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (json_top({"w": json_item(), "v": json_item(dev_matrix=[4])}), "tensor_map[0] is 1; expected -1 to 0"),
         (json_top({"w": json_item(), "v": json_item(dev_matrix=[2, 2])}), "v.dev_matrix: [2, 2] has 4 devices"),
         (json_top({"99999-w": json_item()}), "stage 99999: is more than any pipeline has"),
-        (json_top({"9" * 5000 + "-w": json_item()}), "is more than any pipeline has"),
+        (json_top({"9" * 4000 + "-w": json_item()}), "is more than any pipeline has"),
+        (json_top({"w" * 5000: json_item()}), "is a name of 5000 characters; at most 4096 bytes"),
         (
             b'{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}, "w": {}}}',
             "w: is listed a second time",

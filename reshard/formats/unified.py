@@ -9,7 +9,6 @@ param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safe
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -169,7 +168,7 @@ def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], M
         file = directory / name
         if file.name != name or name in {"", ".", ".."}:
             faults.add(f"file {name!r:.300}", "is not in the same directory; expected a name without a slash")
-        elif not os.path.isfile(file):  # noqa: PTH113 -- `Path.is_file` fails of a name that is too long
+        elif not _is_file(file):
             faults.add(f"file {name!r:.300}", "is not there")
         files.append(file)
     faults.raise_if_any(SourceError)
@@ -177,6 +176,13 @@ def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], M
         beside = [directory / name for name in SET_FILES[2:]]
         files += [file for file in beside if file not in files and file.is_file()]
     return files, weight_map
+
+
+def _is_file(path: Path | RemotePath) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _weight_map(path: Path | RemotePath) -> dict[str, str]:
