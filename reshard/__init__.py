@@ -30,6 +30,7 @@ _HOMES = {
     "Strategy": "strategy",
     "Verification": "verification",
     "make_manifest": "verification",
+    "ZarrGroup": "formats.zarr",
     "merge_strategies": "strategy_file",
     "open": "source",
     "read_plan": "plan_file",
@@ -53,6 +54,7 @@ __all__ = [
     "Selection",
     "Strategy",
     "Verification",
+    "ZarrGroup",
     "make_manifest",
     "merge_strategies",
     "open",
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from reshard.cipher import Cipher
     from reshard.errors import ReshardError
     from reshard.formats.unified import HuggingFaceSet, MindSporeSet
+    from reshard.formats.zarr import ZarrGroup
     from reshard.layout import Layout
     from reshard.manifest import Manifest, read_manifest, write_manifest
     from reshard.plan_file import read_plan

@@ -28,7 +28,7 @@ from dask.base import normalize_token, tokenize
 
 from reshard.block import Block
 from reshard.checkpoint import ranges
-from reshard.cipher import Cipher, store_of
+from reshard.cipher import store_of
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import SourceError, names
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from reshard.block import Shape
     from reshard.checkpoint import Checkpoint, Runs
     from reshard.plan import Held
+    from reshard.store import Coding
 
 _GAP = 64 << 10
 """Bytes between two wanted ranges that are read rather than jumped over: what a read call costs, in bytes."""
@@ -75,7 +76,7 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, holder: int | None = None
         raise SourceError(f"tensor {name!r}: block {names(absent)} is in no file of {checkpoint.root}")
     files = [checkpoint.files[shard.holders[0] if holder is None else holder] for shard in tensor.shards]
     pieces = tuple(
-        _Piece(shard.block, file.path, file.index.entries[name].runs, checkpoint.cipher)
+        _Piece(shard.block, file.path, file.index.entries[name].runs, checkpoint.coding)
         for shard, file in zip(tensor.shards, files, strict=True)
     )
     token = tokenize(
@@ -166,7 +167,7 @@ class _Piece:
     block: Block
     path: str
     runs: Runs
-    cipher: Cipher | None = None
+    coding: Coding | None = None
 
     def read(self, begin: int, buffer: memoryview) -> None:
         """Fill a buffer with the block's bytes from `begin` on, be they in one run of the file or several."""
@@ -174,7 +175,7 @@ class _Piece:
         if missing > 0:
             raise SourceError(f"{self.path}: block {self.block} is {missing} bytes longer than what the file has of it")
         for offset, start, stop in ranges(self.runs, begin, len(buffer)):
-            store_of(self.cipher).read_into(self.path, offset, buffer[start:stop])
+            store_of(self.coding).read_into(self.path, offset, buffer[start:stop])
 
     def read_items(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> None:
         """Fill `out` with the block's items at these indices along each dimension, none of them empty."""

@@ -18,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import UsageError, names
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Iterable, Iterator
 
     from reshard.block import Block, Shape
     from reshard.cipher import Cipher
     from reshard.dtypes import DType
     from reshard.groups import Groups
+    from reshard.run import Report
+    from reshard.selection import Selection
     from reshard.show.picture import Picture
+    from reshard.store import Coding
     from reshard.strategy import Strategy
 
 _NUMBER = re.compile("[0-9]+")
@@ -172,6 +176,7 @@ class Checkpoint(Mapping[str, Any]):
         cipher: decrypts the files; None where they are plain.
         partial: it was opened though the files of some ranks may not be there.
         left_out: names in the files that `sel` did not choose.
+        decoding: reads the chunks of a zarr store that are not plain bytes; None where all are.
     """
 
     root: str
@@ -185,6 +190,12 @@ class Checkpoint(Mapping[str, Any]):
     cipher: Cipher | None = None
     partial: bool = False
     left_out: frozenset[str] = frozenset()
+    decoding: Coding | None = None
+
+    @property
+    def coding(self) -> Coding | None:
+        """How the bytes of the files are to be read; None where they are plain."""
+        return self.cipher or self.decoding
 
     @property
     def format(self) -> str | None:
@@ -261,6 +272,37 @@ class Checkpoint(Mapping[str, Any]):
 
         self._require(name)
         return tensor_array(self, name)
+
+    def to_zarr(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        chunk_bytes: int | None = None,
+        shard_bytes: int | None = None,
+        compression: str | None = None,
+        selection: Selection | None = None,
+        memory: int | None = None,
+        **running: Any,
+    ) -> Report:
+        """Write the whole tensors as one zarr v3 group, in a directory of its own.
+
+        Args:
+            store: the directory; made if it is not there.
+            chunk_bytes: the most bytes in a chunk; by default chunks are the source's blocks.
+            shard_bytes: the most bytes of chunks in a file; by default small chunks share files.
+            compression: `zstd`, `zstd:3` and so on; by default none.
+            selection: less than all tensors, under other names, as other dtypes.
+            memory: resident memory in bytes that it may take at its peak.
+            running: how to run, as in `Plan.run`: `overwrite`, `client`, `progress` and so on.
+
+        Raises:
+            UsageError, SourceError, BudgetError, TargetError: as `reshard.plan` and `Plan.run` do.
+        """
+        from reshard.formats.zarr import ZarrGroup  # upward, as above
+        from reshard.plan import plan
+
+        files = ZarrGroup(chunk_bytes, shard_bytes, compression)
+        return plan(self, files=files, selection=selection, memory=memory).run(store, **running)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)

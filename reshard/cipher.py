@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from reshard.remote_store import Range
+    from reshard.store import Coding
 
 MAGICS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 """What the first four bytes of a block say about its mode."""
@@ -45,6 +46,7 @@ _MAGIC_OF = {mode: magic for magic, mode in MAGICS.items()}
 _UNIT = 16  # bytes in a block of AES and of SM4; also the size of an IV and of a tag
 _GCM_IV_BYTES = 12  # MindSpore stores 16 and gives OpenSSL all, which by default takes the first 12
 _PIECE_BYTES = 4 << 20
+_MEMORY_BYTES = 28 << 20
 # MindSpore 2.10 puts a CRC trailer of zeros behind the blocks when both are asked for, and cannot read that itself.
 _TRAILER, _TRAILER_BYTES = b"crc_num", 17
 _WRONG_KEY = "{path}: cannot be decrypted with this key; it is wrong, or the file was changed"
@@ -113,6 +115,14 @@ class Cipher:
                     block = _Block(self)
         if block.nbytes:
             yield block.sealed()
+
+    def store(self) -> DecryptingStore:
+        """Return what reads the files decrypted."""
+        return DecryptingStore(self)
+
+    def nbytes(self, threads: int) -> int:  # noqa: ARG002 -- measured with as many as runs have by default
+        """Return the memory that the import of cryptography and the pieces that are decrypted add."""
+        return _MEMORY_BYTES
 
     def encryptor(self, iv: bytes) -> Any:
         """Return the library's encryption of one block."""
@@ -330,10 +340,10 @@ def _library() -> Any:
 
 
 @lru_cache(maxsize=8)
-def _decrypting(cipher: Cipher) -> DecryptingStore:
-    return DecryptingStore(cipher)
+def _coded(coding: Coding) -> AnyStore:
+    return coding.store()
 
 
-def store_of(cipher: Cipher | None) -> AnyStore:
-    """Return this process's store for files that a cipher encrypted, or for plain ones."""
-    return any_store() if cipher is None else _decrypting(cipher)
+def store_of(coding: Coding | None) -> AnyStore:
+    """Return this process's store for files that are encrypted or coded otherwise, or for plain ones."""
+    return any_store() if coding is None else _coded(coding)

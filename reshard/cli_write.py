@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 import reshard
 from reshard.cli_options import (
     NAME_MAP,
+    PATH,
     PLACE,
     Running,
     drop_option,
@@ -31,7 +33,7 @@ from reshard.cli_words import (
     strategy_words,
     verify_command,
 )
-from reshard.errors import SourceError, TargetError, names
+from reshard.errors import SourceError, TargetError, UsageError, names
 from reshard.formats.unified import SET_FILES
 from reshard.rank_files import RANK_PATTERN
 from reshard.remote import RemotePath, existing, forget_listings
@@ -41,9 +43,11 @@ from reshard.terminal import Command, print_json, progress, say, say_notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from reshard.plan import Plan
     from reshard.rank_files import AnyPath
+    from reshard.target_files import TargetFiles
 
 KEYS = """
 The object of --json has the keys dry_run, source, target, format, ranks,
@@ -69,6 +73,13 @@ Example:
 @click.argument("target", type=PLACE)
 @source_options
 @target_options
+@click.option(
+    "--via-zarr",
+    type=PATH,
+    metavar="STORE",
+    help="Unify into this zarr store first, then cut TARGET from it. A finished one of the same source is used as it "
+    "is; SOURCE may be gone then.",
+)
 @selection_options
 @run_options
 def transform(
@@ -77,15 +88,21 @@ def transform(
     source_strategy: AnyPath | None,
     target_strategy: AnyPath | None,
     planning: dict[str, Any],
+    via_zarr: Path | None,
     selection: Selection,
     running: Running,
     **reading: Any,
 ) -> None:
     """Write the checkpoint SOURCE anew below TARGET, cut as another strategy says.
 
-    SOURCE is a directory of rank_0, rank_1 and so on, a unified set, or one file of whole tensors. Target files are
-    TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
+    SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a zarr store, or one file of whole tensors. Target
+    files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
     """
+    words = [*strategy_words("source", source_strategy), *reading_words(reading)]
+    if via_zarr is not None:
+        if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading, words):
+            return
+        source, source_strategy, reading, words = via_zarr, None, {}, []
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     wanted = reshard.read_strategy(target_strategy) if target_strategy else None
     plan = reshard.plan(checkpoint, wanted, selection=selection, threads=running.threads, **planning)
@@ -96,7 +113,7 @@ def transform(
         found_by=lambda: found_by(plan, target),
         target_strategy=target_strategy,
         source=source,
-        asked=[*strategy_words("source", source_strategy), *reading_words(reading), *selected(selection)],
+        asked=[*words, *selected(selection)],
     )
 
 
@@ -107,28 +124,48 @@ Example:
 
   reshard unify src_checkpoints weights --source-strategy src_strategy.ckpt \\
       --style huggingface --weights-only --cast float32=bfloat16
+  reshard unify src_checkpoints model.zarr --format zarr \\
+      --source-strategy src_strategy.ckpt
 {KEYS}""",
-    short_help="Write whole tensors, in a few safetensors files and an index.",
+    short_help="Write whole tensors, in a few safetensors files and an index, or in a zarr store.",
 )
 @click.argument("source", type=PLACE)
 @click.argument("target", type=PLACE)
 @source_options
 @click.option(
+    "--format",
+    type=click.Choice(["safetensors", "zarr"]),
+    default="safetensors",
+    show_default=True,
+    help="Files and an index, or one zarr v3 group in the directory TARGET.",
+)
+@click.option(
     "--style",
     type=click.Choice(["mindspore", "huggingface"]),
-    default="mindspore",
-    show_default=True,
+    show_default="mindspore",
     help="Names of the files: part0.safetensors and param_name_map.json, or model-00001-of-00002.safetensors and "
     "model.safetensors.index.json.",
 )
 @click.option(
     "--max-shard-size",
-    default="4GB",
-    show_default=True,
+    show_default="4GB",
     callback=size,
     metavar="SIZE",
     help="The most bytes of tensors in a file, unless one tensor is larger.",
 )
+@click.option(
+    "--chunk-size",
+    callback=size,
+    metavar="SIZE",
+    help="zarr: the most bytes in a chunk, such as 16MB.  [default: chunks are the source's blocks]",
+)
+@click.option(
+    "--shard-size",
+    callback=size,
+    metavar="SIZE",
+    help="zarr: the most bytes of chunks in a file; 0 for each chunk in its own.  [default: 64MiB if chunks are small]",
+)
+@click.option("--compression", metavar="CODEC", help="zarr: zstd, or zstd:LEVEL such as zstd:3.  [default: none]")
 @memory_option
 @selection_options
 @run_options
@@ -136,8 +173,12 @@ def unify(
     source: AnyPath,
     target: AnyPath,
     source_strategy: AnyPath | None,
-    style: str,
-    max_shard_size: int,
+    format: str,
+    style: str | None,
+    max_shard_size: int | None,
+    chunk_size: int | None,
+    shard_size: int | None,
+    compression: str | None,
     memory: int | None,
     selection: Selection,
     running: Running,
@@ -147,10 +188,22 @@ def unify(
 
     In MindSpore's style, what the strategy does not name goes into hyper_param.safetensors.
     """
+    zarr_options = (chunk_size, shard_size, compression)
+    for wrong, options in (("safetensors", zarr_options), ("zarr", (style, max_shard_size))):
+        if format == wrong and any(option is not None for option in options):
+            raise UsageError(
+                "--chunk-size, --shard-size and --compression are of --format zarr, --style and --max-shard-size of "
+                "safetensors"
+            )
+    files: TargetFiles
+    if format == "zarr":
+        files = reshard.ZarrGroup(*zarr_options)
+    else:
+        kind = reshard.HuggingFaceSet if style == "huggingface" else reshard.MindSporeSet
+        files = kind() if max_shard_size is None else kind(max_shard_size)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
-    files = (reshard.MindSporeSet if style == "mindspore" else reshard.HuggingFaceSet)(max_shard_size)
     plan = reshard.plan(
-        checkpoint, format="safetensors", files=files, selection=selection, memory=memory, threads=running.threads
+        checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads
     )
     refuse_another_set(plan, target)
     carry_out(
@@ -214,6 +267,50 @@ def convert(
         source=source,
         asked=[*option("rank-pattern", pattern), *option("suffix", suffix), *selected(Selection(drop=drop))],
     )
+
+
+def _make_store(
+    source: AnyPath,
+    source_strategy: AnyPath | None,
+    store: Path,
+    selection: Selection,
+    memory: int | None,
+    running: Running,
+    reading: dict[str, Any],
+    words: Sequence[str],
+) -> bool:
+    """Unify a source into a zarr store, unless that is done; return whether the store is there to be read.
+
+    Raises:
+        TargetError: the store is finished, and of another source or of one that changed since.
+    """
+    from reshard.zarr_planner import provenance
+    from reshard.zarr_source import noted_provenance
+
+    noted = noted_provenance(store)
+    if noted is not None and not (source.is_dir() or source.is_file()):
+        say_notices([f"{source} is not there; {store} is used, which is finished"])
+        return True
+    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    if noted is not None:
+        now = provenance(checkpoint, times=True)
+        if (now["sources"], now["strategy"]) != (noted.get("sources"), noted.get("strategy")):
+            raise TargetError(
+                f"{store}: is finished, and of another source, or of {source} before it changed; choose another store, "
+                "remove it, or give it as SOURCE"
+            )
+        if not running.quiet:
+            say_notices([f"{store} is finished and of this source; it is used as it is"])
+        return True
+    wishes = Selection(drop=selection.drop, allow_missing=selection.allow_missing)
+    plan = reshard.plan(
+        checkpoint, files=reshard.ZarrGroup(times=True), selection=wishes, memory=memory, threads=running.threads
+    )
+    # What is unfinished is of no use but to go on from. The report is that of the second step.
+    quiet = running.quiet or (running.as_json and not running.dry_run)
+    first = replace(running, overwrite=True, ownership=None, quiet=quiet, as_json=running.as_json and running.dry_run)
+    carry_out(plan, store, first, found_by=list, source=source, asked=[*words, *selected(wishes)])
+    return not running.dry_run
 
 
 def selected(selection: Selection) -> list[str]:

@@ -258,7 +258,7 @@ class Comparer:
 
     def __init__(self, source: Checkpoint, target: Checkpoint, some: Sequence[Check], band_bytes: int) -> None:
         self.sides = {"source": source, "target": target}
-        self.stores = {side: store_of(checkpoint.cipher) for side, checkpoint in self.sides.items()}
+        self.stores = {side: store_of(checkpoint.coding) for side, checkpoint in self.sides.items()}
         self.checks = some
         self.band_bytes = band_bytes
         self.buffers = _Buffers()

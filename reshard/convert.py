@@ -20,6 +20,7 @@ from reshard.rank_files import RANK_PATTERN
 from reshard.selection import Selection
 from reshard.source import read_headers
 from reshard.target_files import NamedFile
+from reshard.zarr_source import is_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,8 +60,9 @@ def plan_convert(
         SourceError: no files, or files that are not sound.
         UsageError: a unified set, whose index goes by the names of its files.
     """
-    if path.is_dir() and read_index(path):
-        raise UsageError(f"{path}: is a unified set; `reshard transform` makes one file of it, in either format")
+    kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
+    if kind:
+        raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
     files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
     selection = Selection(drop=tuple(drop))
     extension = by_name(format).EXTENSION

@@ -95,7 +95,7 @@ def write_files(
         for number in group:
             path = f"{directory}/{plan.files[number].path}"
             files[path] = _File(plan.files[number].layout, path)
-        store = _Files(store_of(plan.source.cipher), files)
+        store = _Files(store_of(plan.source.coding), files)
         moved = move_pieces(plan, plan.tasks[0], directory, store, checksums=checksums, in_order=True)
         check()
         for path, file in files.items():

@@ -79,7 +79,10 @@ def plan_digest(plan: Plan) -> str:
             plan.dropped,
             plan.missing,
             dict(plan.texts),
-            [(file.rank, file.path, layout_of(file.layout), file.last, file.link) for file in plan.files],
+            [
+                (file.rank, file.path, layout_of(file.layout), file.last, file.link, *plan.coded(file))
+                for file in plan.files
+            ],
             [
                 (
                     move.name,
@@ -89,6 +92,7 @@ def plan_digest(plan: Plan) -> str:
                     recipe_of(move.recipe),
                     numbers_of(move.holders),
                     numbers_of(move.targets),
+                    *move.starts,
                 )
                 for move in plan.moves
             ],

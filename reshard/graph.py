@@ -11,12 +11,13 @@ nothing but the receipts of all work is left to be lost, and `run` does it itsel
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from array import array
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +33,7 @@ from reshard.fingerprint import digest, plan_digest
 from reshard.journal import Journal
 from reshard.move import move_pieces
 from reshard.ownership import group_plan
+from reshard.remote import is_url
 from reshard.remote_store import any_store, store_at
 from reshard.store import PARTIAL, local_store
 
@@ -128,7 +130,7 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     with _working(apart=how.apart, written=paths, sync=how.fsync):
         for number, path in zip(files, paths, strict=True):
             layout = plan.files[number].layout
-            store.create(path, layout.size)
+            store.create(path, None if plan.coded(plan.files[number]) else layout.size)
             for offset, content in layout.literals:
                 store.write_at(path, offset, memoryview(content))
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
@@ -137,19 +139,34 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
 def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) -> Receipt:
     """Move the pieces of one task."""
     began = time.perf_counter()
-    store = store_of(plan.source.cipher)
-    moves = [plan.moves[piece.move] for piece in plan.tasks[number]]
-    targets = {target for move in moves for targets in move.targets for target in targets}
+    store = store_of(plan.source.coding)
+    writer = plan.coding.writer(directory) if plan.coding else None
     together = how.drop_cache or how.apart
-    written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)] if together else []
+    targets = _targets(plan, number) if together else ()
+    written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)]
     with _working(apart=how.apart, written=written, sync=how.fsync):
-        moved = move_pieces(plan, plan.tasks[number], directory, store, checksums=how.checksums)
+        moved = move_pieces(plan, plan.tasks[number], directory, store, writer, checksums=how.checksums)
+        if writer:
+            writer.close()
         if how.drop_cache:
+            moves = [plan.moves[piece.move] for piece in plan.tasks[number]]
             for holder in {holder for move in moves for holder in move.holders}:
                 store.drop_cache(plan.source.files[holder].path)
             for path in written:
                 store.drop_cache(path, written=True)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
+
+
+def _targets(plan: Plan, number: int) -> set[int]:
+    """Return the files that a task writes; of the many of a zarr array, those that its rows are in."""
+    found: set[int] = set()
+    for piece in plan.tasks[number]:
+        move = plan.moves[piece.move]
+        for target, files in enumerate(move.targets):
+            begin, end = (move.recipe.before(target, move.axis, row) for row in (piece.start, piece.stop))
+            if begin < end:
+                found.update(files)
+    return found
 
 
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
@@ -215,6 +232,15 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
             Journal(directory).ready(file.path, path + PARTIAL, sync=how.fsync)
         store.commit(path, sync=how.fsync)
     return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began)
+
+
+def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
+    """Remove the index that is to be replaced, before the first of its files is: a set with an index is complete."""
+    for file in plan.files:
+        if file.last and not file.done:
+            with suppress(FileNotFoundError):
+                os.unlink(f"{directory}/{file.path}")
+    return []
 
 
 def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
@@ -291,10 +317,15 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             graph[self.ready] = DataNode(self.ready, receipts)
         files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
         done = [TaskRef(self.ready)]
+        last = [number for number, file in files if file.last]
+        if last and not is_url(self.directory):  # at URLs files may have their names already
+            withdrawn = self._key("withdraw")
+            graph[withdrawn] = Task(withdrawn, withdraw_index, TaskRef(self._key("plan")), self.directory, done[-1])
+            done.append(TaskRef(withdrawn))
         for kind, numbers in (
             ("commit", [number for number, file in files if file.link is None and not file.last]),
             ("link", [number for number, file in files if file.link is not None]),
-            ("index", [number for number, file in files if file.last]),
+            ("index", last),
         ):
             if numbers:
                 tasks = [(some, self.directory, self.how, done[-1]) for some in _batches(numbers)]

@@ -217,22 +217,23 @@ def digests(plan: Plan) -> list[str]:
     made of, and path, size and time of their files. What else the plan writes is not in it: other ranks of the same
     target may be written by other plans.
     """
-    hashes = [sha256(repr((file.path, file.layout.size, file.link)).encode()) for file in plan.files]
+    facts = ((file.path, file.layout.size, file.link, *plan.coded(file)) for file in plan.files)
+    hashes = [sha256(repr(some).encode()) for some in facts]
     for file, found in zip(plan.files, hashes, strict=True):
         for offset, content in file.layout.literals:
             found.update(b"%d:" % offset)
             found.update(content)
-    facts = [repr((file.path, file.nbytes, file.mtime_ns)).encode() for file in plan.source.files]
+    states = [repr((file.path, file.nbytes, file.mtime_ns)).encode() for file in plan.source.files]
     known: dict[tuple[int, int], list[tuple[bytes, int]]] = {}
     for move in plan.moves:
         key = (id(move.recipe), id(move.holders))
         if key not in known:
-            known[key] = _made_of(move, facts)
+            known[key] = _made_of(move, states)
         own = repr((move.name, move.source_name, move.dtype.name, move.target_dtype.name)).encode()
-        for files, (made_of, holder) in zip(move.targets, known[key], strict=True):
+        for number, (files, (made_of, holder)) in enumerate(zip(move.targets, known[key], strict=True)):
             if files:
                 runs = plan.source.entry(holder, move.source_name).runs
-                block = sha256(b"%b%b%r" % (own, made_of, runs)).digest()
+                block = sha256(b"%b%b%r%r" % (own, made_of, runs, move.starts[number : number + 1])).digest()
                 for place in files:
                     hashes[place].update(block)
     return [found.hexdigest() for found in hashes]

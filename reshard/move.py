@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Runs
     from reshard.plan import Piece, Plan
     from reshard.remote_store import Range
+    from reshard.store import Writer
 
 
 class Files(Protocol):
@@ -91,6 +92,7 @@ def move_pieces(
     pieces: Sequence[Piece],
     directory: str,
     store: Files,
+    writer: Writer | None = None,
     *,
     checksums: bool = False,
     in_order: bool = False,
@@ -102,6 +104,7 @@ def move_pieces(
         pieces: the rows.
         directory: where the target files are.
         store: reads and writes ranges of bytes.
+        writer: writes them where the store does not.
         checksums: sum up what is written.
         in_order: write each file from its first byte to its last, as far as the pieces follow its order.
 
@@ -114,7 +117,7 @@ def move_pieces(
     """
     read = written = 0
     sums = _Sums() if checksums else None
-    for mover, band in _ahead(_all_bands(plan, pieces, directory, store, in_order=in_order), store):
+    for mover, band in _ahead(_all_bands(plan, pieces, directory, store, writer or store, in_order=in_order), store):
         mover.band(band, sums)
         read += mover.read
         written += mover.written
@@ -122,18 +125,18 @@ def move_pieces(
 
 
 def _all_bands(
-    plan: Plan, pieces: Sequence[Piece], directory: str, store: Files, *, in_order: bool
+    plan: Plan, pieces: Sequence[Piece], directory: str, store: Files, writer: Files | Writer, *, in_order: bool
 ) -> Iterator[tuple[_Mover, Band]]:
     """Yield the bands of all pieces, each with what moves it."""
     # Tensors alike, which follow each other in a model's layers, have the same bands.
     known: dict[tuple[int, int, int, int, int], list[Band]] = {}
     for piece in pieces:
-        mover = _Mover(plan, piece.move, directory, store)
+        mover = _Mover(plan, piece.move, directory, store, writer)
         recipe, axis, width = mover.move.recipe, mover.move.axis, mover.width
         key = (id(recipe), axis, piece.start, piece.stop, width)
         if key not in known:
             bands = list(_bands(recipe.segments(axis, piece.start, piece.stop), plan.band_bytes // width))
-            known[key] = bands if in_order else _turned(bands)
+            known[key] = bands if in_order or plan.coding else _turned(bands)  # whole chunks are compressed
         for band in known[key]:
             yield mover, band
 
@@ -226,11 +229,11 @@ class _Sums:
 class _Mover:
     """Moves the segments of one tensor; `read` and `written` are the bytes of the last band."""
 
-    def __init__(self, plan: Plan, number: int, directory: str, store: Files) -> None:
+    def __init__(self, plan: Plan, number: int, directory: str, store: Files, writer: Files | Writer) -> None:
         self.number = number
         self.move = move = plan.moves[number]
         self.width = max(move.dtype.itemsize, move.target_dtype.itemsize)
-        self.store = store
+        self.store, self.writer = store, writer
         self.sources = [
             (plan.source.files[holder].path, plan.source.entry(holder, move.source_name).runs)
             for holder in move.holders
@@ -258,6 +261,8 @@ class _Mover:
             done = (first.start - first.segment.start) * prod(columns.target_shapes[place])
             begin = (first.segment.target_offsets[place] + done) * target_itemsize
             target = columns.targets[place]
+            if self.move.starts:
+                begin += self.move.starts[target]
             for path, runs in self.targets[target]:
                 self._write(path, runs, begin, content)
             if sums and self.targets[target]:
@@ -331,7 +336,7 @@ class _Mover:
     def _write(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
         self.written += len(view)
         if len(runs) == 1:
-            self.store.write_at(path, runs[0][0] + begin, view)
+            self.writer.write_at(path, runs[0][0] + begin, view)
             return
         for offset, start, stop in ranges(runs, begin, len(view)):
-            self.store.write_at(path, offset, view[start:stop])
+            self.writer.write_at(path, offset, view[start:stop])

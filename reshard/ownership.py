@@ -59,6 +59,11 @@ def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
         raise UsageError(
             f"{directory}: files at URLs are written from first byte to last; leave ownership 'tensor' out"
         )
+    if plan.alone and (ownership == "file" or is_url(directory)):
+        raise UsageError(
+            f"{directory}: a zarr store is written by tensor, into a local directory; leave ownership 'file' out, or "
+            "write it there and copy it"
+        )
     by_file = ownership == "file" or (ownership is None and is_url(directory))
     if not by_file or plan.groups:
         return plan

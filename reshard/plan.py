@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.remote import RemotePath
     from reshard.run import Progress, Report
     from reshard.show.picture import Picture
+    from reshard.store import TargetCoding
     from reshard.strategy import Strategy
     from reshard.target_files import TargetFiles
 
@@ -66,6 +67,9 @@ class Move:
         axis: the axis along which bands are cut.
         holders: for each source block of the recipe, the source file to read it from.
         targets: for each target block of the recipe, the target files that get it: replicas of one another.
+        starts: where each target block begins in its place in the file, in bytes, where a file has several (the
+            chunks of a zarr shard); else empty.
+        grain: how many rows a task must do together, or a multiple of them: those of whole files.
     """
 
     name: str
@@ -76,6 +80,8 @@ class Move:
     axis: int
     holders: tuple[int, ...]
     targets: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...] = ()
+    grain: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,8 @@ class Plan:
             by side; none where tasks write parts of all files.
         notices: what a user should know though it is no error.
         request: what was asked for; None where the plan was put together from others.
+        coding: how the target files are coded; None where their contents are plain.
+        alone: the target directory may have nothing else in it.
     """
 
     source: Checkpoint
@@ -197,6 +205,14 @@ class Plan:
                 copies[id(move.targets)] = sum(max(len(files) - 1, 0) for files in move.targets)
         return sum(copies[id(move.targets)] for move in self.moves)
 
+    coding: TargetCoding | None = None
+    alone: bool = False
+
+    def coded(self, file: TargetFile) -> tuple[str, ...]:
+        """Return what tells how a target file is coded; nothing of one whose contents are plain."""
+        found = self.coding and self.coding.of(file.path)
+        return (found,) if found else ()
+
     def source_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose files are read, ascending."""
         return tuple(sorted({self.source.ranks[number] for move in self.moves for number in move.holders}))
@@ -210,7 +226,8 @@ class Plan:
             for block, files in zip(move.recipe.targets, move.targets, strict=True):
                 if not numbers.isdisjoint(files):
                     holder = move.holders[0] if tensor.varies else None
-                    whole_or_part = block if tensor.spec.shape else Block((), ())
+                    several = move.name in found or not tensor.spec.shape  # the chunks of a zarr array
+                    whole_or_part = Block.whole(tensor.spec.shape) if several else block
                     found[move.name] = Held(move.source_name, whole_or_part, move.target_dtype, holder)
         return found
 
@@ -327,10 +344,11 @@ def plan(
     Args:
         source: the checkpoint to convert.
         target: which rank shall hold which block; None for one rank of whole tensors.
-        format: `safetensors` or `ckpt`; by default the source's, and safetensors where that is mixed.
+        format: `safetensors` or `ckpt`; by default the source's, and safetensors where that is mixed or zarr. `zarr`
+            for one group of whole tensors, without a target strategy.
         prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank where the source
             is one stage of a pipeline.
-        files: another way to lay out the target's files (see `target_files`), such as a unified set.
+        files: another way to lay out the target's files (see `target_files`), such as a unified set or a `ZarrGroup`.
         ranks: only these ranks of the target; by default all.
         selection: less than all tensors, under other names, as other dtypes.
         drop: globs of weights that the target may lack though the source has them; beside the selection's.
@@ -350,11 +368,24 @@ def plan(
     """
     if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
         raise UsageError(f"target is {target!r}; expected a Strategy: read the file with reshard.read_strategy")
+    from reshard.formats.zarr import NAME as ZARR
+    from reshard.formats.zarr import ZarrGroup
     from reshard.planner import Planner  # it makes what is defined here
     from reshard.target_files import RankFiles
 
     wishes = selection or Selection()
     wishes = replace(wishes, drop=(*wishes.drop, *drop), allow_missing=(*wishes.allow_missing, *allow_missing))
+    if format == ZARR or isinstance(files, ZarrGroup):
+        from reshard.zarr_planner import ZarrPlanner  # likewise
+
+        files = files or ZarrGroup()
+        if target or ranks or remove_redundancy or link_replicas:
+            raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
+        if format not in {None, ZARR} or not isinstance(files, ZarrGroup):
+            raise UsageError(f"format {format} and {type(files).__name__} do not go together")
+        made = ZarrPlanner(source, files, wishes=wishes, memory=memory, threads=threads).plan()
+        request = Request(None, ZARR, files, None, wishes, remove_redundancy=False, link_replicas=False, memory=memory)
+        return replace(made, request=request)
     if files is None:
         files = RankFiles(prefix, "" if source.part is None else f"_part{source.part}")
     if ranks is not None:

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import Faults, PlanError, ReshardError, SourceError, TargetError, UsageError
 from reshard.fingerprint import index_digest, pages_digest, plan_digest
 from reshard.formats.unified import HuggingFaceSet, MindSporeSet
+from reshard.formats.zarr import NAME as ZARR
+from reshard.formats.zarr import ZarrGroup
 from reshard.layout import MOST_DEVICES, Layout
 from reshard.plan import plan as make_plan
 from reshard.schema import ANY, COUNT, FLAG, INNER_PATH, NUMBER, TEXT, Maybe, check, is_inner_path, parse
@@ -59,6 +61,7 @@ _WAYS: dict[str, tuple[type[Any], tuple[object, ...]]] = {
     "named_file": (NamedFile, (INNER_PATH,)),
     "mindspore_set": (MindSporeSet, (COUNT,)),
     "hugging_face_set": (HuggingFaceSet, (COUNT,)),
+    "zarr_group": (ZarrGroup, (Maybe(COUNT), Maybe(COUNT), Maybe(TEXT), FLAG)),
 }
 
 _STRATEGY = {
@@ -293,7 +296,8 @@ def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None) -
         names: what the file shall tell beside the plan.
 
     Raises:
-        UsageError: the plan cannot be saved: it was put together from others, its files lie in several directories.
+        UsageError: the plan cannot be saved: it was put together from others, its source is a zarr store, or in
+            several directories.
         SourceError: a source file cannot be read.
         TargetError: the file cannot be written, or is one of the sources.
     """
@@ -301,6 +305,8 @@ def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None) -
         raise UsageError(
             "a plan to convert file by file needs nothing but the files, and cannot be saved; run it where they are"
         )
+    if plan.source.format == ZARR:
+        raise UsageError(f"{plan.source.root}: is a zarr store; a plan of one cannot be saved; make it where it is run")
     if os.path.realpath(path) in {os.path.realpath(file.path) for file in plan.source.files}:
         raise TargetError(f"{path}: is one of the source files; choose another name for the plan")
     content = json.dumps(_data(plan, plan.request, names or Names()), separators=(",", ":")).encode() + b"\n"

@@ -22,6 +22,7 @@ from reshard.block import Block, shape_text
 from reshard.checkpoint import Shard
 from reshard.errors import BudgetError, Faults, LayoutError, SourceError, UsageError, names
 from reshard.formats import Content, FileLayout, by_name
+from reshard.formats.zarr import NAME as ZARR
 from reshard.plan import Move, Piece, Plan, Stats, TargetFile
 from reshard.redundancy import stored_once
 from reshard.selection import select
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Tensor
     from reshard.layout import Grid
     from reshard.selection import Selection
+    from reshard.store import TargetCoding
     from reshard.strategy import Strategy
     from reshard.target_files import TargetFiles
 
@@ -57,9 +59,6 @@ IMPORTED_BYTES = 50 << 20
 CAST_BYTES = 4 << 20
 """What the import of ml_dtypes adds, which only a cast needs."""
 
-CIPHER_BYTES = 28 << 20
-"""What the import of cryptography and the pieces that are decrypted add."""
-
 TENSOR_BYTES = 1400
 """Resident memory of a tensor in a checkpoint and in a plan. Measured, as the two below, with names of 35 letters."""
 
@@ -69,9 +68,12 @@ ENTRY_BYTES = 700
 TASK_MEMORY = 4000
 """Resident memory of a task in a plan, in the graph and in the scheduler."""
 
+CHUNK_BYTES = 650
+"""Resident memory of a chunk of a zarr store that is read; measured."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Wanted:
+class Wanted:
     """The blocks of a tensor that are wanted, and the target files that get each."""
 
     blocks: tuple[Block, ...]
@@ -92,13 +94,15 @@ class _Way:
 
     recipe: Recipe
     holders: tuple[int, ...]
-    wanted: _Wanted
+    wanted: Wanted
     written: int
     shapes: tuple[tuple[Shape, tuple[int, ...]], ...]
 
 
 class Planner:
     """Makes one plan; what is worked out for one tensor is remembered here for the next alike."""
+
+    coding: TargetCoding | None = None  # of the target files
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class Planner:
         threads: int | None,
     ) -> None:
         self.source, self.target, self.wishes = source, target, wishes
-        self.format = by_name(format or source.format or "safetensors")
+        self.format = by_name(format or ("safetensors" if source.format in {None, ZARR} else source.format))
         self.ranks = _wanted_ranks(target, ranks)
         self.selected = select(source, target, wishes)
         self.volumes = files.volumes([self._stored(*names) for names in self.selected.kept], self.format.EXTENSION)
@@ -126,7 +130,7 @@ class Planner:
         self._fitted: dict[str, Grid | None] = {}
         self.grids = self._grids()
         self.originals = self._originals() if link_replicas else {rank: rank for rank in self.ranks}
-        self._wanted: dict[object, tuple[_Wanted, object]] = {}
+        self._wanted: dict[object, tuple[Wanted, object]] = {}
         self._ways: dict[tuple[Shape, int, int], _Way] = {}
 
     def plan(self) -> Plan:
@@ -159,6 +163,7 @@ class Planner:
             self.selected.missing,
             {new: tensor.text or "" for tensor, new in texts},
             (*self.source.notices, *self.selected.notices),
+            coding=self.coding,
         )
 
     def _stored(self, name: str, new: str) -> Stored:
@@ -207,11 +212,12 @@ class Planner:
         """Return how many threads, and bytes in a band, keep a run within a budget."""
         if memory is None:
             return threads, BAND_BYTES
-        fixed = self._fixed_bytes()
-        threads = max(1, min(threads, (memory - fixed) // (self._buffers() * BAND_BYTES)))
-        band = min(BAND_BYTES, (memory - fixed) // (self._buffers() * threads))
-        if band >= LEAST_BAND_BYTES:
-            return threads, band
+        plain = self._fixed_bytes()
+        for fewer in range(threads, 0, -1):
+            fixed = plain + self._coding_bytes(fewer)
+            band = min(BAND_BYTES, (memory - fixed) // (self._buffers() * fewer))
+            if band >= (BAND_BYTES if fewer > 1 else LEAST_BAND_BYTES):
+                return fewer, band
         least = fixed + LEAST_BAND_BYTES * self._buffers()
         stored = [tensor for _, tensor in sorted((t.spec.nbytes, t.spec.name) for t in self.source.tensors.values())]
         raise BudgetError(
@@ -231,12 +237,16 @@ class Planner:
         return (
             IMPORTED_BYTES
             + (CAST_BYTES if self.wishes.cast else 0)
-            + (CIPHER_BYTES if self.source.cipher else 0)
             + TENSOR_BYTES * len(kept)
             + ENTRY_BYTES * (sum(indexes.values()) + len(kept))
             + TASK_MEMORY * tasks
             + 13 * len(self.ranks) * len(kept)  # which tensors are in which file
+            + (CHUNK_BYTES * len(self.source.files) if self.source.format == ZARR else 0)
         )
+
+    def _coding_bytes(self, threads: int) -> int:
+        """Return how much memory so many threads take to decrypt, decode and compress."""
+        return sum(coding.nbytes(threads) for coding in (self.source.coding, self.coding) if coding)
 
     def _written_ranks(self) -> list[int]:
         """Return the ranks whose files are written, not linked."""
@@ -281,7 +291,7 @@ class Planner:
         axis = way.recipe.axis(self.band_bytes // max(spec.dtype.itemsize, target_dtype.itemsize))
         return Move(new, spec.name, spec.dtype, target_dtype, way.recipe, axis, way.holders, way.wanted.files)
 
-    def _wanted_of(self, tensor: Tensor, new: str) -> _Wanted | None:
+    def _wanted_of(self, tensor: Tensor, new: str) -> Wanted | None:
         """Return the blocks that the wanted ranks get, with their files; None where a fault was found."""
         shape = tensor.spec.shape
         volume = self.volumes.of[new]
@@ -289,7 +299,7 @@ class Planner:
             key: object = (shape, volume)
             if key not in self._wanted:
                 everywhere = tuple(self.first_files[rank] + volume for rank in self._written_ranks())
-                self._wanted[key] = _Wanted((Block.whole(shape),), (everywhere,)), None
+                self._wanted[key] = Wanted((Block.whole(shape),), (everywhere,)), None
             return self._wanted[key][0]
         grid = self.grids.get(new) or self._grid(new, shape)
         if grid is None:
@@ -302,10 +312,10 @@ class Planner:
             ]
             kept = [(block, files) for block, files in wanted if files]
             # The grid is kept too, so that no other one can get its identity.
-            self._wanted[key] = _Wanted(tuple(b for b, _ in kept), tuple(f for _, f in kept)), grid
+            self._wanted[key] = Wanted(tuple(b for b, _ in kept), tuple(f for _, f in kept)), grid
         return self._wanted[key][0]
 
-    def _tell_absent(self, tensor: Tensor, wanted: _Wanted) -> None:
+    def _tell_absent(self, tensor: Tensor, wanted: Wanted) -> None:
         """Say which ranks of the source are needed for a tensor and not there."""
         spec, strategy = tensor.spec, self.source.strategy
         for shard in tensor.shards:
@@ -338,7 +348,7 @@ class Planner:
             chosen.setdefault(holder, []).append(first + self.volumes.of[new])
         whole = (Block.whole(tensor.spec.shape),)
         ways = [
-            _way(tensor.spec.shape, (Shard(shard.block, (holder,)),), _Wanted(whole, (tuple(files),)))
+            _way(tensor.spec.shape, (Shard(shard.block, (holder,)),), Wanted(whole, (tuple(files),)))
             for holder, files in sorted(chosen.items())
         ]
         return [(self._move(tensor, new, way), way) for way in ways if way is not None]
@@ -442,7 +452,9 @@ class Planner:
             source_files=len({number for move, _ in moves for number in move.holders}),
             target_files=len(files),
             tasks=tasks,
-            peak_memory=self._fixed_bytes() + min(self.threads, tasks) * self._buffers() * band,
+            peak_memory=self._fixed_bytes()
+            + self._coding_bytes(min(self.threads, max(tasks, 1)))
+            + min(self.threads, tasks) * self._buffers() * band,
         )
 
 
@@ -473,7 +485,7 @@ def _wanted_ranks(target: Strategy | None, ranks: Iterable[int] | None) -> tuple
     return wanted
 
 
-def _way(shape: Shape, shards: Sequence[Shard], wanted: _Wanted) -> _Way | None:
+def _way(shape: Shape, shards: Sequence[Shard], wanted: Wanted) -> _Way | None:
     """Return the way from shards to wanted blocks; None where a shard that is needed has no holder."""
     if not is_grid(shape, wanted.blocks):  # some ranks only: take the shards that they need
         shards = [shard for shard in shards if any(shard.block & block for block in wanted.blocks)]
@@ -505,7 +517,7 @@ def _shared_out(moves: Sequence[tuple[Move, _Way]]) -> tuple[tuple[Piece, ...], 
         rows = move.recipe.rows(move.axis) if weight else 0
         start = 0
         while start < rows:
-            count = min(rows - start, max(1, rows * room // weight))
+            count = min(rows - start, -(-max(1, rows * room // weight) // move.grain) * move.grain)
             task.append(Piece(number, start, start + count))
             start += count
             room -= weight * count // rows

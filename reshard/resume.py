@@ -98,6 +98,13 @@ class Session:
         self._noted = {}
         self._flushed = time.monotonic()
 
+    def finished(self) -> None:
+        """End the journals; of a directory that may have nothing else in it, leave none."""
+        self.flush()
+        if self._whole.alone:
+            for file in self._whole.files:
+                self._journal.forget(file.path)
+
     def failed(self, error: BaseException, *, keep: bool) -> None:
         """Leave what another run can go on from, if that is wanted, and tell so in a note of the error; or nothing."""
         with suppress(ReshardError):  # a full disk, perhaps: what is not noted is written again
@@ -173,7 +180,8 @@ class Session:
         needed = 0
         for number in self._left:
             file = self.plan.files[number]
-            if file.link is None:  # what is of no use in its unfinished file makes room for it
+            if file.link is None and not self.plan.coded(file):  # how large a coded one is, is not known
+                # What is of no use in its unfinished file makes room for it.
                 needed += file.layout.size - _allocated(f"{self._root}/{file.path}")
         free = status.f_bavail * status.f_frsize
         if needed > free:
@@ -231,9 +239,10 @@ def discard(path: str, root: str) -> None:
     """Remove an unfinished file, and the directories below the target's that are then empty."""
     local_store().discard(path)
     directory = os.path.dirname(path)
-    if directory != root:  # the target directory itself may have been there before
+    while len(directory) > len(root):  # the target directory itself may have been there before
         with suppress(OSError):  # it holds something else
             os.rmdir(directory)
+        directory = os.path.dirname(directory)
 
 
 def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans], root: str) -> Plan:
@@ -276,7 +285,8 @@ def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
 
 def _is_written(plan: Plan, move: Move, piece: Piece, number: int, spans: Spans, file: int) -> bool:
     width = move.target_dtype.itemsize
-    begin, end = (move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
+    first = move.starts[number] if move.starts else 0
+    begin, end = (first + move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
     runs = plan.files[file].layout.places[move.name]
     return all(
         _covers(spans, offset, offset + stop - start) for offset, start, stop in ranges(runs, begin, end - begin)

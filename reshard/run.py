@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 from reshard.cipher import store_of
 from reshard.errors import ChangedError, TargetError, UsageError, names
 from reshard.graph import Graph, How, Receipt, check_sources
+from reshard.journal import DIRECTORY as JOURNALS
 from reshard.ownership import owned
 from reshard.remote import RemotePath, as_path, existing, is_url
 from reshard.remote_store import appears_whole, remote_store
 from reshard.resume import Checksums, Session, discard, exists
-from reshard.store import local_store
+from reshard.store import PARTIAL, local_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -148,6 +149,8 @@ def run(
     root = str(target) if isinstance(target, RemotePath) else os.path.realpath(target)
     plan = owned(plan, ownership, root)
     (_check_remote_targets if is_url(root) else _check_targets)(plan, root)
+    if plan.alone:
+        _check_alone(plan, root)
     check_sources(plan, None)
     threads = _threads(threads, scheduler, plan.threads)
     if drop_cache is None:
@@ -159,6 +162,7 @@ def run(
         _refuse_existing(plan, root)
     if checksums is None:
         checksums = fsync and session is not None
+    checksums = checksums and plan.coding is None  # the bytes on the disk are others
     how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, journal=session is not None)
     left = session.plan if session else plan
     told = _Told(plan.stats.bytes_written, progress, began, session)
@@ -172,7 +176,7 @@ def run(
         else:
             receipts = _here(graph.__dask_graph__(), graph.key, threads, told)
         if session:
-            session.flush()
+            session.finished()
     except BaseException as error:
         _clean_up(plan, root, session, told.finished, error)
         raise
@@ -180,7 +184,7 @@ def run(
         if session:
             session.close()
         local_store().close()
-        store_of(plan.source.cipher).close()
+        store_of(plan.source.coding).close()
     return Report(
         root,
         tuple(file.path for file in plan.files),
@@ -198,7 +202,7 @@ def run(
         _peak_memory(),
         session.resumed if session else 0,
         sum(file.done for file in left.files),
-        Checksums(plan, root) if session and checksums else None,
+        Checksums(plan, root) if session and checksums and not plan.alone else None,
     )
 
 
@@ -294,6 +298,17 @@ def _discard_remote(plan: Plan, root: str, finished: set[int]) -> None:
     else:
         for file in plan.files:
             remote_store().discard(f"{root}/{file.path}")
+
+
+def _check_alone(plan: Plan, root: str) -> None:
+    """Refuse a directory in which something else would be taken for a part of what is written."""
+    planned = {file.path for file in plan.files}
+    found = (os.path.relpath(os.path.join(where, name), root) for where, _, some in os.walk(root) for name in some)
+    other = [
+        path for path in found if path.removesuffix(PARTIAL) not in planned and not path.startswith(f"{JOURNALS}/")
+    ]
+    if other:
+        raise TargetError(f"{root}: has {names(sorted(other), most=3)} beside; choose another directory, or remove it")
 
 
 class _Told:

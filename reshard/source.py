@@ -22,6 +22,7 @@ from reshard.remote_store import REQUESTS, store_at
 from reshard.strategy import Strategy
 from reshard.strategy_file import read_strategy
 from reshard.untrusted import reading
+from reshard.zarr_source import is_store, open_store
 
 if TYPE_CHECKING:
     import os
@@ -50,8 +51,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     """Open a checkpoint, reading headers only.
 
     Args:
-        path: a directory of rank directories; the files of some ranks by number; a unified set; or one file of whole
-            tensors. A local path, or a URL that fsspec knows, such as `s3://bucket/run`.
+        path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; or one
+            file of whole tensors. A local path, or a URL that fsspec knows, such as `s3://bucket/run`; of a zarr store
+            a local path.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the source is one rank of whole tensors.
         rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
@@ -69,6 +71,12 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             all faults at once.
         StrategyError: the strategy cannot be read.
     """
+    if not isinstance(path, Mapping) and is_store(place := as_path(path)):
+        if strategy is not None or layouts or stage is not None or suffix is not None or cipher is not None:
+            raise UsageError(
+                f"{path}: is a zarr store of whole tensors; give no strategy, layout, stage, suffix or key"
+            )
+        return open_store(place)
     files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     root = str(as_path(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_path(path))
     if strategy is not None and not isinstance(strategy, Strategy):
@@ -141,6 +149,9 @@ def read_headers(
     root = as_path(path)
     if isinstance(root, RemotePath):
         forget_listings(root.url)
+    if is_store(root):
+        store = open_store(root)
+        return store.files, store.ranks, notices
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
         return *_indexed(rank_files(root, rank_pattern, suffix, notices), cipher), notices

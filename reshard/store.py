@@ -26,6 +26,8 @@ from reshard.untrusted import open_regular
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reshard.remote_store import AnyStore
+
 PARTIAL = ".partial"
 """What the name of an unfinished target file ends with."""
 
@@ -47,7 +49,7 @@ class Readable(Protocol):
 class Store(Readable, Protocol):
     """Ranges of bytes by path, also to be written."""
 
-    def create(self, path: str, size: int) -> None:
+    def create(self, path: str, size: int | None) -> None:
         """Make an unfinished file of this size, with the space for it taken; `BudgetError` where there is none."""
 
     def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -77,6 +79,42 @@ class Stream(Protocol):
 
     def abort(self) -> None:
         """Give up; never raises."""
+
+
+class Coding(Protocol):
+    """How source files have other bytes than the tensors' own: encrypted, compressed."""
+
+    def store(self) -> AnyStore:
+        """Return what reads the tensors' own."""
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take for it."""
+
+    def __hash__(self) -> int:
+        """Tell codings apart: there is one store for each."""
+
+
+class TargetCoding(Protocol):
+    """How target files get other bytes than the tensors' own: compressed."""
+
+    def of(self, path: str) -> str | None:
+        """Return what tells how a file is coded, by its path below the target directory; None of one that is not."""
+
+    def writer(self, directory: str) -> Writer:
+        """Return what writes whole files of one task; their sizes are known only then."""
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take for it."""
+
+
+class Writer(Protocol):
+    """Takes the tensors' own bytes for target files, in any order."""
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write a whole buffer into an unfinished file."""
+
+    def close(self) -> None:
+        """See that every file is whole."""
 
 
 class LocalStore:
@@ -132,8 +170,8 @@ class LocalStore:
             except OSError as error:
                 raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
 
-    def create(self, path: str, size: int) -> None:
-        """Make the unfinished file beside `path`, with its space taken.
+    def create(self, path: str, size: int | None) -> None:
+        """Make the unfinished file beside `path`, with its space taken, or without where its size is not known yet.
 
         What is in it already stays: where a worker of a cluster is lost, this runs again while others write.
 
@@ -149,14 +187,14 @@ class LocalStore:
             raise TargetError(f"{partial}: cannot be made: {error.strerror}") from error
         held = os.fstat(fd).st_size
         try:
-            if held > size:
+            if size is not None and held > size:
                 os.ftruncate(fd, size)  # the remains of another run; all that is left of them is written over
             if size:
                 _allocate(fd, size)
         except OSError as error:
             if not held:
                 os.unlink(partial)
-            raise write_error(partial, error, size) from error
+            raise write_error(partial, error, size or 0) from error
         finally:
             os.close(fd)
 
@@ -174,6 +212,11 @@ class LocalStore:
                     done += os.pwrite(fd, buffer[done:], offset + done)
             except OSError as error:
                 raise write_error(path + PARTIAL, error, len(buffer)) from error
+
+    def cut(self, path: str, size: int) -> None:
+        """Cut the unfinished file beside `path` to its size, where that was not known before."""
+        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+            os.ftruncate(fd, size)
 
     def drop_cache(self, path: str, *, written: bool = False) -> None:
         """Leave nothing of a file in the page cache; of an unfinished one, once what is written is on the disk."""

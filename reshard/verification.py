@@ -336,8 +336,9 @@ def _within(memory: int | None, threads: int, sides: Sequence[Checkpoint]) -> tu
     if memory is None:
         return threads, BAND_BYTES
     indexes = {id(file.index): len(file.index.entries) for side in sides for file in side.files}
-    fixed = IMPORTED_BYTES + ENTRY_BYTES * sum(indexes.values())
+    plain = IMPORTED_BYTES + ENTRY_BYTES * sum(indexes.values())
     for fewer in range(threads, 0, -1):
+        fixed = plain + sum(side.coding.nbytes(fewer) for side in sides if side.coding)
         band = min(BAND_BYTES, (memory - fixed) // (fewer * _BUFFERS))
         if band >= (BAND_BYTES // 4 if fewer > 1 else LEAST_BAND_BYTES):
             return fewer, band

@@ -46,13 +46,16 @@ LAYERS = [
     {"show.folding"},
     {"graph", "arrays", "resume"},
     {"source", "move", "compare", "matching", "manifest_files", "structure", "file_task", "ownership"},
+    {"zarr_source"},
     {"contents", "fingerprint"},
     {"join"},
+    {"zarr_planner"},
     {"planner"},
     {"plan"},
     {"strategy_diff"},
     {"rank_files", "selection", "headers"},
-    {"formats.ckpt", "formats.safetensors", "formats.unified"},
+    {"zarr_chunks"},
+    {"formats.ckpt", "formats.safetensors", "formats.unified", "formats.zarr"},
     {"formats"},
     {"bands", "checkpoint", "cipher", "target_files", "manifest", "difference"},
     {"remote_store", "journal"},
@@ -76,7 +79,8 @@ UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("pla
           ("layout", "show.notebook"), ("strategy", "show.notebook"), ("plan", "show.notebook"),
           ("groups", "show.notebook"), ("run", "show.notebook"), ("graph", "show.notebook"),
           ("strategy", "rules"), ("formats", "formats.ckpt"),
-          ("formats", "formats.safetensors")}  # fmt: skip
+          ("formats", "formats.safetensors"), ("plan", "zarr_planner"),
+          ("checkpoint", "plan"), ("checkpoint", "formats.zarr")}  # fmt: skip
 
 DASK_USERS = {"cluster", "graph", "arrays", "run"}
 

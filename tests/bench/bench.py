@@ -132,6 +132,7 @@ ROWS = [
     Row("six", "st", "six", "8 → 6 ranks, warm", 0.95),
     Row("optimizer", "st", "optimizer", "optimizer-sharded target, warm", 0.95),
     Row("unify", "st", None, "unify to one set, warm", 0.95, command="unify"),
+    Row("zarr", "st", None, "unify to a zarr store, warm", 1.5, ["--format", "zarr"], command="unify"),
     Row("pipeline", "pipeline", "tp4", "pipeline 2 → 1, warm", 0.95),
     Row("ckpt", "ckpt", "tp4", ".ckpt → .ckpt, warm", 1.0),
     Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--format", "safetensors"]),

@@ -1,0 +1,387 @@
+"""zarr v3 stores as they are written here: one group, one array a tensor, each chunk a file of row-major bytes.
+
+1. A tensor is cut into chunks of one shape: its source blocks where they are equal, else as many of its first rows as
+   a size allows (`cut`). Where it does not divide, the last chunk is stored whole, its end filled with zeros.
+2. Small chunks are put together into shards: files of chunks, one after the other, with an index at the end.
+3. Each file, a chunk or a shard, is a `Unit`. Uncompressed ones are target files like any other, whose bytes have
+   known places; compressed ones are put together in memory (`zarr_chunks`).
+4. A `zarr.json` beside describes each array, and one at the root the group. That of the root gets its name last.
+
+Only the first axis along which an array is cut can have a last chunk that is not full, so what a chunk has of the
+tensor is the beginning of its bytes.
+
+bfloat16, float8 and int4, which zarr does not have, are stored as integers of their width, with the dtype's name in
+the attributes. A name that cannot be one in a file system is percent-escaped, with the name itself in the attributes.
+
+Source: the zarr v3 core specification, sharding codec 1.0; what zarr-python 3.1 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from reshard.block import Block
+from reshard.checksum import crc32c
+from reshard.dtypes import INT4
+from reshard.errors import UsageError
+from reshard.formats import FileLayout
+from reshard.target_files import Volumes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from reshard.block import Shape
+    from reshard.dtypes import DType
+    from reshard.target_files import Stored
+
+NAME = "zarr"
+
+METADATA = "zarr.json"
+"""The file that describes a group or an array."""
+
+ATTRIBUTES = "reshard"
+"""The attribute of arrays and groups under which everything of this program is kept."""
+
+SEPARATOR = "."
+"""Between the numbers in the name of a chunk's file; zarr's own choice, `/`, takes a directory for each, 0.2 ms."""
+
+ABSENT = (1 << 64) - 1
+"""Offset and length of a chunk that a shard does not have."""
+
+NATIVE = {
+    "bool": False, "complex64": [0.0, 0.0], "float16": 0.0, "float32": 0.0, "float64": 0.0,
+    **{f"{sign}int{bits}": 0 for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+"""The dtypes that zarr itself has, each with its zero."""
+
+MOST_CHUNK_BYTES = 256 << 20
+"""The largest chunk that follows a source block; larger blocks are cut. zarr reads a chunk whole."""
+
+OTHER_CHUNK_BYTES = 64 << 20
+"""The most bytes of a chunk where source blocks are not equal."""
+
+COMPRESSED_BYTES = 4 << 20
+"""The most bytes of all chunks that have a row in common, where they are compressed: a thread holds so much."""
+
+SMALL_CHUNK_BYTES = 4 << 20
+"""Smaller chunks are put into shards, unless asked otherwise: a file costs about as much as so many bytes."""
+
+SHARD_BYTES = 64 << 20
+
+_LONGEST_FILE_NAME = 255
+_LEVELS = range(-131072, 23)  # of zstd
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrGroup:
+    """One zarr v3 group of whole tensors.
+
+    Attributes:
+        chunk_bytes: the most bytes in a chunk; None for chunks that follow the source's blocks.
+        shard_bytes: the most bytes of chunks in a shard; 0 for no shards; None for shards where chunks are small.
+        compression: None, or `zstd` with a level, as in `zstd:3` (the level is 0, zstd's own choice, if left out).
+        times: note the times of the source files too, so that a later run can tell whether they changed. Without
+            them the same source gives the same bytes, wherever it lies.
+
+    Raises:
+        UsageError: a size below 1 (of shards, 0), or an unknown compression.
+
+    >>> ZarrGroup(compression="zstd:5").level
+    5
+    """
+
+    chunk_bytes: int | None = None
+    shard_bytes: int | None = None
+    compression: str | None = None
+    times: bool = False
+
+    def __post_init__(self) -> None:
+        for what, size, least in (("chunk", self.chunk_bytes, 1), ("shard", self.shard_bytes, 0)):
+            if size is not None and size < least:
+                raise UsageError(f"the largest {what} is to have {size} bytes; expected at least {least}")
+        _ = self.level
+
+    @property
+    def level(self) -> int | None:
+        """The level of zstd; None for no compression."""
+        if self.compression is None:
+            return None
+        kind, _, level = self.compression.partition(":")
+        try:
+            number = int(level or 0)
+        except ValueError:
+            number = _LEVELS.stop
+        if kind != "zstd" or number not in _LEVELS:
+            raise UsageError(f"unknown compression {self.compression!r}; expected zstd or zstd:LEVEL, at most 22")
+        return number
+
+    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:  # noqa: ARG002 -- a group has its own
+        """Say where the group is described; chunks are files of their own, which `ZarrPlanner` numbers."""
+        return Volumes((METADATA,), {tensor.name: 0 for tensor in tensors})
+
+    def array(self, shape: Shape, dtype: DType, blocks: Iterable[Block]) -> Array:
+        """Choose chunks and shards for a tensor whose source has these blocks."""
+        if not prod(shape):
+            return Array(shape, dtype, tuple(max(extent, 1) for extent in shape), None, self.level)
+        block = _common_shape(shape, blocks)
+        if self.chunk_bytes is not None:
+            chunk = cut(shape, self.chunk_bytes // dtype.itemsize)
+        elif block is None:
+            most = OTHER_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES
+            chunk = cut(shape, most // dtype.itemsize)
+        else:
+            beside = prod(-(-extent // part) for extent, part in zip(shape[1:], block[1:], strict=True))
+            most = MOST_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES // beside
+            chunk = cut(block, most // dtype.itemsize)
+        return Array(shape, dtype, chunk, self._shard(shape, chunk, dtype.itemsize), self.level)
+
+    def _shard(self, shape: Shape, chunk: Shape, itemsize: int) -> Shape | None:
+        nbytes = prod(chunk) * itemsize
+        most = self.shard_bytes
+        if most is None:
+            most = SHARD_BYTES if nbytes < SMALL_CHUNK_BYTES else 0
+        counts = cut(_counts(shape, chunk), most // nbytes)
+        return tuple(map(int.__mul__, counts, chunk)) if prod(counts) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A file of an array: a chunk, or a shard.
+
+    Attributes:
+        path: below the array.
+        blocks: what parts of the tensor are in it, at the edge less than a chunk; several chunks of a shard are one
+            block where they follow each other in the tensor as in the file.
+        starts: where each block begins in the contents, in bytes.
+        valid: for each of its chunks, how many of the chunk's bytes are of the tensor; 0 for a chunk beyond its end.
+    """
+
+    path: str
+    blocks: tuple[Block, ...]
+    starts: tuple[int, ...]
+    valid: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Array:
+    """How a tensor is stored.
+
+    Attributes:
+        shape: the tensor's.
+        dtype: kind of its elements.
+        chunk: the shape of every chunk.
+        shard: the shape of every shard; None where each chunk has a file of its own.
+        level: of zstd; None for no compression.
+    """
+
+    shape: Shape
+    dtype: DType
+    chunk: Shape
+    shard: Shape | None
+    level: int | None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes in a chunk, uncompressed."""
+        return prod(self.chunk) * self.dtype.itemsize
+
+    @property
+    def unit(self) -> Shape:
+        """The part of the tensor in a file."""
+        return self.shard or self.chunk
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """Every file of chunks, in row-major order."""
+        inner = _counts(self.unit, self.chunk)
+        whole = follows(self.unit, self.chunk)
+        return tuple(self._unit(place, inner, whole) for place in grid(self.shape, self.unit))
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block of every file."""
+        return tuple(block for unit in self.units for block in unit.blocks)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each block begins in its file's contents, in bytes."""
+        return tuple(start for unit in self.units for start in unit.starts)
+
+    def _unit(self, place: Shape, inner: Shape, whole: bool) -> Unit:
+        path = SEPARATOR.join(("c", *map(str, place)))
+        blocks = [
+            part(self.shape, self.chunk, tuple(map(_sum_of_product, place, inner, within)))
+            for within in product(*map(range, inner))
+        ]
+        valid = tuple(block.size * self.dtype.itemsize if block else 0 for block in blocks)
+        there = [block for block in blocks if block]
+        if whole:
+            box = part(self.shape, self.unit, place)
+            return Unit(path, (box,) if box else (), (0,), valid)
+        return Unit(path, tuple(there), tuple(i * self.chunk_bytes for i in range(len(there))), valid)
+
+    def file_layout(self, name: str, unit: Unit) -> FileLayout:
+        """Return what a file of uncompressed chunks has: its contents and, in a shard, the index behind them.
+
+        Of a compressed one it is what it would have; its size is known only at the end.
+        """
+        count = sum(map(bool, unit.valid))
+        nbytes = count * self.chunk_bytes
+        if self.shard is None or self.level is not None:
+            return FileLayout(nbytes, (), {name: ((0, nbytes),)})
+        starts = iter(range(0, nbytes, self.chunk_bytes))
+        spans = [(next(starts), self.chunk_bytes) if valid else (ABSENT, ABSENT) for valid in unit.valid]
+        index = shard_index(spans)
+        return FileLayout(nbytes + len(index), ((nbytes, index),), {name: ((0, nbytes),)})
+
+    def metadata(self, attributes: Mapping[str, object]) -> bytes:
+        """Return the array's `zarr.json`, as zarr-python writes it."""
+        stored = zarr_dtype(self.dtype)
+        plain: dict[str, Any] = {"name": "bytes"}
+        if self.dtype.itemsize > 1:
+            plain["configuration"] = {"endian": "little"}
+        codecs = [plain]
+        if self.level is not None:
+            codecs.append({"name": "zstd", "configuration": {"level": self.level, "checksum": False}})
+        if self.shard is not None:
+            configuration = {
+                "chunk_shape": self.chunk,
+                "codecs": codecs,
+                "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+                "index_location": "end",
+            }
+            codecs = [{"name": "sharding_indexed", "configuration": configuration}]
+        return _json(
+            {
+                "shape": self.shape,
+                "data_type": stored,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.unit}},
+                "chunk_key_encoding": {"name": "default", "configuration": {"separator": SEPARATOR}},
+                "fill_value": NATIVE[stored],
+                "codecs": codecs,
+                "attributes": {ATTRIBUTES: attributes},
+                "zarr_format": 3,
+                "node_type": "array",
+                "storage_transformers": [],
+            }
+        )
+
+
+def group_metadata(attributes: Mapping[str, object]) -> bytes:
+    """Return the group's `zarr.json`, as zarr-python writes it."""
+    return _json({"attributes": {ATTRIBUTES: attributes}, "zarr_format": 3, "node_type": "group"})
+
+
+def _json(content: Mapping[str, object]) -> bytes:
+    return json.dumps(content, indent=2).encode()
+
+
+def zarr_dtype(dtype: DType) -> str:
+    """Return the zarr dtype that stores the bits of a dtype.
+
+    >>> from reshard.dtypes import BFLOAT16
+    >>> zarr_dtype(BFLOAT16), zarr_dtype(INT4)
+    ('uint16', 'int8')
+    """
+    if dtype is INT4:
+        return "int8"
+    return dtype.name if dtype.name in NATIVE else f"uint{8 * dtype.itemsize}"
+
+
+def shard_index(spans: Iterable[tuple[int, int]]) -> bytes:
+    """Return the index of a shard: offset and length of each chunk, and a CRC-32C of them."""
+    content = b"".join(struct.pack("<QQ", *span) for span in spans)
+    return content + struct.pack("<I", crc32c(content))
+
+
+def cut(box: Shape, most: int) -> Shape:
+    """Return the shape of a part of a box with at most so many elements, at least one: some of its first rows.
+
+    The box is cut evenly where that takes less than twice as many parts.
+
+    >>> cut((100, 6), 240), cut((97, 6), 240), cut((4, 100, 6), 30), cut((5,), 9)
+    ((25, 6), (33, 6), (1, 5, 6), (5,))
+    """
+    for axis, extent in enumerate(box):
+        row = prod(box[axis + 1 :])
+        if row <= most:
+            fewest = -(-extent // (most // row))
+            evenly = (parts for parts in range(fewest, min(2 * fewest, fewest + 1000)) if extent % parts == 0)
+            return (1,) * axis + (-(-extent // next(evenly, fewest)), *box[axis + 1 :])
+    return (1,) * len(box)
+
+
+def grid(shape: Shape, unit: Shape) -> Iterator[Shape]:
+    """Yield the place of every part of a tensor that is cut regularly, in row-major order; none of an empty one."""
+    return product(*map(range, _counts(shape, unit)))
+
+
+def part(shape: Shape, unit: Shape, place: Shape) -> Block | None:
+    """Return the block at a place of a regular grid, no further than the tensor goes; None beyond its end.
+
+    >>> part((5, 4), (2, 2), (2, 1)), part((5, 4), (2, 2), (3, 0))
+    (Block(start=(4, 2), stop=(5, 4)), None)
+    """
+    start = tuple(map(int.__mul__, place, unit))
+    stop = tuple(min(a + extent, end) for a, extent, end in zip(start, unit, shape, strict=True))
+    return Block(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+
+def follows(unit: Shape, chunk: Shape) -> bool:
+    """Tell whether the chunks of a shard, one after the other, are the shard in row-major order.
+
+    >>> follows((8, 6), (2, 6)), follows((8, 6), (8, 3)), follows((1, 8, 6), (1, 2, 6)), follows((2, 8), (2, 2))
+    (True, False, True, False)
+    """
+    axis = next((axis for axis, extent in enumerate(unit) if extent > 1), 0)
+    return unit[axis + 1 :] == chunk[axis + 1 :]
+
+
+def escaped(name: str) -> str:
+    """Return the name of a tensor's array, which is also a directory.
+
+    What would leave the directory, hide in it, or mean something to zarr or a terminal is percent-escaped.
+
+    >>> [escaped(name) for name in ("layers.0.wq.weight", "a/b", "..", "zarr.json", "__w", "", "50%")]
+    ['layers.0.wq.weight', 'a%2Fb', '%2E.', '%7Aarr.json', '%5F_w', '%', '50%25']
+
+    Raises:
+        UsageError: it is too long for a file name.
+    """
+    text = "".join(char if char.isprintable() and char not in "/\\%" else _percent(char) for char in name) or "%"
+    if text.startswith((".", "__", METADATA)):  # hidden files and v2 metadata; reserved; the group's own
+        text = _percent(text[0]) + text[1:]
+    if len(text.encode()) > _LONGEST_FILE_NAME:
+        raise UsageError(
+            f"tensor {name[:40]!r}…: its name is {len(text.encode())} bytes as that of a directory; at most "
+            f"{_LONGEST_FILE_NAME} are possible; give it another with --name-map"
+        )
+    return text
+
+
+def _percent(char: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in char.encode(errors="surrogatepass"))
+
+
+def _common_shape(shape: Shape, blocks: Iterable[Block]) -> Shape | None:
+    """Return the shape of blocks that cut a tensor into equal parts; None where they do not."""
+    shapes = {block.shape for block in blocks}
+    if len(shapes) != 1:
+        return None
+    (block,) = shapes
+    divides = all(part and extent % part == 0 for extent, part in zip(shape, block, strict=True))
+    return block if divides else None
+
+
+def _counts(shape: Shape, unit: Shape) -> Shape:
+    return tuple(-(-extent // part) for extent, part in zip(shape, unit, strict=True))
+
+
+def _sum_of_product(place: int, count: int, within: int) -> int:
+    return place * count + within
