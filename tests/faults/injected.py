@@ -46,7 +46,7 @@ def inject(fault: dict[str, Any]) -> None:
         original = getattr(os, name)
 
         def operation(*arguments: Any, **options: Any) -> Any:
-            if name == "write" and arguments[0] <= 2:
+            if name == "write" and Path(f"/proc/self/fd/{arguments[0]}").readlink().suffix != ".jsonl":
                 return original(*arguments)
             with lock:
                 counts[name] += 1
@@ -136,7 +136,7 @@ def main() -> None:
     from reshard import graph, planner, resume
     from reshard.cli import main as reshard
 
-    planner.TASK_BYTES, planner.BAND_BYTES, planner.LEAST_BAND_BYTES = 2048, 1024, 256
+    planner.TASK_BYTES, planner.BAND_BYTES, planner.LEAST_BAND_BYTES = 1024, 512, 256
     graph.FILES_A_TASK = 2
     resume.FLUSH_SECONDS = 0
     inject(fault)
