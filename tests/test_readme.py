@@ -87,6 +87,8 @@ def test_inline_commands_name_what_exists() -> None:
         "for c in transform unify convert verify plan run 'strategy merge' 'strategy make'; do reshard $c --help; done",
         ROOT,
     )
-    help_text += run(f"{sys.executable} tests/bench/bench.py --help", ROOT)
+    help_text += run(
+        f"{sys.executable} tests/bench/bench.py --help; {sys.executable} tests/bench/zarr_route.py --help", ROOT
+    )
     for option in re.findall(r"(?<![-|<])--[a-z][a-z-]+", README):
         assert option in help_text, option
