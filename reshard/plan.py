@@ -7,6 +7,7 @@ layouts of target files with equal contents.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -283,26 +284,31 @@ class Plan:
         checksums: bool | None = None,
         journal: bool = True,
         ownership: str | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[Progress], None] | bool | None = None,
     ) -> Report:
-        """Write the target files below a directory: `reshard.run.run`, which tells of the options and errors."""
-        from reshard.run import run  # upward, as above
+        """Write the target files below a directory: `reshard.run.run`, which tells of the options and errors.
 
-        return run(
-            self,
-            directory,
-            client=client,
-            scheduler=scheduler,
-            threads=threads,
-            fsync=fsync,
-            drop_cache=drop_cache,
-            overwrite=overwrite,
-            restart=restart,
-            checksums=checksums,
-            journal=journal,
-            ownership=ownership,
-            progress=progress,
-        )
+        `progress=True` shows a bar, in a notebook or on a terminal.
+        """
+        from reshard.progress import shown  # upward, as above
+        from reshard.run import run
+
+        with shown() if progress is True else nullcontext(progress or None) as told:
+            return run(
+                self,
+                directory,
+                client=client,
+                scheduler=scheduler,
+                threads=threads,
+                fsync=fsync,
+                drop_cache=drop_cache,
+                overwrite=overwrite,
+                restart=restart,
+                checksums=checksums,
+                journal=journal,
+                ownership=ownership,
+                progress=told,
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a plan file, which `reshard.read_plan` and `reshard run` read: `reshard.plan_file.save`."""

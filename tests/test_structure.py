@@ -32,6 +32,7 @@ LAYERS = [
     {"verdict"},
     {"verification"},
     {"cli_words"},
+    {"progress"},
     {"cli_options", "terminal"},
     {"show.notebook"},
     {"report"},
@@ -73,7 +74,7 @@ LAYERS = [
 # One-line conveniences that look upward: `checkpoint["w"]`, `plan.rank`, `plan.graph`, `plan.run`, `_repr_html_`,
 # `picture`, the registry of formats; and names for type checkers only do not count.
 UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("plan", "run"), ("plan", "planner"),
-          ("plan", "plan_file"), ("plan", "ownership"),
+          ("plan", "plan_file"), ("plan", "progress"), ("plan", "ownership"),
           ("checkpoint", "groups"), ("checkpoint", "show.blocks"), ("layout", "show.blocks"),
           ("strategy", "show.blocks"), ("plan", "show.flow"), ("checkpoint", "show.notebook"),
           ("layout", "show.notebook"), ("strategy", "show.notebook"), ("plan", "show.notebook"),
