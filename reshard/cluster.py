@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import uuid
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
         ) as local,
         Client(local, set_as_default=False) as client,
     ):
+        client.run(ignore_interrupts)
         yield client
 
 
@@ -158,14 +160,20 @@ def work_on(client: Any, graph: Graph, told: Callable[[object], None]) -> list[R
     except BaseException as error:
         client.cancel(futures)
         with suppress(Exception):  # a cluster that is gone has nobody to wait for
-            client.run(settled)
+            client.run(settled, graph.run)
         if isinstance(error, (ReshardError, KeyboardInterrupt)) or not isinstance(error, Exception):
             raise
         raise ReshardError(f"the cluster failed: {error}") from error
     return found
 
 
-async def settled() -> None:
-    """On a worker: wait until none of its tasks writes; they cannot be stopped, and the files are to be removed."""
-    while running.count:
+async def settled(run: str) -> None:
+    """On a worker: give a run up, and wait until none of its tasks writes, since the files are to be removed."""
+    running.stopped.add(run)
+    while running.tasks[run]:
         await asyncio.sleep(0.05)
+
+
+def ignore_interrupts() -> None:
+    """On a worker of this machine: leave Ctrl-C, which a terminal sends to all, to the command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

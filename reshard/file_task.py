@@ -74,6 +74,7 @@ def write_files(
     sync: bool,
     checksums: bool = False,
     check: Callable[[], object],
+    go_on: Callable[[], object],
 ) -> Moved:
     """Write the files of a group; nothing of them is left where that fails.
 
@@ -84,6 +85,7 @@ def write_files(
         sync: have them on the disk.
         checksums: sum up what is written.
         check: called before a file is complete, and so may appear; raises if it must not.
+        go_on: see `move_pieces`.
 
     Raises:
         SourceError: a source file ends early or cannot be read.
@@ -96,7 +98,7 @@ def write_files(
             path = f"{directory}/{plan.files[number].path}"
             files[path] = _File(plan.files[number].layout, path)
         store = _Files(store_of(plan.source.coding), files)
-        moved = move_pieces(plan, plan.tasks[0], directory, store, checksums=checksums, in_order=True)
+        moved = move_pieces(plan, plan.tasks[0], directory, store, checksums=checksums, in_order=True, go_on=go_on)
         check()
         for path, file in files.items():
             file.finish(sync=sync)

@@ -15,6 +15,7 @@ import os
 import re
 import threading
 import time
+import uuid
 from array import array
 from collections import Counter
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
 from reshard.cipher import store_of
-from reshard.errors import ChangedError, SourceError, names
+from reshard.errors import ChangedError, ReshardError, SourceError, names
 from reshard.file_task import write_files, write_literals
 from reshard.fingerprint import digest, plan_digest
 from reshard.journal import Journal
@@ -78,6 +79,7 @@ class How(NamedTuple):
         apart: the tasks may run in several processes.
         checksums: sum up what is written.
         journal: note in the target's journal when a file is complete.
+        run: which run it is; a graph gives itself one.
     """
 
     fsync: bool = True
@@ -85,33 +87,41 @@ class How(NamedTuple):
     apart: bool = False
     checksums: bool = False
     journal: bool = False
+    run: str = ""
 
 
-class _Running:
-    """How many tasks of this process are at work."""
+class Running:
+    """The tasks of this process that write, by run, and the runs that are given up."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.lock = threading.Lock()
+        self.tasks: Counter[str] = Counter()
+        self.stopped: set[str] = set()
+        self._lock = threading.Lock()
 
-    def add(self, number: int) -> None:
-        with self.lock:
-            self.count += number
+    def add(self, run: str, number: int) -> None:
+        """Count tasks of a run."""
+        with self._lock:
+            self.tasks[run] += number
+
+    def go_on(self, run: str) -> None:
+        """Raise where a run is given up; a task that writes large files takes long."""
+        if run in self.stopped:
+            raise ReshardError("the run was given up")
 
 
-running = _Running()
-"""The tasks of this process that write; a run that failed waits for those of its cluster's workers."""
+running = Running()
 
 
 @contextmanager
-def _working(*, apart: bool, written: Sequence[str] = (), sync: bool = False) -> Iterator[None]:
+def _working(run: str, *, apart: bool, written: Sequence[str] = (), sync: bool = False) -> Iterator[None]:
     """Do the work of a task; where several processes share the files, leave nothing of them in this one.
 
     What is written goes to the disk (`sync`), or at least to the server of a network file system, which closing sees
     to. And a file that is held open is not the one that gets its name next time.
     """
-    running.add(1)
+    running.add(run, 1)
     try:
+        running.go_on(run)
         yield
         if apart and sync:
             for path in written:
@@ -119,7 +129,7 @@ def _working(*, apart: bool, written: Sequence[str] = (), sync: bool = False) ->
     finally:
         if apart:
             local_store().close()
-        running.add(-1)
+        running.add(run, -1)
 
 
 def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
@@ -127,7 +137,7 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     began = time.perf_counter()
     store = local_store()
     paths = [f"{directory}/{plan.files[number].path}" for number in files]
-    with _working(apart=how.apart, written=paths, sync=how.fsync):
+    with _working(how.run, apart=how.apart, written=paths, sync=how.fsync):
         for number, path in zip(files, paths, strict=True):
             layout = plan.files[number].layout
             store.create(path, None if plan.coded(plan.files[number]) else layout.size)
@@ -144,8 +154,16 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     together = how.drop_cache or how.apart
     targets = _targets(plan, number) if together else ()
     written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)]
-    with _working(apart=how.apart, written=written, sync=how.fsync):
-        moved = move_pieces(plan, plan.tasks[number], directory, store, writer, checksums=how.checksums)
+    with _working(how.run, apart=how.apart, written=written, sync=how.fsync):
+        moved = move_pieces(
+            plan,
+            plan.tasks[number],
+            directory,
+            store,
+            writer,
+            checksums=how.checksums,
+            go_on=lambda: running.go_on(how.run),
+        )
         if writer:
             writer.close()
         if how.drop_cache:
@@ -173,7 +191,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
     """Write one group of files, each from its first byte to its last."""
     began = time.perf_counter()
     group = group_plan(plan, plan.groups[number])
-    with _working(apart=how.apart):
+    with _working(how.run, apart=how.apart):
         moved = write_files(
             group,
             plan.groups[number],
@@ -181,6 +199,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
             sync=how.fsync,
             checksums=how.checksums,
             check=lambda: check_sources(group, None),
+            go_on=lambda: running.go_on(how.run),
         )
         if how.drop_cache:
             for holder in {holder for move in group.moves for holder in move.holders}:
@@ -257,6 +276,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         plan: by tensor, or by file (see `ownership`).
         directory: where the target files go; a path or a URL.
         how: the tasks do their work.
+        run: what tells this run from others, for giving it up.
         ready: the key of the receipts of all work; what comes after gives the files their names.
         key: the key of all receipts.
     """
@@ -264,7 +284,8 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     def __init__(self, plan: Plan, directory: str, how: How) -> None:
         self.plan = plan
         self.directory = directory
-        self.how = how
+        self.run = uuid.uuid4().hex
+        self.how = how._replace(run=self.run)
         sources = [(file.path, file.nbytes, file.mtime_ns) for file in plan.source.files]
         # Not dask's token of all this: with what moves share in each of them, it would take more than the plan.
         self._token: str = digest([directory, tuple(how), sources, plan_digest(plan), hash(plan.tasks), plan.groups])

@@ -19,7 +19,7 @@ from reshard.remote import is_url
 from reshard.remote_store import FETCH_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
 
@@ -96,6 +96,7 @@ def move_pieces(
     *,
     checksums: bool = False,
     in_order: bool = False,
+    go_on: Callable[[], object] = lambda: None,
 ) -> Moved:
     """Move some rows of some tensors from the source files into the unfinished target files.
 
@@ -107,6 +108,7 @@ def move_pieces(
         writer: writes them where the store does not.
         checksums: sum up what is written.
         in_order: write each file from its first byte to its last, as far as the pieces follow its order.
+        go_on: called before each band; raises where the run is given up.
 
     Returns:
         the bytes of contents read and written, and the ranges where `checksums`.
@@ -118,6 +120,7 @@ def move_pieces(
     read = written = 0
     sums = _Sums() if checksums else None
     for mover, band in _ahead(_all_bands(plan, pieces, directory, store, writer or store, in_order=in_order), store):
+        go_on()
         mover.band(band, sums)
         read += mover.read
         written += mover.written

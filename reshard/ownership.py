@@ -38,6 +38,9 @@ OWNERSHIPS = ("tensor", "file")
 FILES_AT_ONCE = 64
 """The most local files that a task writes side by side."""
 
+LIBRARY_BYTES = 56 << 20
+"""Resident memory of fsspec and a file system's library, s3fs with its client being the largest; measured."""
+
 STREAMS_AT_ONCE = 16
 """The most files at URLs: each holds a part, and a copy of it while it is sent."""
 
@@ -75,7 +78,7 @@ def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
         plan.stats,
         bytes_read=sum(nbytes * len({of[number] for number in files}) for files, nbytes in readers.items()),
         tasks=len(groups),
-        peak_memory=plan.stats.peak_memory + plan.threads * _held(plan, groups, directory),
+        peak_memory=plan.stats.peak_memory + _held(plan, groups, directory),
     )
     return replace(plan, groups=groups, tasks=(), stats=stats)
 
@@ -181,10 +184,10 @@ def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int)
     return tuple(tuple(sorted(group)) for group in {id(group): group for group in of.values()}.values())
 
 
-def _held(plan: Plan, groups: Iterable[Sequence[int]], directory: str) -> int:
-    """Return how many bytes a task holds beside its bands: what was fetched, and parts of files to be sent."""
-    fetched = FETCH_BYTES + plan.band_bytes if any(is_url(file.path) for file in plan.source.files) else 0
-    if not is_url(directory):
-        return fetched
+def _held(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
+    """Return how many bytes a run holds for URLs: libraries, and in each thread what it fetched and is to send."""
+    reads, writes = any(is_url(file.path) for file in plan.source.files), is_url(directory)
+    fetched = 2 * (FETCH_BYTES + plan.band_bytes) if reads else 0  # as it comes in, and as one piece
     sizes = ([plan.files[number].layout.size for number in group] for group in groups)
-    return fetched + max((sum(2 * min(part_bytes(size), size) for size in some) for some in sizes), default=0)
+    sent = max((sum(2 * min(part_bytes(size), size) for size in some) for some in sizes), default=0) if writes else 0
+    return (LIBRARY_BYTES if reads or writes else 0) + min(plan.threads, max(len(groups), 1)) * (fetched + sent)

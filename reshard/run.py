@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.cipher import store_of
 from reshard.errors import ChangedError, TargetError, UsageError, names
-from reshard.graph import Graph, How, Receipt, check_sources
+from reshard.graph import Graph, How, Receipt, check_sources, running
 from reshard.journal import DIRECTORY as JOURNALS
 from reshard.ownership import owned
 from reshard.remote import RemotePath, as_path, existing, is_url
@@ -172,9 +172,9 @@ def run(
             from reshard.cluster import check_workers, work_on
 
             check_workers(left, root, client)
-            receipts = _here(graph.naming(work_on(client, graph, told.add)), graph.key, threads, told)
+            receipts = _here(graph, graph.naming(work_on(client, graph, told.add)), threads, told)
         else:
-            receipts = _here(graph.__dask_graph__(), graph.key, threads, told)
+            receipts = _here(graph, graph.__dask_graph__(), threads, told)
         if session:
             session.finished()
     except BaseException as error:
@@ -334,7 +334,7 @@ class _Told:
             self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))
 
 
-def _here(tasks: dict[str, Any], key: str, threads: int, told: _Told) -> list[Receipt]:
+def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: _Told) -> list[Receipt]:
     """Run on this machine; in this thread where none are asked for. After a failure no task runs any more."""
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
@@ -345,12 +345,15 @@ def _here(tasks: dict[str, Any], key: str, threads: int, told: _Told) -> list[Re
     found: list[Receipt]
     with Callback(posttask=posttask):
         if not threads:
-            (found,) = get_sync(tasks, [key])
+            (found,) = get_sync(tasks, [graph.key])
             return found
         pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
         try:
             # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
-            (found,) = get_async(pool.submit, 2 * threads, tasks, [key])
+            (found,) = get_async(pool.submit, 2 * threads, tasks, [graph.key])
+        except BaseException:
+            running.stopped.add(graph.run)
+            raise
         finally:
             # dask raises while other tasks still write: wait for them before anybody touches the files.
             pool.shutdown(wait=True, cancel_futures=True)
