@@ -133,7 +133,7 @@ class LocalStore:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise SourceError(f"{path}: cannot be looked at: {error.strerror}") from None
+            raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
         return Status(status.st_size, status.st_mtime_ns)
 
     def size(self, path: str) -> int:

@@ -14,6 +14,7 @@ import json
 import os
 import stat
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -59,7 +60,9 @@ def is_store(root: AnyPath) -> bool:
         if (root / METADATA).is_file():
             raise UsageError(f"{root}: is a zarr store at a URL; those are read from local directories only; copy it")
         return False
-    return any((root / name).exists() for name in (METADATA, METADATA + PARTIAL, *_V2))
+    with suppress(OSError):  # a directory that cannot be read is no store; whoever reads it next says so
+        return any((root / name).exists() for name in (METADATA, METADATA + PARTIAL, *_V2))
+    return False
 
 
 def open_store(place: AnyPath) -> Checkpoint:

@@ -161,7 +161,7 @@ def test_a_worker_that_sees_other_files_is_named(
     with cluster(tmp_path, 0) as one:
         one.add_worker(cwd=tmp_path / "elsewhere")
         with client_of(one.address, 1) as client:
-            with pytest.raises(SourceError, match=r"worker tcp://.*cannot be looked at.* by the same paths"):
+            with pytest.raises(SourceError, match=r"worker tcp://.*cannot be read.* by the same paths"):
                 reshard.plan(source, AFTER).run(tmp_path / "out", client=client)
             assert not (tmp_path / "out").exists()
             there = f"/proc/self/cwd/{os.path.relpath(tmp_path)}"

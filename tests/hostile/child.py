@@ -164,7 +164,10 @@ def snapshot(directory: Path) -> dict[str, tuple[int, ...]]:
     """Everything below a directory that is no target, with what changes when it is written."""
     found = {}
     for path in sorted(directory.rglob("*")):
-        if path.relative_to(directory).parts[0] != "out":
+        if path.relative_to(directory).parts[0] not in {
+            "out",
+            ".reshard",
+        }:  # journals are beside a target that is a file
             status = path.lstat()
             found[str(path)] = (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns)
     return found
