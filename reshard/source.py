@@ -12,6 +12,7 @@ from reshard.checkpoint import Checkpoint, FileIndex, SourceFile
 from reshard.cipher import Cipher, store_of
 from reshard.contents import compare_contents, own_value
 from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError, names
+from reshard.formats import index_file
 from reshard.formats.unified import read_index
 from reshard.headers import Headers
 from reshard.join import join
@@ -225,12 +226,15 @@ def _indexed(
 
 def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[Status, FileIndex]]:
     """Yield the state and the header of every file; those at URLs side by side, because each request takes its time."""
-    headers = Headers(store_of(cipher))
+    store = store_of(cipher)
+    headers = Headers(store)
 
     def header(path: AnyPath) -> tuple[Status, FileIndex]:
         status = path.status() if isinstance(path, RemotePath) else store_at(str(path)).status(str(path))
         # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
+        if isinstance(path, RemotePath):  # to look whether its header is one that is known is a request too
+            return status, FileIndex("ckpt", {}) if empty else index_file(str(path), store=store)
         return status, FileIndex("ckpt", {}) if empty else headers.index(str(path))
 
     if not any(isinstance(path, RemotePath) for path in paths):
