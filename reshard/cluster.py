@@ -7,6 +7,7 @@ gives it to one worker; the others fetch it from there. Tasks name it, and carry
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import uuid
@@ -69,6 +70,7 @@ def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
             threads_per_worker=threads or max(1, processors // workers),
             processes=True,
             dashboard_address="127.0.0.1:0",
+            silence_logs=logging.ERROR,  # workers warn of tasks that are cancelled: that is what a stopped run does
         ) as local,
         Client(local, set_as_default=False) as client,
     ):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WRAPPER = Path(__file__).with_name("injected.py")
-SEEDS = 10  # of each kind of fault
+SEEDS = 8  # of each kind of fault
 
 FULL = numbers({"net.w": (48, 32), "net.b": (96,), "net.v": (24, 8, 4)})
 SOURCE = Strategy.of({
