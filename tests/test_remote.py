@@ -322,7 +322,7 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
     monkeypatch.setattr(reshard.remote, "filesystem", lambda url: (fs, url.removeprefix("s3://")))
     monkeypatch.setattr(fs, "retries", 1)
-    with pytest.raises(SourceError, match=r"s3://b/x: cannot be looked at: .*127\.0\.0\.1:9"):
+    with pytest.raises(SourceError, match=r"s3://b/x.*: cannot be looked at: .*127\.0\.0\.1:9"):
         reshard.open("s3://b/x")
 
 
