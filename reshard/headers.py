@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reshard.formats import RangeReader, index_file
-from reshard.store import LocalStore
+from reshard.remote import is_url
+from reshard.remote_store import AnyStore
+from reshard.store import local_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,8 +33,9 @@ class _Header:
 
     def is_of(self, path: str, store: Readable) -> bool:
         """Tell whether another file of the same size has it."""
-        if type(store) is LocalStore:  # there may be half a million pieces, and a call for each costs more than reading
-            return store.holds(path, self.pieces)
+        # There may be half a million pieces, and a store's call for each costs more than reading it.
+        if type(store) is AnyStore and not is_url(path):
+            return local_store().holds(path, self.pieces)
         reader = RangeReader(path, store=store, window=0)
         return all(reader.read(offset, len(piece)) == piece for offset, piece in self.pieces)
 

@@ -11,7 +11,7 @@ from checkpoints import write_file
 from reshard import headers
 from reshard.formats import ckpt, index_file
 from reshard.headers import Headers
-from reshard.store import LocalStore
+from reshard.remote_store import AnyStore, any_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ FORMATS = pytest.mark.parametrize("format", ["safetensors", "ckpt"])
 
 def indexes(*paths: Path) -> list[FileIndex]:
     """Index files together; each index must be what the file alone has."""
-    together = Headers(LocalStore())
+    together = Headers(AnyStore())
     found = [together.index(str(path)) for path in paths]
     assert found == [index_file(str(path)) for path in paths]
     return found
@@ -42,7 +42,7 @@ def test_files_that_differ_in_contents_alone_are_parsed_once(
     assert all(other is first for other in others)
     parsed: list[str] = []
     monkeypatch.setattr(headers, "index_file", lambda path, store: parsed.append(path) or index_file(path, store=store))
-    together = Headers(LocalStore())
+    together = Headers(AnyStore())
     for path in paths:
         together.index(str(path))
     assert parsed == [str(paths[0])]
@@ -88,12 +88,23 @@ def test_files_that_differ_in_a_checksum_share_their_entries(tmp_path: Path) -> 
 
 
 def test_files_behind_another_store_are_compared_too(tmp_path: Path) -> None:
-    class Other(LocalStore):
+    class Other(AnyStore):
         """Such as one that decrypts."""
 
     paths = [write_file(tmp_path / f"{rank}", tensors(rank), "ckpt") for rank in range(2)]
     together = Headers(Other())
     assert together.index(str(paths[0])) is together.index(str(paths[1]))
+
+
+@FORMATS
+def test_local_files_are_compared_without_a_call_for_each_piece(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write_file(tmp_path / f"{rank}", tensors(rank), format) for rank in range(2)]
+    together = Headers(any_store())
+    first = together.index(str(paths[0]))
+    monkeypatch.setattr(AnyStore, "read_into", None)
+    assert together.index(str(paths[1])) is first
 
 
 def test_what_is_no_entry_is_not_held_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
