@@ -396,6 +396,8 @@ def _strategy_data(strategy: Strategy | None) -> Json | None:
 
 def _way_data(files: TargetFiles) -> Json:
     fields: Any = files  # each of the classes below is a dataclass
+    if isinstance(files, ZarrGroup) and files.times:
+        raise UsageError("a plan of a zarr store with the times of its source files cannot be saved; leave them out")
     for name, (way, _) in _WAYS.items():
         if type(files) is way:
             return {"way": name, "fields": astuple(fields)}

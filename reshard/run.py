@@ -132,7 +132,8 @@ def run(
         checksums: sum up (CRC-32C) what is written, so that an interrupted run can be gone on with; by default as
             `fsync`.
         journal: note in `.reshard` in the target directory what is written; without it, nothing can be gone on with,
-            and the files that an earlier run finished count as anybody's. A target at a URL has none.
+            and the files that an earlier run finished count as anybody's. A target at a URL has none; a zarr store
+            has none once it is finished.
         ownership: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
             By default `file` where the target is at a URL, `tensor` elsewhere.
         progress: called after each task.
@@ -158,8 +159,8 @@ def run(
     session = None
     if journal and not is_url(root):
         session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads)
-    elif not (overwrite or restart):
-        _refuse_existing(plan, root)
+    else:
+        _begin_unnoted(plan, root, overwrite=overwrite or restart)
     if checksums is None:
         checksums = fsync and session is not None
     checksums = checksums and plan.coding is None  # the bytes on the disk are others
@@ -278,6 +279,15 @@ def _check_remote_targets(plan: Plan, root: str) -> None:
     for file in plan.files:
         if f"{root}/{file.path}" in sources:
             raise TargetError(f"{root}/{file.path}: is one of the source files; choose another target directory")
+
+
+def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> None:
+    """Do what a session does where there is a journal: refuse what is there, forget what is unfinished."""
+    if not overwrite:
+        _refuse_existing(plan, root)
+    if plan.alone:
+        for file in plan.files:  # beyond the end of a tensor nothing is written, and there shall be zeros
+            local_store().discard(f"{root}/{file.path}")
 
 
 def _refuse_existing(plan: Plan, root: str) -> None:

@@ -20,6 +20,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.difference import Difference
 from reshard.errors import BudgetError, SourceError, UsageError, names
 from reshard.formats.unified import SET_INDEXES
+from reshard.formats.zarr import NAME as ZARR
 from reshard.manifest import Manifest, read_manifest
 from reshard.manifest_files import check_files, sum_files
 from reshard.matching import match, pairs_of_ranks
@@ -180,9 +181,12 @@ def make_manifest(
 
     Raises:
         SourceError: a file cannot be read, or is not sound.
+        UsageError: it is a zarr store.
     """
     told = _told(progress, time.perf_counter())
     files, _, _ = read_headers(target, rank_pattern=rank_pattern, suffix=suffix)
+    if files[0].index.format == ZARR:
+        raise UsageError(f"{target}: is a zarr store; a manifest is of checkpoint files; compare it with its source")
     root = _root(Path(target))
     others = [name for name in SET_INDEXES if Path(target).is_dir() and (root / name).is_file()]
     return sum_files(root, files, others, threads=_threads(threads), progress=told)

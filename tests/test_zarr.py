@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -30,10 +31,14 @@ from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.formats import Content, by_name
 from reshard.formats import zarr as format_zarr
+from reshard.graph import How, commit_files, create_files, move_task, withdraw_index
+from reshard.resume import Session
 from reshard.zarr_planner import provenance
 from reshard.zarr_source import clipped
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reshard.run import Progress
 
 SHAPES = {"layers.0.wq": (8, 6), "layers.0.wo": (40, 30), "experts": (4, 6, 10), "norm": (7,)}
@@ -346,6 +351,104 @@ def test_a_failure_leaves_nothing(
     assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
 
 
+class Killed(BaseException):
+    """Ends a run as a kill does, with no time to clean up."""
+
+
+@pytest.fixture
+def unclean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed run notes what it wrote, and leaves everything as it is."""
+    monkeypatch.setattr(Session, "failed", lambda session, _error, **_keep: session.flush())
+
+
+def killed_at(call: int, name: str, run: Callable[[], object]) -> int:
+    """Have a run end at a call of a function of `os`; return how many there were."""
+    real, count = getattr(os, name), 0
+
+    def killing(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise Killed
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, name, killing)
+        if call:
+            with pytest.raises(Killed):
+                run()
+        else:
+            run()
+    return count
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize(("name", "share"), [("pwrite", 0.7), ("pwrite", 1), ("replace", 0.3), ("replace", 1)])
+@pytest.mark.usefixtures("unclean")
+def test_a_run_goes_on_where_one_was_killed(
+    source: reshard.Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    group: ZarrGroup,
+    name: str,
+    share: float,
+) -> None:
+    """Ranges of plain files, and whole files of any kind; at the end nothing but the store is there."""
+    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    plan = reshard.plan(source, files=group)
+    count = killed_at(0, name, lambda: plan.run(tmp_path / "whole", scheduler="synchronous"))
+    store = tmp_path / "z"
+    killed_at(round(share * count), name, lambda: plan.run(store, scheduler="synchronous"))
+    assert (store / ".reshard").is_dir()
+    with pytest.raises(SourceError, match="unfinished"):
+        reshard.open(store)
+    report = plan.run(store)
+    assert report.resumed + report.bytes_written == plan.stats.bytes_written
+    if name == "replace" and (share == 1 or not plan.coding):
+        assert report.resumed == plan.stats.bytes_written
+    elif not plan.coding or name == "replace":
+        assert 0 < report.resumed < plan.stats.bytes_written
+    assert tree(store) == tree(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("unclean")
+def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """A plain chunk that has its name already, and would be at the same path compressed, is not taken for that."""
+    store = tmp_path / "z"
+    killed_at(6, "replace", lambda: source.to_zarr(store, shard_bytes=0))
+    with pytest.raises(TargetError, match="by a run of another plan"):
+        source.to_zarr(store, shard_bytes=0, compression="zstd")
+    source.to_zarr(store, shard_bytes=0, compression="zstd", restart=True)
+    assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
+    assert not (store / ".reshard").exists()
+
+
+def test_without_a_journal_nothing_of_an_unfinished_file_stays(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, files=GROUPS["chunks"])  # of which some go beyond their tensor
+    plan.run(tmp_path / "whole")
+    for file in plan.files:
+        path = tmp_path / "z" / f"{file.path}.partial"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * file.layout.size)
+    plan.run(tmp_path / "z", journal=False)
+    assert tree(tmp_path / "z") == tree(tmp_path / "whole")
+
+
+def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """As on a cluster that lost the worker with the receipts of that, while others were writing."""
+    plan = reshard.plan(source, files=GROUPS["zstd shards"])
+    plan.run(tmp_path / "whole")
+    root, how = str(tmp_path / "z"), How(fsync=False)
+    every = range(len(plan.files))
+    create_files(plan, every, root, how)
+    for number in range(len(plan.tasks)):
+        move_task(plan, number, root, how, None)
+        create_files(plan, every, root, how)
+    withdraw_index(plan, root, None)
+    commit_files(plan, every, root, how, None)
+    assert tree(tmp_path / "z") == tree(tmp_path / "whole")
+
+
 def test_an_unfinished_store_is_told(source: reshard.Checkpoint, tmp_path: Path) -> None:
     source.to_zarr(tmp_path / "z")
     (tmp_path / "z" / "zarr.json").rename(tmp_path / "z" / "zarr.json.partial")
@@ -356,6 +459,7 @@ def test_an_unfinished_store_is_told(source: reshard.Checkpoint, tmp_path: Path)
 def test_another_store_in_the_way(source: reshard.Checkpoint, tmp_path: Path) -> None:
     store = tmp_path / "z"
     source.to_zarr(store, chunk_bytes=400)
+    assert not (store / ".reshard").exists()  # zarr would warn of it
     with pytest.raises(TargetError, match="already; choose another"):
         source.to_zarr(store, chunk_bytes=400)
     source.to_zarr(store, chunk_bytes=400, overwrite=True)
@@ -661,6 +765,56 @@ def test_a_store_takes_no_strategy_and_is_not_converted(source: reshard.Checkpoi
     assert "is a zarr store; `reshard transform`" in done.output
 
 
+def test_what_a_store_is_not_made_for_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, files=ZarrGroup())
+    with pytest.raises(UsageError, match="is written by tensor, into a local directory"):
+        plan.run(tmp_path / "z", ownership="file")
+    with pytest.raises(UsageError, match="is written by tensor, into a local directory"):
+        plan.run("memory://zarr/z")
+    plan.run(tmp_path / "z")
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").put(str(tmp_path / "z"), "/zarr/there", recursive=True)
+    with pytest.raises(UsageError, match="is a zarr store at a URL"):
+        reshard.open("memory://zarr/there")
+    with pytest.raises(UsageError, match="a manifest is of checkpoint files"):
+        reshard.make_manifest(tmp_path / "z")
+    with pytest.raises(UsageError, match="a plan of one cannot be saved"):
+        reshard.plan(reshard.open(tmp_path / "z"), TARGET).save(tmp_path / "plan.json")
+    assert reshard.open(f"file://{tmp_path}/z").format == "zarr"
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_a_plan_file_makes_the_same_store(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
+    plan = reshard.plan(source, files=group)
+    plan.save(tmp_path / "plan.json")
+    plan.run(tmp_path / "z")
+    moved = shutil.copytree(source.root, tmp_path / "elsewhere")
+    shutil.rmtree(source.root)
+    reshard.read_plan(tmp_path / "plan.json", source=moved).run(tmp_path / "again")
+    assert tree(tmp_path / "again") == tree(tmp_path / "z")
+
+
+def test_a_plan_with_times_is_of_its_own_files(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="with the times of its source files cannot be saved"):
+        reshard.plan(source, files=ZarrGroup(times=True)).save(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_store_is_verified_against_its_source(
+    source: reshard.Checkpoint, tmp_path: Path, compression: str | None
+) -> None:
+    source.to_zarr(tmp_path / "z", compression=compression)
+    assert reshard.verify(tmp_path / "z")
+    found = reshard.verify(tmp_path / "z", against=source.root, source_strategy=SOURCE)
+    assert found, found
+    reshard.plan(reshard.open(tmp_path / "z"), TARGET).run(tmp_path / "out")
+    assert reshard.verify(tmp_path / "out", TARGET, against=tmp_path / "z")
+    changed = {**FULL, "layers.0.wo": FULL["layers.0.wo"] + np.eye(40, 30, dtype=np.float32)}
+    other = write_ranks(tmp_path / "other", changed, SOURCE, also=ALSO)
+    found = reshard.verify(tmp_path / "z", against=other, source_strategy=SOURCE)
+    assert {difference.name for difference in found.differences} == {"layers.0.wo"}
+
+
 # --- the command line -------------------------------------------------------------------------------------------
 
 
@@ -682,6 +836,9 @@ def test_unify_to_zarr_and_split_again(
     assert done.exit_code == 0, done.output
     codecs = json.loads((store / "layers.0.wo" / "zarr.json").read_text())["codecs"]
     assert codecs[1] == {"name": "zstd", "configuration": {"level": 5, "checksum": False}}
+    (proposed,) = [line for line in done.output.splitlines() if line.startswith("to verify it: ")]
+    checked = invoke(*shlex.split(proposed.partition(": ")[2])[1:])
+    assert checked.exit_code == 0, checked.output
     shown = invoke("inspect", store)
     assert shown.exit_code == 0
     assert "zarr" in shown.output
