@@ -197,18 +197,18 @@ def test_ten_thousand_tensors_on_64_ranks() -> None:
     checkpoint = large(10_000, 64)
     plan = reshard.plan(checkpoint, Strategy.of(dict.fromkeys(checkpoint, Layout.of([32], [0, -1]))))
     for each in (checkpoint, checkpoint.strategy, plan, checkpoint.groups(), plan.picture("h.7.wa")):
-        began = time.perf_counter()
+        began = time.process_time()
         root = parsed(each)
-        assert time.perf_counter() - began < 3, "measured: 0.3 s"
+        assert time.process_time() - began < 3, "measured: 0.3 s"
         assert root is not None
 
 
 def test_one_tensor_of_thousands_of_ranks() -> None:
     checkpoint = large(10, 2048)
     plan = reshard.plan(checkpoint, Strategy.of(dict.fromkeys(checkpoint, Layout.of([1024], [0, -1]))))
-    began = time.perf_counter()
+    began = time.process_time()
     root = parsed(plan.picture("h.0.wa"))
-    assert time.perf_counter() - began < 10, "measured: 1.7 s; minutes without the bound"
+    assert time.process_time() - began < 10, "measured: 2.4 s; minutes without the bound"
     assert "row bands, the first 65 runs" in texts(root)
     parsed(plan)
     parsed(checkpoint.picture("h.0.wa", Strategy.of({"h.0.wa": Layout.of([4], [0, -1])})))
