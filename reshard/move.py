@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from array import array
+from collections import OrderedDict
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
+    from numpy.typing import NDArray
 
-    from reshard.bands import Segment
+    from reshard.bands import Recipe, Segment
     from reshard.checkpoint import Runs
     from reshard.plan import Piece, Plan
     from reshard.remote_store import Range
     from reshard.store import Writer
+
+    Array = NDArray[Any]
 
 
 class Files(Protocol):
@@ -51,8 +55,24 @@ class Rows(NamedTuple):
     rows: int
 
 
-Band = list[Rows]
-"""Rows that are read, and then written, at once."""
+_WRITES_KEPT = 1024
+"""Of how many writes a thread keeps the bands, with the views for each: half a megabyte."""
+
+
+class Band(list[Rows]):
+    """Rows that are read, and then written, at once.
+
+    Attributes:
+        copies: for target blocks whose columns are put together, by place and bytes of an element: the buffers, and
+            views of them, what is put where. Making the views takes as long as copying what they show; tensors alike
+            have the same. None where they are not kept.
+    """
+
+    __slots__ = ("copies",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[tuple[int, int], tuple[memoryview, memoryview, list[tuple[Array, Array]]]] | None = None
 
 
 class Moved(NamedTuple):
@@ -70,18 +90,42 @@ class Moved(NamedTuple):
 
 
 class _Buffers(threading.local):
-    """Three buffers a thread, kept from band to band: memory touched for the first time costs more than the copy."""
+    """Three buffers a thread, kept from band to band: memory touched for the first time costs more than the copy.
+
+    With them, the bands of the last few shapes of tensors: layers repeat, and to work their bands out, with the views
+    of the buffers, takes as long as to put their columns together.
+    """
 
     _threads = itertools.count()
 
     def __init__(self) -> None:
         self.thread = next(self._threads)
-        self._held = [memoryview(b"")] * 3
+        self.held = [memoryview(b"")] * 3
+        self._bands: OrderedDict[tuple[object, ...], tuple[Recipe, list[Band]]] = OrderedDict()
+        self._writes = 0
 
     def get(self, which: int, nbytes: int) -> memoryview:
-        if len(self._held[which]) < nbytes:
-            self._held[which] = memoryview(bytearray(nbytes))
-        return self._held[which][:nbytes]
+        if len(self.held[which]) < nbytes:
+            self.held[which] = memoryview(bytearray(nbytes))
+        return self.held[which][:nbytes]
+
+    def bands(self, recipe: Recipe, axis: int, start: int, stop: int, most_elements: int) -> list[Band]:
+        """Return the bands of some rows."""
+        key = (id(recipe), axis, start, stop, most_elements)
+        if key in self._bands:
+            self._bands.move_to_end(key)
+            return self._bands[key][1]
+        found = list(_bands(recipe.segments(axis, start, stop), most_elements))
+        writes = sum(len(band[0].segment.columns.targets) for band in found)
+        if writes <= _WRITES_KEPT:
+            for band in found:
+                band.copies = {}
+            self._bands[key] = recipe, found
+            self._writes += writes
+            while self._writes > _WRITES_KEPT:
+                _, (_, old) = self._bands.popitem(last=False)
+                self._writes -= sum(len(band[0].segment.columns.targets) for band in old)
+        return found
 
 
 _buffers = _Buffers()
@@ -131,16 +175,11 @@ def _all_bands(
     plan: Plan, pieces: Sequence[Piece], directory: str, store: Files, writer: Files | Writer, *, in_order: bool
 ) -> Iterator[tuple[_Mover, Band]]:
     """Yield the bands of all pieces, each with what moves it."""
-    # Tensors alike, which follow each other in a model's layers, have the same bands.
-    known: dict[tuple[int, int, int, int, int], list[Band]] = {}
     for piece in pieces:
         mover = _Mover(plan, piece.move, directory, store, writer)
-        recipe, axis, width = mover.move.recipe, mover.move.axis, mover.width
-        key = (id(recipe), axis, piece.start, piece.stop, width)
-        if key not in known:
-            bands = list(_bands(recipe.segments(axis, piece.start, piece.stop), plan.band_bytes // width))
-            known[key] = bands if in_order or plan.coding else _turned(bands)  # whole chunks are compressed
-        for band in known[key]:
+        recipe, axis, most_elements = mover.move.recipe, mover.move.axis, plan.band_bytes // mover.width
+        bands = _buffers.bands(recipe, axis, piece.start, piece.stop, most_elements)
+        for band in bands if in_order or plan.coding else _turned(bands):  # whole chunks are compressed
             yield mover, band
 
 
@@ -175,7 +214,7 @@ def _turned(some: list[Any]) -> list[Any]:
 
 def _bands(segments: Iterable[Segment], most_elements: int) -> Iterator[Band]:
     """Cut segments into bands, and join short ones that have the same targets: long writes are quicker than many."""
-    band: Band = []
+    band = Band()
     room = most_elements
     for segment in segments:
         row = segment.columns.row_elements
@@ -183,7 +222,7 @@ def _bands(segments: Iterable[Segment], most_elements: int) -> Iterator[Band]:
         while start < segment.stop:
             if band and (row > room or not _goes_on(band[-1], segment, start)):
                 yield band
-                band, room = [], most_elements
+                band, room = Band(), most_elements
             rows = min(segment.stop - start, max(1, room // row))
             band.append(Rows(segment, start, rows))
             room -= rows * row
@@ -301,20 +340,34 @@ class _Mover:
         parts = band[0].segment.columns.parts[place]
         if len(parts) == 1 and not parts[0].taken:
             return given[0][parts[0].read]
+        itemsize = self.move.dtype.itemsize
+        buffer = _buffers.get(1, rows * prod(band[0].segment.columns.target_shapes[place]) * itemsize)
+        read, put, copies = (band.copies or {}).get((place, itemsize), (None, None, []))
+        if read is not _buffers.held[0] or put is not _buffers.held[1]:
+            copies = self._copies(band, place, given, rows, buffer)
+            if band.copies is not None:
+                band.copies[place, itemsize] = _buffers.held[0], _buffers.held[1], copies
+        for gathered, taken in copies:
+            gathered[...] = taken
+        return buffer
+
+    def _copies(
+        self, band: Band, place: int, given: Sequence[Sequence[memoryview]], rows: int, buffer: memoryview
+    ) -> list[tuple[Array, Array]]:
+        """Return views of what is put together, and of where it is taken from."""
         import numpy as np  # a quarter of the start-up of a command; rows that stay whole need none of it
 
         carrier = self.carrier = self.carrier or self.move.dtype.carrier()
-        shape = (rows, *band[0].segment.columns.target_shapes[place])
-        buffer = _buffers.get(1, prod(shape) * carrier.itemsize)
-        gathered = np.frombuffer(buffer, carrier).reshape(shape)
+        gathered = np.frombuffer(buffer, carrier).reshape(rows, *band[0].segment.columns.target_shapes[place])
+        found = []
         done = 0
         for (segment, _, some), views in zip(band, given, strict=True):
             columns = segment.columns
             for part in columns.parts[place]:
                 taken = np.frombuffer(views[part.read], carrier).reshape(some, *columns.source_shapes[part.read])
-                gathered[done : done + some][part.put or ...] = taken[part.taken or ...]
+                found.append((gathered[done : done + some][part.put or ...], taken[part.taken or ...]))
             done += some
-        return buffer
+        return found
 
     def _cast(self, content: memoryview) -> memoryview:
         """Return the elements as the target's dtype; rounding is numpy's and ml_dtypes', to nearest, ties to even."""

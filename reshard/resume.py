@@ -76,7 +76,7 @@ class Session:
                 )
             self._journal.unlock()
             raise
-        self.resumed = plan.stats.bytes_written - _bytes_left(self.plan)
+        self.resumed = 0 if self.plan is plan else plan.stats.bytes_written - _bytes_left(self.plan)
         self._noted: dict[int, list[Range]] = {}
         self._flushed = time.monotonic()
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,7 +25,7 @@ import click
 from reshard.errors import BudgetError, ReshardError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
     from reshard.run import Progress
@@ -113,13 +114,29 @@ def _debug_option() -> click.Option:
 
 
 class Border(Group):
-    """The outermost group, behind which no traceback gets through."""
+    """The outermost group, behind which no traceback gets through.
+
+    Attributes:
+        homes: where a command is that is imported when it is asked for, as `module:name`, by its own name.
+    """
 
     group_class = Group
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, homes: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.homes = homes
         self.params.append(_debug_option())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted({*super().list_commands(ctx), *self.homes})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command by its name."""
+        if cmd_name in self.homes and cmd_name not in self.commands:
+            module, _, name = self.homes[cmd_name].partition(":")
+            self.add_command(getattr(import_module(module), name))
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; its errors become a sentence and an exit code."""
