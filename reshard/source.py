@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
     AnyName = str | os.PathLike[str] | RemotePath
 
+Found = tuple[tuple["SourceFile", ...], tuple[int, ...], list[str]]
+"""The files of a checkpoint, the rank of each, and what was noticed."""
+
 COPY = "copy"
 """The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
 
@@ -78,7 +81,32 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
                 f"{path}: is a zarr store of whole tensors; give no strategy, layout, stage, suffix or key"
             )
         return open_store(place)
-    files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
+    found = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
+    return open_headers(
+        path,
+        found,
+        strategy=strategy,
+        layouts=layouts,
+        stage=stage,
+        partial=partial,
+        cipher=cipher,
+        contents=contents,
+    )
+
+
+def open_headers(
+    path: AnyName | Mapping[int, AnyName],
+    found: Found,
+    *,
+    strategy: Strategy | AnyName | None = None,
+    layouts: Mapping[str, str] | None = None,
+    stage: int | None = None,
+    partial: bool = False,
+    cipher: Cipher | None = None,
+    contents: bool = True,
+) -> Checkpoint:
+    """Open a checkpoint whose headers are read; see `open` and `read_headers`, but for zarr stores."""
+    files, ranks, notices = found
     root = str(as_path(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_path(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
@@ -138,7 +166,7 @@ def read_headers(
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
     cipher: Cipher | None = None,
-) -> tuple[tuple[SourceFile, ...], tuple[int, ...], list[str]]:
+) -> Found:
     """Return the files of a checkpoint, the rank of each, and what was noticed; no strategy is needed for that.
 
     Raises:
