@@ -42,6 +42,7 @@ class Running:
     scheduler: str | None
     cluster: str | None
     ownership: str | None
+    write_manifest: Path | None
     as_json: bool
     quiet: bool
 
@@ -304,6 +305,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         scheduler: str | None,
         cluster: str | None,
         ownership: str | None,
+        write_manifest: Path | None,
         as_json: bool,
         quiet: bool,
         **others: Any,
@@ -312,7 +314,18 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             given = "--scheduler" if scheduler else "--threads"
             raise click.UsageError(f"{given} is of runs on this machine; the workers of {cluster} have their own")
         running = Running(
-            dry_run, overwrite, restart, fsync, drop_cache, threads, scheduler, cluster, ownership, as_json, quiet
+            dry_run=dry_run,
+            overwrite=overwrite,
+            restart=restart,
+            fsync=fsync,
+            drop_cache=drop_cache,
+            threads=threads,
+            scheduler=scheduler,
+            cluster=cluster,
+            ownership=ownership,
+            write_manifest=write_manifest,
+            as_json=as_json,
+            quiet=quiet,
         )
         return command(*args, running=running, **others)
 
@@ -353,7 +366,13 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Leave nothing of what is read and written in the page cache.  [default: where source and target "
             "together are larger than memory]",
         ),
-        click.option("--overwrite", is_flag=True, help="Replace target files that exist."),
+        click.option(
+            "--write-manifest",
+            type=PATH,
+            metavar="FILE",
+            help="Write checksums of the target files into FILE, for `reshard verify --manifest`; none is read for it.",
+        ),
+        click.option("--overwrite", is_flag=True, help="Replace target files that exist, and FILE."),
         click.option(
             "--restart", is_flag=True, help="Forget what an earlier run left in TARGET, and replace what it finished."
         ),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.cli_options import PATH, json_option, layout_rules, selection_options, size, source_options
-from reshard.errors import TargetError, UsageError, VerifyError
+from reshard.errors import UsageError, VerifyError
 from reshard.rank_files import RANK_PATTERN
 from reshard.terminal import Command, print_json, progress, say, say_notices
 
@@ -213,12 +212,11 @@ def _make(
     target: Path, path: Path, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
 ) -> None:
     """Make a manifest, and write it."""
-    from reshard.manifest import write_manifest
+    from reshard.manifest import refuse_existing, write_manifest
     from reshard.show import count_text
     from reshard.verification import make_manifest
 
-    if os.path.lexists(path) and not overwrite:  # before everything is read
-        raise TargetError(f"{path}: is there already; choose another name, or replace it with --overwrite")
+    refuse_existing(path, overwrite=overwrite)  # before everything is read
     with progress(quiet=quiet, words=("reading", "reading", "read")) as shown:
         made = make_manifest(
             target,
@@ -229,5 +227,4 @@ def _make(
         )
     write_manifest(made, path, overwrite=overwrite)
     if not quiet:
-        sums = sum(len(file.tensors) or 1 for file in made.files.values())
-        say(f"wrote {path}: {count_text(sums, 'checksum')} of {count_text(len(made.files), 'file')}")
+        say(f"wrote {path}: {count_text(made.checksums, 'checksum')} of {count_text(len(made.files), 'file')}")

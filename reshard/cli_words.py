@@ -78,6 +78,11 @@ def verify_command(
     return f"{called_as()} {shlex.join(['verify', str(target), *there, '--against', str(source), *asked])}"
 
 
+def manifest_command(target: AnyPath, manifest: object) -> str:
+    """Write the command that holds target files against a manifest."""
+    return f"{called_as()} {shlex.join(['verify', str(target), '--manifest', str(manifest)])}"
+
+
 def inspect_command(target: AnyPath, target_strategy: object, found_by: Sequence[str]) -> str:
     """Write the command that shows what was written."""
     words = ["inspect", str(target), *strategy_words("source", target_strategy), *found_by]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
+from reshard import cli_manifest
 from reshard.cli_options import (
     NAME_MAP,
     PATH,
@@ -27,6 +28,7 @@ from reshard.cli_options import (
 )
 from reshard.cli_words import (
     inspect_command,
+    manifest_command,
     option,
     reading_words,
     selection_words,
@@ -55,7 +57,7 @@ tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
 files), source_files, target_files, tasks, peak_memory, ownership,
 read_amplification, seconds (null in a dry run), dropped, missing, notices,
 files: rank, path, nbytes; replicas, links, measured_memory, checksums,
-resumed, and verify: the command to type.
+resumed, verify: the command to type; manifest: the command that checks it.
 """
 
 
@@ -98,6 +100,7 @@ def transform(
     SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a zarr store, or one file of whole tensors. Target
     files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
     """
+    cli_manifest.check_place(running.write_manifest, target, overwrite=running.overwrite)
     words = [*strategy_words("source", source_strategy), *reading_words(reading)]
     if via_zarr is not None:
         if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading, words):
@@ -308,7 +311,8 @@ def _make_store(
     )
     # What is unfinished is of no use but to go on from. The report is that of the second step.
     quiet = running.quiet or (running.as_json and not running.dry_run)
-    first = replace(running, overwrite=True, ownership=None, quiet=quiet, as_json=running.as_json and running.dry_run)
+    as_json = running.as_json and running.dry_run
+    first = replace(running, overwrite=True, ownership=None, write_manifest=None, quiet=quiet, as_json=as_json)
     carry_out(plan, store, first, found_by=list, source=source, asked=[*words, *selected(wishes)])
     return not running.dry_run
 
@@ -344,6 +348,8 @@ def carry_out(
     from reshard import report, show
     from reshard.ownership import owned
 
+    cli_manifest.check_place(running.write_manifest, target, overwrite=running.overwrite)
+    cli_manifest.check_plan(running.write_manifest, plan, target)
     plan = owned(plan, running.ownership, str(target))
     if not running.quiet:
         say_notices(plan.notices)
@@ -366,16 +372,21 @@ def carry_out(
             drop_cache=running.drop_cache,
             overwrite=running.overwrite,
             restart=running.restart,
+            checksums=None if running.write_manifest is None else True,
             progress=shown,
         )
+    there, made, check = result or target, None, None
+    if running.write_manifest is not None:
+        made = cli_manifest.write(running.write_manifest, done, overwrite=running.overwrite)
+        check = manifest_command(there, running.write_manifest)
     if running.quiet and not running.as_json:
         return
-    there, options = result or target, found_by()
+    options = found_by()
     verify = verify_command(there, target_strategy, options, source, asked)
     if running.as_json:
-        print_json(report.report_data(plan, str(target), done, verify))
+        print_json(report.report_data(plan, str(target), done, verify, check))
     else:
-        click.echo(report.report_text(plan, done, verify))
+        click.echo(report.report_text(plan, done, verify, made, check))
         say(f"to look at it: {inspect_command(there, target_strategy, options)}")
 
 

@@ -104,6 +104,11 @@ class Manifest:
         files.update({path: FileSums(nbytes[path], {}, crc32c) for path, crc32c in (others or {}).items()})
         return cls(dict(sorted(files.items())))
 
+    @property
+    def checksums(self) -> int:
+        """How many checksums there are: one of each tensor's part, and of each file that is no checkpoint."""
+        return sum(len(file.tensors) + (file.crc32c is not None) for file in self.files.values())
+
     def __repr__(self) -> str:
         """Describe the manifest on one line.
 
@@ -124,9 +129,16 @@ def write_manifest(manifest: Manifest, path: str | os.PathLike[str], *, overwrit
     """
     lines = [f"{json.dumps(name)}: {json.dumps(_file_data(file))}" for name, file in manifest.files.items()]
     content = f'{{"{_VERSION_KEY}": {VERSION},\n"files": {{\n' + ",\n".join(lines) + "\n}}\n"
+    refuse_existing(path, overwrite=overwrite)
+    write_whole(Path(path), content.encode())
+
+
+def refuse_existing(path: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Raise `TargetError` where a manifest cannot be written: the file exists, or is a directory."""
+    if Path(path).is_dir():
+        raise TargetError(f"{path}: is a directory; expected the name of a file for the manifest")
     if os.path.lexists(path) and not overwrite:
         raise TargetError(f"{path}: is there already; choose another name, or replace it with --overwrite")
-    write_whole(Path(path), content.encode())
 
 
 def _file_data(file: FileSums) -> dict[str, object]:

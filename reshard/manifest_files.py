@@ -88,7 +88,7 @@ def sum_files(
     summed = _summed({file.path: file.index.entries for file in files} | whole, threads, progress)
     tensors = {
         paths[file.path]: {
-            name: (entry.dtype, _shape(entry), summed.sums[file.path, name])
+            name: (entry.dtype, shape_of(entry), summed.sums[file.path, name])
             for name, entry in file.index.entries.items()
         }
         for file in files
@@ -136,6 +136,19 @@ def check_files(
     return Checked(tuple(differences), tuple(paths.values()), summed.read)
 
 
+def sum_entries(indexed: Mapping[str, Mapping[str, Entry]], *, threads: int) -> Mapping[tuple[str, str], int]:
+    """Read some tensors' parts in files, and return their checksums by path and name.
+
+    Args:
+        indexed: path to name to what the file holds of the tensor.
+        threads: how many read.
+
+    Raises:
+        SourceError: a file cannot be read, or is shorter than was said.
+    """
+    return _summed(indexed, threads, lambda _done, _total: None).sums
+
+
 def _file_fault(top: Path, place: Path, file: FileSums) -> Difference | None:
     """Tell what is wrong with a file as a whole."""
     if not os.path.lexists(place):
@@ -160,8 +173,8 @@ def _entries(path: str, place: str, file: FileSums, differences: list[Difference
         entry = entries.get(name)
         if entry is None:
             differences.append(Difference("missing", "is not in the file", name=name, path=path))
-        elif (entry.dtype, _shape(entry)) != part[:2]:
-            told = f"is {entry.dtype} {shape_text(_shape(entry))}; expected {part.dtype} {shape_text(part.shape)}"
+        elif (entry.dtype, shape_of(entry)) != part[:2]:
+            told = f"is {entry.dtype} {shape_text(shape_of(entry))}; expected {part.dtype} {shape_text(part.shape)}"
             kind: Kind = "dtype" if entry.dtype is not part.dtype else "shape"
             differences.append(Difference(kind, told, name=name, path=path))
         else:
@@ -174,7 +187,7 @@ def _entries(path: str, place: str, file: FileSums, differences: list[Difference
     return found
 
 
-def _shape(entry: Entry) -> tuple[int, ...]:
+def shape_of(entry: Entry) -> tuple[int, ...]:
     """Return the shape of what a file has; formats differ in what they say of text."""
     return () if entry.dtype is STR else entry.shape
 

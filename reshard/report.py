@@ -14,41 +14,50 @@ if TYPE_CHECKING:
     from reshard.run import Report
 
 
-def report_text(plan: Plan, report: Report, verify: str | None = None) -> str:
+def report_text(
+    plan: Plan, report: Report, verify: str | None = None, manifest: str | None = None, check: str | None = None
+) -> str:
     """Write in words what a run did.
 
     Args:
         plan: what was run.
         report: what came of it.
         verify: the command that verifies the result, to be copied as it is.
+        manifest: the manifest that was written, and what is in it.
+        check: the command that holds the files against it, likewise.
     """
+    commands = [
+        *([f"manifest: {printable(manifest)}"] if manifest else []),
+        *([f"to verify it: {printable(verify)}"] if verify else []),
+        *([f"to check it against the manifest: {printable(check)}"] if check else []),
+    ]
     rate = report.bytes_written / report.seconds if report.seconds else 0
     if report.finished == len(report.files):
         done = (
             f"nothing is left to do: {count_text(len(report.files), 'file')} ({plan.format}) in "
             f"{printable(report.directory)}, finished by an earlier run"
         )
-        return "\n".join([done, *([f"to verify it: {printable(verify)}"] if verify else [])])
+        return "\n".join([done, *commands])
     links = f", {count_text(report.links, 'file')} linked" if report.links else ""
-    lines = [
-        (
-            f"wrote {count_text(len(report.files), 'file')} ({plan.format}) for "
-            f"{count_text(len(plan.ranks), 'rank')} ({ranges_text(plan.ranks)}) to {printable(report.directory)}"
-        ),
-        (
-            f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, "
-            f"wrote {bytes_text(report.target_bytes)} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
-        ),
-        *([f"went on from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
-        f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",
-        f"dropped, because the target does not have it: {_names_or_none(report.dropped)}",
-        f"missing, because the source does not have it: {_names_or_none(report.missing)}",
-        f"checksums: {_checksums_text(report)}",
-        f"memory: {bytes_text(report.peak_memory)} at the peak of this process",
-    ]
-    if verify is not None:
-        lines.append(f"to verify it: {printable(verify)}")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            (
+                f"wrote {count_text(len(report.files), 'file')} ({plan.format}) for "
+                f"{count_text(len(plan.ranks), 'rank')} ({ranges_text(plan.ranks)}) to {printable(report.directory)}"
+            ),
+            (
+                f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, "
+                f"wrote {bytes_text(report.target_bytes)} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
+            ),
+            *([f"went on from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
+            f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",
+            f"dropped, because the target does not have it: {_names_or_none(report.dropped)}",
+            f"missing, because the source does not have it: {_names_or_none(report.missing)}",
+            f"checksums: {_checksums_text(report)}",
+            f"memory: {bytes_text(report.peak_memory)} at the peak of this process",
+            *commands,
+        ]
+    )
 
 
 def _names_or_none(found: tuple[str, ...]) -> str:
@@ -62,9 +71,12 @@ def _checksums_text(report: Report) -> str:
 
 
 def report_data(
-    plan: Plan, directory: str, report: Report | None = None, verify: str | None = None
+    plan: Plan, directory: str, report: Report | None = None, verify: str | None = None, check: str | None = None
 ) -> dict[str, object]:
-    """Return a plan and the report of its run for `--json`; the keys are the same before a run (null) and after."""
+    """Return a plan and the report of its run for `--json`; the keys are the same before a run (null) and after.
+
+    The two commands are those of `report_text`.
+    """
     data = plan_data(plan, directory, report)
     data["replicas"] = plan.replicas
     data["links"] = sum(file.link is not None for file in plan.files)
@@ -72,6 +84,7 @@ def report_data(
     data["checksums"] = report and _checksums_data(report)
     data["resumed"] = report and report.resumed
     data["verify"] = report and verify
+    data["manifest"] = report and check
     return data
 
 

@@ -208,16 +208,23 @@ class Session:
 class Checksums(Mapping[str, Mapping[str, int]]):
     """Target file to tensor to the CRC-32C of its contents there; each file's are read from its journal when asked for.
 
-    A block that was written twice in parts, around a crash, may have none.
+    A block that was written twice in parts, around a crash, may have none. A linked file has those of the one it is a
+    link to.
+
+    Attributes:
+        root: the target directory.
+        files: the target files.
     """
 
     def __init__(self, plan: Plan, root: str) -> None:
+        self.root, self.files = root, plan.files
         self._files = {file.path: file for file in plan.files}
         self._journal = Journal(root)
 
     def __getitem__(self, path: str) -> dict[str, int]:
-        wrote = _longest(self._journal.read(path).wrote)
-        found = {name: _sum_of(runs, wrote) for name, runs in self._files[path].layout.places.items()}
+        file = self._files[path]
+        wrote = _longest(self._journal.read(file.link or path).wrote)
+        found = {name: _sum_of(runs, wrote) for name, runs in file.layout.places.items()}
         return {name: value for name, value in found.items() if value is not None}
 
     def __iter__(self) -> Iterator[str]:

@@ -28,6 +28,7 @@ from reshard.store import PARTIAL, local_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from reshard.manifest import Manifest
     from reshard.plan import Plan
 
 
@@ -83,6 +84,26 @@ class Report:
     finished: int = 0
     checksums: Mapping[str, Mapping[str, int]] | None = None
 
+    def manifest(self) -> Manifest:
+        """Return the manifest of the target files, as `reshard.make_manifest` would by reading them.
+
+        Its checksums are those of the receipts, also where earlier runs wrote; a block that is without one is read.
+        `reshard.write_manifest` makes a file of it.
+
+        Raises:
+            UsageError: there are no checksums: of a run without them or without a journal, into a zarr store or to a
+                URL, or of files that are coded.
+            SourceError: a block must be read for its sum, and cannot be.
+        """
+        from reshard.run_manifest import manifest_of
+
+        if not isinstance(self.checksums, Checksums):
+            raise UsageError(
+                f"{self.directory}: no checksums were made for a manifest; run with checksums=True and a journal into "
+                "a local directory, or read the files with reshard.make_manifest"
+            )
+        return manifest_of(self.checksums.root, self.checksums.files, self.checksums)
+
     def __repr__(self) -> str:
         return (
             f"<Report: {len(self.files)} files in {names([self.directory])}, {self.bytes_read} bytes read, "
@@ -129,8 +150,8 @@ def run(
         overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same plan
             made them from the same sources.
         restart: forget what an earlier run left in the target, and replace the files that it finished.
-        checksums: sum up (CRC-32C) what is written, so that an interrupted run can be gone on with; by default as
-            `fsync`.
+        checksums: sum up (CRC-32C) what is written, so that an interrupted run can be gone on with, and for
+            `Report.manifest`; by default as `fsync`.
         journal: note in `.reshard` in the target directory what is written; without it, nothing can be gone on with,
             and the files that an earlier run finished count as anybody's. A target at a URL has none; a zarr store
             has none once it is finished.

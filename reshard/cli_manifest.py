@@ -1,0 +1,68 @@
+"""The manifest that a command that writes leaves beside: where it may go, and its writing when all else is done."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from reshard.errors import ReshardError, TargetError, UsageError
+from reshard.manifest import refuse_existing, write_manifest
+from reshard.remote import is_url
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.plan import Plan
+    from reshard.rank_files import AnyPath
+    from reshard.run import Report
+
+
+def check_place(path: Path | None, target: AnyPath, *, overwrite: bool) -> None:
+    """Refuse a manifest that could not be written, before anything is.
+
+    Raises:
+        UsageError: the target is at a URL.
+        TargetError: the manifest is there already, or a directory is.
+    """
+    if path is None:
+        return
+    if is_url(str(target)):
+        raise UsageError(
+            f"--write-manifest takes checksums from the journal, and there is none at a URL such as {target}; leave it "
+            "out, and make the manifest with `reshard verify --write-manifest` where the files are local"
+        )
+    refuse_existing(path, overwrite=overwrite)
+
+
+def check_plan(path: Path | None, plan: Plan, target: AnyPath) -> None:
+    """Refuse a manifest that would stand in place of a file of the run, or that no files are for.
+
+    Raises:
+        UsageError: the target is a zarr store.
+        TargetError: the manifest's path is that of a target file or of a source file.
+    """
+    if path is None:
+        return
+    if plan.alone:
+        raise UsageError(
+            f"--write-manifest is of checkpoint files, and {target} becomes a zarr store; leave it out, and compare "
+            "the store with its source by `reshard verify --against`"
+        )
+    place = os.path.realpath(path)
+    if place in {os.path.realpath(file.path) for file in plan.source.files}:
+        raise TargetError(f"{path}: is one of the source files; choose another name for the manifest")
+    if place in {os.path.realpath(f"{target}/{file.path}") for file in plan.files}:
+        raise TargetError(f"{path}: is one of the target files; choose another name for the manifest")
+
+
+def write(path: Path, report: Report, *, overwrite: bool) -> str:
+    """Write the manifest of a run that is done, and return what to say of it."""
+    from reshard.show import count_text  # not on every start
+
+    try:
+        made = report.manifest()
+        write_manifest(made, path, overwrite=overwrite)
+    except ReshardError as error:
+        error.add_note("the target files are complete; the same command makes the manifest alone")
+        raise
+    return f"{path}, {count_text(made.checksums, 'checksum')} of {count_text(len(made.files), 'file')}"
