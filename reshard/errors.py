@@ -92,19 +92,20 @@ class Faults:
             self._first.append((where if where.isprintable() else repr(where), what))
 
     def raise_if_any(self, kind: type[ReshardError], *, advice: str = "") -> None:
-        """Raise `kind` with every fault, one a line, and `advice` as the last; return if there are none."""
+        """Raise `kind` with every fault, one a line, and `advice` behind them; return if there are none."""
         if self.count:
             self._raise(kind, advice)
 
     def _raise(self, kind: type[ReshardError], advice: str) -> NoReturn:
-        tail = f"\n{advice}" if advice else ""
         if self.count == 1:
             where, what = self._first[0]
-            raise kind(f"{self.subject}: {where}: {what}{tail}")
+            raise kind("; ".join([f"{self.subject}: {where}: {what}", *([advice] if advice else [])]))
         lines = [f"  {where}: {what}" for where, what in self._first]
         if self.count > _SHOWN_FAULTS:
             lines.append(f"  and {self.count - _SHOWN_FAULTS} more")
-        raise kind(f"{self.subject} has {self.count} faults:\n" + "\n".join(lines) + tail)
+        if advice:
+            lines.append(f"  {advice}")
+        raise kind(f"{self.subject} has {self.count} faults:\n" + "\n".join(lines))
 
 
 def names(items: Iterable[object], *, most: int = 5) -> str:

@@ -43,7 +43,10 @@ DIRECTORY = ".reshard"
 _VERSION = 1
 _READ_BYTES = 4 << 20
 _LONGEST_NAME = 200
-_LONGEST_LINE = 64 << 20
+_LONGEST_LINE = 1 << 20
+_RANGES_A_LINE = 1 << 12
+_MOST_RANGES = 1 << 20  # of a file; what is noted beyond is not known, and so written again
+_MOST_BYTES = 64 * _MOST_RANGES  # of a journal
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux: l_type, l_whence, l_start, l_len, l_pid
 
 Range = tuple[int, int, int]
@@ -96,8 +99,10 @@ class Journal:
                     record = Record(str(line["digest"]) if known else "unknown")
                     record.replaces = _size_and_time(line["replaces"]) if "replaces" in line else None
                 elif "wrote" in line:
-                    record.wrote += [(int(begin), int(nbytes), int(crc)) for begin, nbytes, crc in line["wrote"]]
-                elif "ready" in line:
+                    record.wrote += map(_range, line["wrote"])
+                    if len(record.wrote) > _MOST_RANGES:
+                        break
+                else:
                     record.ready = _size_and_time(line["ready"])
         return record
 
@@ -118,11 +123,11 @@ class Journal:
         """
         self.forget(file)  # not written over: its inode may have other names (`cp -l`), or be no file at all
         first = {"reshard": _VERSION, "digest": digest, "size": size} | ({"replaces": replaces} if replaces else {})
-        self._write(file, [first, {"wrote": list(wrote)}], os.O_EXCL)
+        self._write(file, [first, *_wrote_lines(list(wrote))], os.O_EXCL)
 
     def wrote(self, file: str, ranges: Iterable[Range]) -> None:
         """Note ranges of an unfinished file that are written."""
-        self._write(file, [{"wrote": list(ranges)}], os.O_APPEND)
+        self._write(file, _wrote_lines(list(ranges)), os.O_APPEND)
 
     def ready(self, file: str, path: str, *, sync: bool) -> None:
         """Note that a target file is complete: at `path`, from where it gets its name next."""
@@ -271,16 +276,30 @@ def _made_of(move: Move, facts: Sequence[bytes]) -> list[tuple[bytes, int]]:
     return made_of
 
 
+def _wrote_lines(ranges: Sequence[Range]) -> list[dict[str, Any]]:
+    """Return lines that note ranges, none longer than is read."""
+    return [{"wrote": ranges[first : first + _RANGES_A_LINE]} for first in range(0, len(ranges), _RANGES_A_LINE)]
+
+
+def _range(value: Any) -> Range:
+    begin, nbytes, crc = map(int, value)
+    if not (0 <= begin < 1 << 63 and 0 < nbytes < 1 << 63 and 0 <= crc < 1 << 32):
+        raise ValueError("no range of a file and CRC-32C")
+    return begin, nbytes, crc
+
+
 def _size_and_time(value: Any) -> tuple[int, int]:
     size, mtime_ns = value
     return int(size), int(mtime_ns)
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a journal; one that was cut short ends it."""
+    """Yield the lines of a journal; one that was cut short, or is longer than any that is written, ends it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, encoding="ascii") as file:
-        while line := file.readline(_LONGEST_LINE):
+    with open(descriptor, "rb") as file:
+        left = _MOST_BYTES if S_ISREG(os.fstat(descriptor).st_mode) else 0
+        while left > 0 and (line := file.readline(_LONGEST_LINE)):
+            left -= len(line)
             found = json.loads(line)
             if not isinstance(found, dict):
                 return
@@ -292,6 +311,8 @@ def _opened(path: str, flags: int, tries: int = 3) -> int:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
+        if os.path.islink(path):  # it may lead out of the target directory
+            raise TargetError(f"{path}: is a link; remove it, or choose another target directory") from None
         if error.errno == errno.ENOENT and tries > 1:  # another run has just removed the empty directory
             return _opened(path, flags, tries - 1)
         raise write_error(path, error, 0) from error

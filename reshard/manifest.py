@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.block import LONGEST_NAME
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, TargetError, names
 from reshard.strategy_file import write_whole
@@ -187,7 +188,9 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def _file(item: object, where: str, faults: Faults) -> FileSums | None:
     match item:
         case {"nbytes": int(nbytes), "tensors": dict(tensors), **rest} if _is_count(nbytes) and not rest:
-            parts = {name: _part(part, f"{where}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()}
+            parts = {
+                name: _part(name, part, f"{where}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()
+            }
             return FileSums(nbytes, {name: part for name, part in parts.items() if part is not None})
         case {"nbytes": int(nbytes), "crc32c": str(crc), **rest} if (
             _is_count(nbytes) and _SUM.fullmatch(crc) and not rest
@@ -197,7 +200,10 @@ def _file(item: object, where: str, faults: Faults) -> FileSums | None:
     return None
 
 
-def _part(item: object, where: str, faults: Faults) -> Part | None:
+def _part(name: str, item: object, where: str, faults: Faults) -> Part | None:
+    if not _is_short(name):
+        faults.add(where, f"is a name of {len(name)} characters; at most {LONGEST_NAME} bytes are taken")
+        return None
     match item:
         case [str(dtype), list(shape), str(crc)] if (
             dtype in BY_NAME and len(shape) <= _MOST_DIMS and all(map(_is_count, shape)) and _SUM.fullmatch(crc)
@@ -207,6 +213,10 @@ def _part(item: object, where: str, faults: Faults) -> Part | None:
     return None
 
 
+def _is_short(name: str) -> bool:
+    return len(name) <= LONGEST_NAME and len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
+
+
 def _is_count(number: object) -> bool:
     return type(number) is int and 0 <= number < _LARGEST_COUNT
 
@@ -214,6 +224,9 @@ def _is_count(number: object) -> bool:
 def _check_paths(paths: Mapping[str, object], faults: Faults) -> None:
     """Every path must be a plain one below a directory."""
     for path in paths:
+        if not _is_short(path):
+            faults.add(f"path {path!r:.200}", f"has {len(path)} characters; at most {LONGEST_NAME} bytes are taken")
+            continue
         pure = PurePosixPath(path)
         if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name or not path.isprintable():
             faults.add(f"path {path!r:.200}", "is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'")

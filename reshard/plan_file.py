@@ -34,7 +34,7 @@ from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import ZarrGroup
 from reshard.layout import MOST_DEVICES, Layout
 from reshard.plan import plan as make_plan
-from reshard.schema import ANY, COUNT, FLAG, INNER_PATH, NUMBER, TEXT, Maybe, check, is_inner_path, parse
+from reshard.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
 from reshard.selection import Selection
 from reshard.source import reopen
 from reshard.strategy import Placed, Strategy
@@ -74,13 +74,13 @@ _STRATEGY = {
     "tensors": {TEXT: COUNT},  # the number of the tensor's places
 }
 _SOURCE = {
-    "root": TEXT,
+    "root": LINE,
     "strategy": Maybe(_STRATEGY),
     "stage": Maybe(COUNT),
     "partial": FLAG,
     "varying": [TEXT],
     "left_out": [TEXT],
-    "notices": [TEXT],
+    "notices": [LINE],
     "encryption": Maybe(TEXT),
     "headers": [TEXT],  # digests
     "files": [(COUNT, INNER_PATH, COUNT, COUNT, TEXT)],  # rank, path, size, number of the header, digest of pages
@@ -104,14 +104,14 @@ _SELECTION = {
 }
 _NAMES = {
     "directory": Maybe(INNER_PATH),
-    "source_strategy": Maybe(TEXT),
-    "target_strategy": Maybe(TEXT),
-    "name_map": Maybe(TEXT),
+    "source_strategy": Maybe(LINE),
+    "target_strategy": Maybe(LINE),
+    "name_map": Maybe(LINE),
     "reading": Maybe(
         {
-            "rank_pattern": TEXT,
-            "suffix": Maybe(TEXT),
-            "layouts": {TEXT: TEXT},
+            "rank_pattern": LINE,
+            "suffix": Maybe(LINE),
+            "layouts": {TEXT: LINE},
             "stage": Maybe(COUNT),
             "partial": FLAG,
         }
@@ -242,7 +242,7 @@ class PlanFile:
                 missing.add(path, "is no regular file")
             elif status.st_size != nbytes:
                 changed.add(path, f"has {status.st_size} bytes; it had {nbytes} when it was planned")
-        missing.raise_if_any(SourceError, advice="Say where the source is: --source DIRECTORY, or source=.")
+        missing.raise_if_any(SourceError, advice="say where the source is: --source DIRECTORY, or source=")
         changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
     def _check_contents(self, checkpoint: Checkpoint) -> None:
@@ -257,7 +257,7 @@ class PlanFile:
         changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
 
-_OTHER_FILES = "They are not the files that were planned with; give those, or plan again."
+_OTHER_FILES = "they are not the files that were planned with; give those, or plan again"
 
 
 def read_plan(

@@ -97,15 +97,14 @@ def _load(path: Path, faults: Faults) -> dict[str, Any]:
                 raise yaml.YAMLError(f"line {mark.line + 1} has a text of {len(event.value)} characters")
             return super().compose_node(parent, index)
 
+    content = read_small(path, "rules file", _LARGEST_FILE, UsageError)
     loader = None
     try:
-        loader = Loader(read_small(path, "rules file", _LARGEST_FILE, UsageError))
+        loader = Loader(content)
         node = loader.get_single_node()
         for key in _repeated(node):
             faults.add(f"line {key.start_mark.line + 1}", f"has the key {key.value!r} a second time")
         top = loader.construct_document(node) if node else None
-    except UsageError:
-        raise
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:

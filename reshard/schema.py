@@ -7,6 +7,7 @@ object's keys and their kinds, all of them needed and no other known; `{TEXT: ki
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,8 +37,13 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and "\0" not in value and is_text(value)
 
 
+def _is_line(value: object) -> bool:
+    """Tell text that, shown to a user, cannot look like a line of its own."""
+    return _is_text(value) and len(str(value).splitlines()) <= 1 and "\n" not in str(value)
+
+
 def _is_inner_path(value: object) -> bool:
-    return _is_text(value) and bool(value) and is_inner_path(str(value))
+    return _is_line(value) and bool(value) and is_inner_path(str(value))
 
 
 def is_inner_path(path: str) -> bool:
@@ -55,6 +61,7 @@ COUNT = Kind("a whole number, from 0 on", lambda value: type(value) is int and 0
 NUMBER = Kind("a whole number", lambda value: type(value) is int and -1 << 63 <= value < 1 << 63)
 FLAG = Kind("true or false", lambda value: type(value) is bool)
 TEXT = Kind("text", _is_text)
+LINE = Kind("text without a line break", _is_line)
 INNER_PATH = Kind("a path that stays below its directory", _is_inner_path)
 
 
@@ -65,7 +72,10 @@ def parse(content: bytes) -> Any:
         ValueError: it is not JSON, nested absurdly deep, or an object has a key twice.
     """
     repeated: list[str] = []
-    found = parse_json(content, repeated)
+    try:
+        found = parse_json(content, repeated)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
     if repeated:
         raise ValueError(f"the key {repeated[0]!r:.60} is there twice in an object")
     return found

@@ -65,8 +65,11 @@ def read_small(path: str | os.PathLike[str] | RemotePath, what: str, most: int, 
         return path.read_bytes()
     try:
         with os.fdopen(open_regular(path, error), "rb") as file:
-            large = os.fstat(file.fileno()).st_size > most
-            content = b"" if large else file.read(most + 1)  # a file of /proc says nothing of its size
+            size = os.fstat(file.fileno()).st_size
+            large = size > most
+            content = b"" if large else file.read(size + 1)  # not `most`: so much memory would be taken, at once
+            while not large and len(content) <= most and (more := file.read(1 << 20)):
+                content += more  # a file of /proc says nothing of its size
     except OSError as failed:
         raise error(f"{path}: cannot be read: {failed.strerror}") from None
     if large or len(content) > most:

@@ -133,7 +133,7 @@ def test_run_needs_a_target_and_the_source(case: Case, tmp_path: Path) -> None:
     assert f"{path} names no target; give it: reshard run {path} TARGET" in refused.stderr
     refused = call("run", path, tmp_path / "dst")
     assert refused.exit_code == 4
-    assert "Say where the source is: --source DIRECTORY" in refused.stderr
+    assert "say where the source is: --source DIRECTORY" in refused.stderr
     assert not (tmp_path / "dst").exists()
 
 

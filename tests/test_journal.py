@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard
-from reshard import Layout, Strategy, planner, resume
+from reshard import Layout, Strategy, journal, planner, resume
 from reshard.bands import Recipe
 from reshard.block import Block
 from reshard.checksum import crc32c
@@ -154,6 +155,37 @@ def test_only_what_is_not_there_is_written_again(
     assert tree(root / "out") == tree(root / "undisturbed")
     left = remaining(plan, finished, good, str(root / "out"))
     assert report.bytes_written == resume._bytes_left(left) == plan.stats.bytes_written - report.resumed
+
+
+def test_notes_of_many_ranges_are_lines_of_a_length_that_is_read(tmp_path: Path) -> None:
+    noted = Journal(str(tmp_path))
+    ranges = [(4096 * number, 4096, 0xFFFFFFFF - number) for number in range(10_000)]
+    noted.begin("a", "digest", 1 << 40, wrote=ranges[:9000])
+    noted.wrote("a", ranges[9000:])
+    assert noted.read("a").wrote == ranges
+    assert max(map(len, Path(noted.path("a")).read_text().splitlines())) < journal._LONGEST_LINE / 4
+
+
+@pytest.mark.parametrize("limit", ["_MOST_RANGES", "_MOST_BYTES"])
+def test_what_is_noted_beyond_a_limit_is_not_known(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Journal(str(tmp_path))
+    noted.begin("a", "digest", 100)
+    for number in range(9):
+        noted.wrote("a", [(number, 1, 0)])
+    monkeypatch.setattr(journal, limit, 3 if limit == "_MOST_RANGES" else 120)
+    assert 0 < len(noted.read("a").wrote) < 9
+    assert noted.read("a").digest == "digest"
+
+
+@pytest.mark.parametrize("wrote", [[-1, 4, 0], [0, 0, 0], [0, 4, -1], [0, 4, 1 << 32], [1 << 63, 4, 0], [0, 4]])
+def test_what_is_no_range_ends_a_journal(wrote: list[int], tmp_path: Path) -> None:
+    noted = Journal(str(tmp_path))
+    noted.begin("a", "digest", 100)
+    noted.wrote("a", [(0, 1, 0)])
+    with Path(noted.path("a")).open("a") as file:
+        file.write(json.dumps({"wrote": [wrote]}) + "\n" + json.dumps({"ready": [1, 1]}) + "\n")
+    record = noted.read("a")
+    assert (record.wrote, record.ready) == ([(0, 1, 0)], None)
 
 
 def test_what_is_verified_is_not_written_again(source: reshard.Checkpoint, tmp_path: Path, written: Written) -> None:

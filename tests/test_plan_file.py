@@ -281,7 +281,7 @@ def refuse(path: Path, kind: type[ReshardError], message: str, **reading: Any) -
 
 
 def test_files_that_are_not_there(saved: Path, root: Path, tmp_path: Path) -> None:
-    message = r"rank_2/checkpoint_2\.safetensors: cannot be found .*\nSay where the source is: --source DIRECTORY"
+    message = r"rank_2/checkpoint_2\.safetensors: cannot be found .*; say where the source is: --source DIRECTORY"
     (root / "rank_2" / "checkpoint_2.safetensors").unlink()
     refuse(saved, SourceError, message)
     refuse(saved, SourceError, "has 4 faults", source=tmp_path / "nowhere")
@@ -298,7 +298,7 @@ def test_a_pipe_is_not_waited_for(saved: Path, root: Path) -> None:
 def test_a_file_of_another_size(saved: Path, root: Path) -> None:
     with (root / "rank_1" / "checkpoint_1.safetensors").open("ab") as file:
         file.write(b"x")
-    refuse(saved, TargetError, r"rank_1/\S+: has \d+ bytes; it had \d+ when it was planned\nThey are not the files")
+    refuse(saved, TargetError, r"rank_1/\S+: has \d+ bytes; it had \d+ when it was planned; they are not the files")
 
 
 def test_a_file_with_another_header(saved: Path, root: Path) -> None:
@@ -364,6 +364,9 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a target elsewhere": (lambda c: c["names"].update(directory="../x"), "stays below"),
     "an absolute target": (lambda c: c["names"].update(directory="/x"), "stays below"),
     "half a surrogate pair": (lambda c: c["source"].update(root="\ud800"), "expected text"),
+    "a root with a line break": (lambda c: c["source"].update(root="a\nerror: no"), "without a line break"),
+    "a path with a line break": (lambda c: c["source"]["files"][0].__setitem__(1, "a\nb"), "stays below"),
+    "a notice of two lines": (lambda c: c["source"].update(notices=["a\u2028b"]), "without a line break"),
     "a negative size": (lambda c: c["source"]["files"][0].__setitem__(2, -1), "is -1; expected a whole number"),
     "a size of 2^64": (lambda c: c["source"]["files"][0].__setitem__(2, 1 << 64), "expected a whole number"),
     "a float": (lambda c: c["source"]["files"][0].__setitem__(2, 1.0), r"is 1\.0; expected a whole number"),

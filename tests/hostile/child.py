@@ -118,7 +118,9 @@ def warm_up(sound: dict[str, Path]) -> None:
     for command in (
         "inspect {file}", "transform {ranks} {out} --source-strategy {strategy}", "strategy show {strategy}",
         "strategy diff {strategy} {strategy}", "strategy make {rules} --like {file} -o {out}/made",
-        ".load_checkpoint {file}",
+        ".load_checkpoint {file}", "verify {file} --against {file}", "plan {file}",
+        "verify {file} --write-manifest {out}/m.json", "verify {file} --manifest {out}/m.json",
+        "plan {ranks} -o {out}/plan.json --source-strategy {strategy}", "run {out}/plan.json {out}/planned",
     ):  # fmt: skip
         code, said, _ = run(command, names, corpus.Item("", b"", "", headroom=1 << 34))
         assert code == 0, said
@@ -175,6 +177,9 @@ def snapshot(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
+        for directory in path.glob(".reshard"):
+            if not directory.is_symlink():
+                directory.chmod(0o700)
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from makers import (
+    a_plan_file,
     block,
     edited,
     field,
@@ -20,11 +21,13 @@ from makers import (
     layout,
     layouts,
     link,
+    planned_strategy,
     proto,
     repeated,
     sparse,
     st,
     strategy,
+    sums,
     tensor,
     tree,
     unreadable,
@@ -51,10 +54,12 @@ FILE = (
     "transform {set} {out} --source-strategy {strategy}",
     "unify {bad} {out}",
     "unify {set} {out} --source-strategy {strategy} --style huggingface",
-    "convert {bad} {out} --format ckpt",
+    "convert {bad} {out}/a --format ckpt",
     "convert {set} {out} --format safetensors",
     "strategy make {rules} --like {bad} -o {out}",
     "strategy check {strategy} {bad}",
+    "verify {bad}",
+    "verify {file} --against {bad}",
     ".open {bad}",
     ".open_rank {bad}",
     ".load_checkpoint {bad}",
@@ -72,6 +77,7 @@ STRATEGY = (
     "transform {ranks} {out} --source-strategy {bad}",
     "transform {ranks} {out} --source-strategy {strategy} --target-strategy {bad}",
     "unify {ranks} {out} --source-strategy {bad}",
+    "verify {ranks} --target-strategy {bad}",
     ".read_strategy {bad}",
     ".rank_list_for_transform {bad} {strategy}",
     ".rank_list_for_transform {strategy} {bad}",
@@ -98,8 +104,8 @@ ODD = (
     "transform {bad} {out} --dry-run",
     "unify {bad} {out}",
     "unify {bad} {out} --style huggingface",
-    "convert {bad} {out} --format ckpt",
-    "convert {bad} {out} --format safetensors",
+    "convert {bad} {out}/a --format ckpt",
+    "convert {bad} {out}/a --format safetensors",
     ".open {bad}",
     ".convert_file {bad} {out}",
 )
@@ -109,6 +115,8 @@ ONE_FILE = tuple(command for command in FILE if "{set}" not in command)
 ONE_STRATEGY = tuple(command for command in STRATEGY if "{dir}" not in command and "rank_list" not in command)
 HEAVY = ("inspect {bad}", "transform {bad} {out}", ".open_rank {bad}")  # where every command takes a while
 RULES = ("strategy make {bad} --like {file} -o {out}",)
+PLAN = ("run {bad} {out}", "run {bad} {out} --dry-run")
+MANIFEST = ("verify {file} --manifest {bad}", "verify {ranks} --target-strategy {strategy} --manifest {bad}")
 NAMES = ("transform {file} {out} --name-map {bad}", "unify {file} {out} --name-map {bad}")
 
 
@@ -478,8 +486,11 @@ RANKS = [
 
 _TO_RANKS = "transform {ranks} {out} --source-strategy {strategy} --target-strategy {strategy}"
 _TO_FILE = "convert {file} {out}/a.ckpt --format ckpt"
+_JOURNAL = ".reshard/rank_0%2Fcheckpoint_0.ckpt.jsonl"
+_BEGUN = b'{"reshard":1,"digest":"a","size":21}\n'
 
-a_target = partial(Item, commands=(_TO_RANKS, f"{_TO_RANKS} --overwrite"), code=6, file="out")
+_SUMMED = f"{_TO_RANKS} --write-manifest {{out}}/m.json"
+a_target = partial(Item, commands=(_TO_RANKS, f"{_TO_RANKS} --overwrite", _SUMMED), code=6, file="out")
 
 TARGETS = [
     Item("a prefix that leads out", tree({}), "is no beginning of a file name; expected one such as 'checkpoint_'", (f"{_TO_RANKS} --prefix ../x", f"{_TO_RANKS} --prefix ../../outside/x", f"{_TO_RANKS} --prefix /x", f"{_TO_RANKS} --prefix x/y", ".transform_with_prefix {ranks} {out} {strategy} ../x"), 2, "out"),
@@ -493,11 +504,44 @@ TARGETS = [
     a_target("a file that leads to nothing outside", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/new")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/new; remove the link"),
     a_target("an unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.partial": link("../../outside/keep")}), "", code=0),  # it is no run's own, and removed
     a_target("an unfinished file that is a FIFO", tree({"rank_0/checkpoint_0.ckpt.partial": fifo}), "", code=0),
+    a_target("journals that lead out", tree({".reshard": link("../outside")}), ".reshard: is a link; remove it, or choose another target directory"),
+    a_target("journals that lead to nothing", tree({".reshard": link("../outside/new")}), ".reshard: is a link; remove it, or choose another target directory"),
+    a_target("journals that are a file", tree({".reshard": b""}), ".reshard/lock: cannot be written: File exists"),
+    a_target("journals without permission", tree({".reshard": lambda path: path.mkdir(0)}), ".reshard/lock: cannot be written: Permission denied"),
+    a_target("a lock that leads out", tree({".reshard/lock": link("../../outside/keep")}), ".reshard/lock: is a link; remove it, or choose another target directory"),
+    a_target("a lock that is a FIFO", tree({".reshard/lock": fifo}), "", code=0),
+    a_target("a lock that is a directory", tree({".reshard/lock/x": b""}), ".reshard/lock: cannot be written: Is a directory"),
+    a_target("a lock without permission", tree({".reshard/lock": unreadable}), ".reshard/lock: cannot be written: Permission denied"),
+    a_target("a journal that leads out", tree({_JOURNAL: link("../../outside/keep")}), "", code=0),
+    a_target("a journal that leads to nothing outside", tree({_JOURNAL: link("../../outside/new")}), "", code=0),
+    a_target("a journal that is a FIFO", tree({_JOURNAL: fifo}), "", code=0),
+    a_target("a journal that is a directory", tree({_JOURNAL + "/x": b""}), ".reshard/rank_0%2Fcheckpoint_0.ckpt.jsonl: cannot be written: File exists"),
+    a_target("a journal without permission", tree({_JOURNAL: unreadable}), "", code=0),
+    a_target("a journal of 2 GB of nothing", tree({_JOURNAL: sparse(b"", 2 << 30)}), "", code=0),
+    a_target("a journal of a line of 300 MB", tree({_JOURNAL: repeated(_BEGUN + b'{"wrote":[', b"[0,1,1],", 40_000_000)}), "", code=0, slow=True),
+    a_target("a journal of ten million ranges", tree({_JOURNAL: repeated(_BEGUN, b'{"wrote":[[0,1,1],[1,1,1],[2,1,1],[3,1,1]]}\n', 2_500_000)}), "", code=0, seconds=30),
+    a_target("a journal of two million empty lines", tree({_JOURNAL: repeated(_BEGUN, b"{}\n", 2_000_000)}), "", code=0, seconds=30),
+    a_target("a journal of deep JSON", tree({_JOURNAL: b"[" * 100_000}), "", code=0),
+    a_target("a journal of deep objects", tree({_JOURNAL: _BEGUN + b'{"a":' * 100_000}), "", code=0),
+    a_target("a journal that is not UTF-8", tree({_JOURNAL: _BEGUN + b"\xff\xfe"}), "", code=0),
+    a_target("a journal of a list", tree({_JOURNAL: b"[]\n"}), "", code=0),
+    a_target("a journal of a version to come", tree({_JOURNAL: b'{"reshard":2,"digest":"a","size":21}\n'}), "", code=0),
+    a_target("a journal of huge numbers", tree({_JOURNAL: _BEGUN + b'{"wrote":[[' + b"9" * 4000 + b',1,1],[0,1e308,1]]}\n{"ready":[' + b"9" * 4000 + b",1]}\n"}), "", code=0),
+    a_target("a journal of numbers of 5,000 digits", tree({_JOURNAL: _BEGUN + b'{"wrote":[[' + b"9" * 5000 + b",1,1]]}\n"}), "", code=0),
+    a_target("a journal of Infinity", tree({_JOURNAL: _BEGUN + b'{"wrote":[[Infinity,NaN,-Infinity]]}\n'}), "", code=0),
+    a_target("an unfinished file of another plan", tree({_JOURNAL: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; begin anew with --restart, or choose another target", commands=(_TO_RANKS,)),
+    a_target("a finished file, says its journal", tree({_JOURNAL: _BEGUN + b'{"ready":[2,0]}\n', "rank_0/checkpoint_0.ckpt": b"xy"}), "has rank_0/checkpoint_0.ckpt already; choose another target directory, or replace it with --overwrite", commands=(_TO_RANKS, f"{_TO_RANKS} --restart")),
+    a_target("other journals", tree({".reshard/\x1b[2J\nerror: no.jsonl": b"x", ".reshard/a": link("/dev/zero")}), "", code=0),
     Item("a part of a set that leads out", tree({"part0.safetensors": link("../outside/keep")}), "part0.safetensors: leads out of the target directory, to /item/outside/keep; remove the link", ("unify {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),
     Item("an index that leads out", tree({"param_name_map.json": link("../outside/keep")}), "param_name_map.json: leads out of the target directory, to /item/outside/keep; remove the link", ("unify {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),
     Item("a converted file that leads out", tree({"a.ckpt": link("../outside/keep")}), "a.ckpt: leads out of the target directory, to /item/outside/keep; remove the link", (_TO_FILE, f"{_TO_FILE} --overwrite"), 6, "out"),
     Item("a strategy's unfinished file that leads out", tree({"s.ckpt.partial": link("../outside/keep")}), "", ("strategy merge {strategies} -o {out}/s.ckpt", "strategy make {rules} --like {file} -o {out}/s.ckpt"), 0, "out"),
     Item("a strategy file that leads out", tree({"s.ckpt": link("../outside/keep")}), "", ("strategy merge {strategies} -o {out}/s.ckpt --overwrite",), 0, "out"),
+    a_target("a manifest that leads out", tree({"m.json": link("../outside/keep")}), "m.json: is there already; choose another name, or replace it with --overwrite", commands=(_SUMMED,)),
+    a_target("a manifest that leads out and is replaced", tree({"m.json": link("../outside/keep")}), "", commands=(f"{_SUMMED} --overwrite",), code=0),
+    a_target("a manifest that is a FIFO", tree({"m.json": fifo}), "", commands=(f"{_SUMMED} --overwrite",), code=0),
+    a_target("a manifest that is a directory", tree({"m.json/a": b""}), "m.json: is a directory; expected the name of a file for the manifest", commands=(_SUMMED, f"{_SUMMED} --overwrite")),
+    a_target("an unfinished manifest that leads out", tree({"m.json.partial": link("../outside/keep")}), "", commands=(_SUMMED,), code=0),
     a_target("a target that is a file", b"", "/item/out/.reshard/lock: cannot be written: Not a directory"),
     a_target("a target that is a FIFO", fifo, "/item/out/.reshard/lock: cannot be written: Not a directory"),
     a_target("a target that is a link to itself", link("out"), "/item/out/.reshard/lock: cannot be written: Too many levels of symbolic links"),
@@ -558,6 +602,100 @@ NAME_MAPS = [
     a_map("a file without permission", unreadable, "cannot be read: Permission denied"),
 ]
 
+# --- plan files, and manifests -----------------------------------------------------------------------------------
+
+a_plan = partial(Item, commands=PLAN, file="bad.json")
+a_manifest = partial(Item, commands=MANIFEST, file="bad.json")
+a_folder = partial(Item, commands=("verify {bad} --manifest {bad}/m.json", "verify {bad} --manifest {bad}/m.json --json"), code=3, file="bad")
+_FILE = ("file.ckpt", len(proto()), 0, "0" * 32)
+_LISTED = sums("a.ckpt", json.dumps({"nbytes": len(proto()), "tensors": {"w": ["int8", [4], "92c80a31"]}}))
+
+PLANS = [
+    a_plan("empty", b"", "is no sound plan file: it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+    a_plan("a list", b"[]", "is no sound plan file: it has no key 'reshard_plan'; expected what `reshard plan -o FILE` writes"),
+    a_plan("deep JSON", b'{"a":' * 50_000, "is no sound plan file: it is nested too deeply"),
+    a_plan("a key twice", b'{"reshard_plan": 1, "reshard_plan": 2}', "is no sound plan file: the key 'reshard_plan' is there twice in an object"),
+    a_plan("a million keys, one twice", repeated(b'{"a":1', b',"a":1', 1_000_000, b"}"), "is no sound plan file: the key 'a' is there twice in an object", commands=PLAN[:1]),
+    a_plan("a million lists", repeated(b'{"reshard_plan":1,"files":[[]', b",[]", 1_000_000, b"]}"), "is no sound plan file: $ has no 'made_by'", commands=PLAN[:1]),
+    a_plan("a version of 4,000 digits", b'{"reshard_plan": ' + b"9" * 4000 + b"}", "is no sound plan file: it is of version 999999999999999999999999999999999999999999999999999999999999; this reshard reads version 1; plan again"),
+    a_plan("a version of 5,000 digits", b'{"reshard_plan": ' + b"9" * 5000 + b"}", "is no sound plan file: it has a number of thousands of digits"),
+    a_plan("a key with control characters", b'{"reshard_plan": 1, "\\u001b[2J\\nerror: no": 1}', "is no sound plan file: $ has no 'made_by'"),
+    a_plan("not UTF-8", b'{"\xff":1}', "is no sound plan file: it is not JSON: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"),
+    a_plan("a checkpoint", proto(), "is no sound plan file: it is not JSON: Expecting value: line 2 column 1 (char 1)"),
+    a_plan("a source of other headers", a_plan_file(), "/sound: file.ckpt: has other tensors, in its header, than when it was planned; they are not the files that were planned with; give those, or plan again", code=6),
+    a_plan("a source elsewhere", a_plan_file(files=[[0, "../file.ckpt", *_FILE[1:]]]), "is no sound plan file: $.source.files[0][1] is '../file.ckpt'; expected a path that stays below its directory"),
+    a_plan("an absolute path", a_plan_file(files=[[0, "/etc/passwd", *_FILE[1:]]]), "is no sound plan file: $.source.files[0][1] is '/etc/passwd'; expected a path that stays below its directory"),
+    a_plan("a source that is a device", a_plan_file(root="/dev", files=[[0, "zero", 0, 0, "0" * 32]]), "/dev: zero: is no regular file; say where the source is: --source DIRECTORY, or source="),
+    a_plan("a source that is not there", a_plan_file(root="/nowhere\x1b[2J"), "/nowhere\\x1b[2J: file.ckpt: cannot be found (No such file or directory); say where the source is: --source DIRECTORY, or source="),
+    a_plan("a source with a line break", a_plan_file(root="/nowhere\nerror: no"), "is no sound plan file: $.source.root is '/nowhere\\nerror: no'; expected text without a line break"),
+    a_plan("a notice with a line break", a_plan_file(notices=["a\nerror: no"]), "is no sound plan file: $.source.notices[0] is 'a\\nerror: no'; expected text without a line break"),
+    a_plan("a file with a line break", a_plan_file(files=[[0, "a\nerror: no", *_FILE[1:]]]), "is no sound plan file: $.source.files[0][1] is 'a\\nerror: no'; expected a path that stays below its directory"),
+    a_plan("a source of another size", a_plan_file(files=[[0, "file.ckpt", 22, 0, "0" * 32]]), "/sound: file.ckpt: has 21 bytes; it had 22 when it was planned; they are not the files that were planned with; give those, or plan again", code=6),
+    a_plan("a source with half of a surrogate pair", a_plan_file(root="/\ud800"), "is no sound plan file: $.source.root is '/\\ud800'; expected text without a line break"),
+    a_plan("a rank of one billion", a_plan_file(files=[[10**9, *_FILE]]), "is no sound plan file: $.source.files[0] is of rank 1000000000 and header 0, which cannot be"),
+    a_plan("a size of 2^64", a_plan_file(files=[[0, "file.ckpt", 1 << 64, 0, "0" * 32]]), "is no sound plan file: $.source.files[0][2] is 18446744073709551616; expected a whole number, from 0 on"),
+    a_plan("a header that is not listed", a_plan_file(files=[[0, "file.ckpt", 21, 1, "0" * 32]]), "is no sound plan file: $.source.files[0] is of rank 0 and header 1, which cannot be"),
+    a_plan("billions of devices", a_plan_file(strategy=planned_strategy(devices=1 << 40)), "is no sound plan file: a strategy of 1099511627776 devices in stages 0 to 0 cannot be"),
+    a_plan("billions of stages", a_plan_file(strategy=planned_strategy(stages=[0, 1 << 40])), "is no sound plan file: a strategy of 2 devices in stages 0 to 1099511627775 cannot be"),
+    a_plan("a device matrix of billions", a_plan_file(strategy=planned_strategy(matrix=[1 << 50])), "is no sound plan file: dev_matrix [1125899906842624] is of more than 131072 devices, which is taken for a corrupt file"),
+    a_plan("an axis out of range", a_plan_file(strategy=planned_strategy(axes=[[7]])), "is no sound plan file: tensor_map[0] is 7; expected -1 to 0 for dev_matrix [2]"),
+    a_plan("an axis twice", a_plan_file(strategy=planned_strategy(axes=[[0], [0]])), "is no sound plan file: tensor_map[1] uses device axis 0 a second time"),
+    a_plan("a file of 2 GB", sparse(b"{", 2 << 30), "has more than 268435456 bytes, which no plan file has"),
+    a_plan("a file of 200 MB of nothing", sparse(b"{", 200_000_000), "is no sound plan file: it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)", commands=PLAN[:1], headroom=1_500_000_000, slow=True),
+    a_plan("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
+    a_plan("a directory", tree({"a": b""}), "is no regular file but a directory, a pipe or a device"),
+    a_plan("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
+    a_plan("a file without permission", unreadable, "cannot be read: Permission denied"),
+]
+
+MANIFESTS = [
+    a_manifest("empty", b"", "is not JSON: Expecting value: line 1 column 1 (char 0)"),
+    a_manifest("a list", b"[]", "is none; expected a JSON object with the key 'reshard_manifest'"),
+    a_manifest("deep JSON", b'{"a":' * 50_000, "is not JSON: it is nested too deeply"),
+    a_manifest("a key twice", b'{"reshard_manifest": 1, "reshard_manifest": 1, "files": {}}', "$: has reshard_manifest twice in one object"),
+    a_manifest("a file twice", b'{"reshard_manifest": 1, "files": {"a": {"nbytes": 1, "crc32c": "00000000"}, "a": {"nbytes": 2, "crc32c": "00000000"}}}', "$: has a twice in one object"),
+    a_manifest("a million keys, one twice", repeated(b'{"a":1', b',"a":1', 1_000_000, b"}"), "is none; expected a JSON object with the key 'reshard_manifest'", commands=MANIFEST[:1]),
+    a_manifest("a version to come", b'{"reshard_manifest": 2, "files": {}}', "is of version 2; known is 1: use a newer reshard"),
+    a_manifest("a file above", sums("../file.ckpt"), "path '../file.ckpt': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("an absolute path", sums("/etc/passwd"), "path '/etc/passwd': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("the directory itself", sums("."), "path '.': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("a path with control characters", sums("\x1b[2J\nerror: no"), "path '\\x1b[2J\\nerror: no': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("a path with half of a surrogate pair", sums("\ud800"), "path '\\ud800': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("a path of 10,000 characters", sums("a" * 10_000), "path 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa: has 10000 characters; at most 4096 bytes are taken"),
+    a_manifest("a name of 10,000 characters", sums("a", '{"nbytes": 1, "tensors": {"' + "w" * 10_000 + '": ["int8", [4], "00000000"]}}'), "$.files['a'].tensors['wwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwww]: is a name of 10000 characters; at most 4096 bytes are taken"),
+    a_manifest("a path above, 300,000 times", repeated(b'{"reshard_manifest": 1, "files": {"../a": {}', b',"../a": {}', 300_000, b"}}"), "has 3 faults:", commands=MANIFEST[:1]),
+    a_manifest("a size of 4,000 digits", sums("a", '{"nbytes": ' + "9" * 4000 + ', "crc32c": "00000000"}'), "$.files['a']: is no object of 'nbytes' and either 'tensors' or 'crc32c'"),
+    a_manifest("a size of 5,000 digits", sums("a", '{"nbytes": ' + "9" * 5000 + ', "crc32c": "00000000"}'), "is not JSON: it has a number of thousands of digits"),
+    a_manifest("a negative size", sums("a", '{"nbytes": -1, "crc32c": "00000000"}'), "$.files['a']: is no object of 'nbytes' and either 'tensors' or 'crc32c'"),
+    a_manifest("a checksum of Arabic digits", sums("a", '{"nbytes": 1, "crc32c": "\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660"}'), "$.files['a']: is no object of 'nbytes' and either 'tensors' or 'crc32c'"),
+    a_manifest("a checksum of nine digits", sums("a", '{"nbytes": 1, "crc32c": "000000000"}'), "$.files['a']: is no object of 'nbytes' and either 'tensors' or 'crc32c'"),
+    a_manifest("an unknown dtype", sums("a", '{"nbytes": 1, "tensors": {"w": ["int3", [4], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
+    a_manifest("a shape of 10,000 dimensions", sums("a", '{"nbytes": 1, "tensors": {"w": ["int8", [' + "1," * 9_999 + '1], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
+    a_manifest("a negative dimension", sums("a", '{"nbytes": 1, "tensors": {"w": ["int8", [-4], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
+    a_manifest("not UTF-8", b'{"\xff":1}', "is not JSON: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"),
+    a_manifest("a checkpoint", proto(), "is not JSON: Expecting value: line 2 column 1 (char 1)"),
+    a_manifest("a file of 2 GB", sparse(b"{", 2 << 30), "has more than 268435456 bytes, which no manifest has"),
+    a_manifest("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
+    a_manifest("a directory", tree({"a": b""}), "is no regular file but a directory, a pipe or a device"),
+    a_manifest("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
+    a_manifest("a file without permission", unreadable, "cannot be read: Permission denied"),
+    a_manifest("files that are not there", sums("rank_9/a.ckpt"), "is not what /item/bad.json says: 1 difference, in rank_9/a.ckpt", code=3),
+    a_manifest("a huge size", sums("file.ckpt", '{"nbytes": 4611686018427387903, "tensors": {"w": ["int8", [4611686018427387903], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 1 difference, in file.ckpt", commands=MANIFEST[:1], code=3),
+    a_manifest("tensors of other shapes", sums("file.ckpt", '{"nbytes": 21, "tensors": {"w": ["int8", [4611686018427387903], "00000000"], "\\u001b[2J\\nerror: no": ["int8", [], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 2 differences, in w, '\\x1b[2J\\nerror: no', in file.ckpt", commands=MANIFEST[:1], code=3),
+]
+
+FOLDERS = [
+    a_folder("as it should be, in odd company", tree({"m.json": _LISTED, "a.ckpt": proto(), "loop": link("."), "b/c": link("../.."), "closed": lambda path: path.mkdir(0), "\x1b[2J\nerror: no.ckpt": fifo}), "", code=0),
+    a_folder("a file that leads out", tree({"m.json": _LISTED, "a.ckpt": link("../outside/keep")}), "is not what /item/bad/m.json says: 1 difference, in a.ckpt"),
+    a_folder("a file that leads to nothing outside", tree({"m.json": _LISTED, "a.ckpt": link("../outside/new")}), "is not what /item/bad/m.json says: 1 difference, in a.ckpt"),
+    a_folder("a file that is a FIFO", tree({"m.json": _LISTED, "a.ckpt": fifo}), "is not what /item/bad/m.json says: 1 difference, in a.ckpt"),
+    a_folder("a file that is a directory", tree({"m.json": _LISTED, "a.ckpt/b": b""}), "is not what /item/bad/m.json says: 1 difference, in a.ckpt"),
+    a_folder("a file without permission", tree({"m.json": _LISTED, "a.ckpt": unreadable}), "is not what /item/bad/m.json says: 1 difference, in a.ckpt"),
+    a_folder("a file of no format", tree({"m.json": _LISTED, "a.ckpt": b"x" * len(proto())}), "is not what /item/bad/m.json says: 1 difference, in a.ckpt"),
+    a_folder("a file of other bytes", tree({"m.json": _LISTED, "a.ckpt": proto(content=b"efgh")}), "is not what /item/bad/m.json says: 1 difference, in w, in a.ckpt"),
+    a_folder("an index of 2 GB of nothing", tree({"m.json": sums("a.json", '{"nbytes": 2147483648, "crc32c": "00000000"}'), "a.json": sparse(b"", 2 << 30)}), "is not what /item/bad/m.json says: 1 difference, in a.json", slow=True, seconds=60),
+]
+
 # fmt: on
 
 
@@ -566,4 +704,5 @@ def items() -> dict[str, list[Item]]:
     return {
         "ckpt": CKPT, "safetensors": SAFETENSORS, "kinds": KINDS, "protobuf": PROTOBUF, "unfit": UNFIT, "json": JSON,
         "sets": SETS, "ranks": RANKS, "rules": RULES_FILES, "names": NAME_MAPS, "encrypted": ENCRYPTED, "named": NAMED, "targets": TARGETS,
+        "plans": PLANS, "manifests": MANIFESTS, "folders": FOLDERS,
     }  # fmt: skip

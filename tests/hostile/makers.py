@@ -91,6 +91,44 @@ def block(content: bytes, *, length: int | None = None, iv: int = 16, magic: int
     return struct.pack("<I", magic) + bytes(16) + stated + content
 
 
+def planned_strategy(stages: Any = (0, 1), devices: Any = 2, matrix: Any = (2,), axes: Any = ((0,),)) -> dict[str, Any]:
+    """The strategy of one tensor, as plan files have it."""
+    layout = [matrix, axes, 0, 0, [], [], 0]
+    places = [[[0, 0, None, False]]]
+    return {
+        "stages": stages, "devices": devices, "merged": False, "layouts": [layout], "places": places,
+        "tensors": {"w": 0},
+    }  # fmt: skip
+
+
+def a_plan_file(**source: Any) -> Callable[[Path], None]:
+    """A plan file of the sound checkpoint file beside the item's directory, whose source is said to be otherwise."""
+
+    def make(path: Path) -> None:
+        known = {
+            "root": str(path.parents[1] / "sound"), "strategy": None, "stage": None, "partial": False, "varying": [],
+            "left_out": [], "notices": ["\x1b[2J"], "encryption": None, "headers": ["0" * 32],
+            "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
+        }  # fmt: skip
+        target = {"strategy": None, "format": "ckpt", "ranks": None, "memory": None, "remove_redundancy": False}
+        selection: dict[str, Any] = {key: [] for key in ("include", "exclude", "drop", "allow_missing")}
+        plan = {
+            "reshard_plan": 1, "made_by": "0.1.0", "digest": "0" * 32,
+            "source": known | source, "target": target | {"link_replicas": False},
+            "files": {"way": "rank_files", "fields": ["checkpoint_", ""]},
+            "selection": selection | {"weights_only": False, "names": {}, "cast": {}},
+            "names": dict.fromkeys(("directory", "source_strategy", "target_strategy", "name_map", "reading")),
+        }  # fmt: skip
+        path.write_text(json.dumps(plan))
+
+    return make
+
+
+def sums(path: str, file: str = '{"nbytes": 21, "crc32c": "00000000"}') -> bytes:
+    """A manifest of one file, which is said to be so."""
+    return f'{{"reshard_manifest": 1, "files": {{{json.dumps(path)}: {file}}}}}'.encode()
+
+
 def fifo(path: Path) -> None:
     os.mkfifo(path)
 
