@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError, TargetError, UsageError
-from reshard.manifest import refuse_existing, write_manifest
+from reshard.manifest import refuse_existing
 from reshard.remote import is_url
 
 if TYPE_CHECKING:
@@ -60,9 +60,8 @@ def write(path: Path, report: Report, *, overwrite: bool) -> str:
     from reshard.show import count_text  # not on every start
 
     try:
-        made = report.manifest()
-        write_manifest(made, path, overwrite=overwrite)
+        count = report.write_manifest(path, overwrite=overwrite)
     except ReshardError as error:
         error.add_note("the target files are complete; the same command makes the manifest alone")
         raise
-    return f"{path}, {count_text(made.checksums, 'checksum')} of {count_text(len(made.files), 'file')}"
+    return f"{path}, {count_text(count, 'checksum')} of {count_text(len(report.files), 'file')}"

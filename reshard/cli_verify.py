@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli_options import PATH, json_option, layout_rules, selection_options, size, source_options
-from reshard.errors import UsageError, VerifyError
+from reshard.errors import TargetError, UsageError, VerifyError
 from reshard.rank_files import RANK_PATTERN
 from reshard.terminal import Command, print_json, progress, say, say_notices
 
@@ -225,6 +225,9 @@ def _make(
             threads=threads,
             progress=shown,
         )
+    root = target if target.is_dir() else target.parent
+    if path.resolve() in {(root / name).resolve() for name in made.files}:
+        raise TargetError(f"{path}: is one of the files of {target}; choose another name for the manifest")
     write_manifest(made, path, overwrite=overwrite)
     if not quiet:
         say(f"wrote {path}: {count_text(made.checksums, 'checksum')} of {count_text(len(made.files), 'file')}")

@@ -27,7 +27,7 @@ from reshard.strategy_file import write_whole
 from reshard.untrusted import parse_json, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from reshard.block import Shape
     from reshard.dtypes import DType
@@ -63,6 +63,11 @@ class FileSums:
     tensors: Mapping[str, Part] = field(default_factory=dict)
     crc32c: int | None = None
 
+    @property
+    def checksums(self) -> int:
+        """How many checksums there are: one of each tensor's part; or one, where it is no checkpoint file."""
+        return len(self.tensors) + (self.crc32c is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -75,9 +80,7 @@ class Manifest:
     files: Mapping[str, FileSums]
 
     def __post_init__(self) -> None:
-        faults = Faults("manifest")
-        _check_paths(self.files, faults)
-        faults.raise_if_any(SourceError)
+        check_paths(self.files)
 
     @classmethod
     def of(
@@ -107,8 +110,8 @@ class Manifest:
 
     @property
     def checksums(self) -> int:
-        """How many checksums there are: one of each tensor's part, and of each file that is no checkpoint."""
-        return sum(len(file.tensors) + (file.crc32c is not None) for file in self.files.values())
+        """How many checksums there are, of all files."""
+        return sum(file.checksums for file in self.files.values())
 
     def __repr__(self) -> str:
         """Describe the manifest on one line.
@@ -122,16 +125,46 @@ class Manifest:
         return f"<Manifest: {count} file{'s' * (count != 1)}, {nbytes} bytes, {sums} checksums of tensors>"
 
 
-def write_manifest(manifest: Manifest, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def write_manifest(
+    manifest: Manifest | Iterable[tuple[str, FileSums]], path: str | os.PathLike[str], *, overwrite: bool = False
+) -> int:
     """Write a manifest as JSON, a line for each file; the same manifest gives the same bytes.
 
+    Args:
+        manifest: what is known of the files; or that of one file after the other, in the order of their paths.
+        path: where it goes. It appears there only when it is complete.
+        overwrite: replace a file that is there.
+
+    Returns:
+        how many checksums it has.
+
     Raises:
+        SourceError: a path leads out of the directory.
         TargetError: the file exists, or cannot be written.
     """
-    lines = [f"{json.dumps(name)}: {json.dumps(_file_data(file))}" for name, file in manifest.files.items()]
-    content = f'{{"{_VERSION_KEY}": {VERSION},\n"files": {{\n' + ",\n".join(lines) + "\n}}\n"
+    count = 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal count
+        yield f'{{"{_VERSION_KEY}": {VERSION},\n"files": {{\n'.encode()
+        between = ""
+        for name, file in manifest.files.items() if isinstance(manifest, Manifest) else manifest:
+            check_paths([name])
+            count += file.checksums
+            yield f"{between}{json.dumps(name)}: {json.dumps(_file_data(file))}".encode()
+            between = ",\n"
+        yield b"\n}}\n"
+
     refuse_existing(path, overwrite=overwrite)
-    write_whole(Path(path), content.encode())
+    write_whole(Path(path), lines())
+    return count
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Raise `SourceError` where a manifest cannot have a path: it leads out, is too long, or has control characters."""
+    faults = Faults("manifest")
+    _check_paths(paths, faults)
+    faults.raise_if_any(SourceError)
 
 
 def refuse_existing(path: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -221,7 +254,7 @@ def _is_count(number: object) -> bool:
     return type(number) is int and 0 <= number < _LARGEST_COUNT
 
 
-def _check_paths(paths: Mapping[str, object], faults: Faults) -> None:
+def _check_paths(paths: Iterable[str], faults: Faults) -> None:
     """Every path must be a plain one below a directory."""
     for path in paths:
         if not _is_short(path):

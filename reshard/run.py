@@ -26,9 +26,9 @@ from reshard.resume import Checksums, Session, discard, exists
 from reshard.store import PARTIAL, local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from reshard.manifest import Manifest
+    from reshard.manifest import FileSums, Manifest
     from reshard.plan import Plan
 
 
@@ -88,21 +88,39 @@ class Report:
         """Return the manifest of the target files, as `reshard.make_manifest` would by reading them.
 
         Its checksums are those of the receipts, also where earlier runs wrote; a block that is without one is read.
-        `reshard.write_manifest` makes a file of it.
 
         Raises:
             UsageError: there are no checksums: of a run without them or without a journal, into a zarr store or to a
                 URL, or of files that are coded.
             SourceError: a block must be read for its sum, and cannot be.
         """
-        from reshard.run_manifest import manifest_of
+        from reshard.manifest import Manifest
+
+        return Manifest(dict(self._sums_of_files()))
+
+    def write_manifest(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> int:
+        """Write the manifest of the target files as `reshard.write_manifest` does, file by file, in little memory.
+
+        Returns:
+            how many checksums it has.
+
+        Raises:
+            TargetError: it exists, or cannot be written.
+            UsageError, SourceError: as for `manifest`.
+        """
+        from reshard.manifest import write_manifest
+
+        return write_manifest(self._sums_of_files(), path, overwrite=overwrite)
+
+    def _sums_of_files(self) -> Iterator[tuple[str, FileSums]]:
+        from reshard.run_manifest import sums_of_files
 
         if not isinstance(self.checksums, Checksums):
             raise UsageError(
                 f"{self.directory}: no checksums were made for a manifest; run with checksums=True and a journal into "
                 "a local directory, or read the files with reshard.make_manifest"
             )
-        return manifest_of(self.checksums.root, self.checksums.files, self.checksums)
+        return sums_of_files(self.checksums.root, self.checksums.files, self.checksums)
 
     def __repr__(self) -> str:
         return (

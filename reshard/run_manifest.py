@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING
 
 from reshard.checksum import crc32c
 from reshard.formats import index_file
-from reshard.manifest import Manifest
+from reshard.manifest import FileSums, Part
 from reshard.manifest_files import shape_of, sum_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from reshard.checkpoint import Entry
     from reshard.formats import FileLayout
     from reshard.plan import TargetFile
 
 _MOST_THREADS = 4
+_MOST_LAYOUTS = 8  # whose headers are held
 
 
-def manifest_of(root: str, files: Iterable[TargetFile], sums: Mapping[str, Mapping[str, int]]) -> Manifest:
-    """Return the manifest of files that are written.
+def sums_of_files(
+    root: str, files: Iterable[TargetFile], sums: Mapping[str, Mapping[str, int]]
+) -> Iterator[tuple[str, FileSums]]:
+    """Yield the path and the sums of files that are written, in the order of their paths: what a manifest has of them.
+
+    They are made one file at a time, so that no more is held than of one.
 
     Args:
         root: the directory that the files are in.
@@ -38,30 +43,31 @@ def manifest_of(root: str, files: Iterable[TargetFile], sums: Mapping[str, Mappi
         SourceError: a block must be read for its sum, and cannot be.
     """
     indexed: dict[int, Mapping[str, Entry]] = {}  # by the identity of layouts, which ranks with equal contents share
-    held: dict[str, Mapping[str, Entry]] = {}
-    nbytes: dict[str, int] = {}
-    others: dict[str, int] = {}
-    for file in files:
-        nbytes[file.path] = file.layout.size
-        if file.last or not file.layout.size:  # the index of a set; a .ckpt of nothing, which no format is told by
-            others[file.path] = crc32c(b"".join(content for _, content in sorted(file.layout.literals)))
+    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    for file in sorted(files, key=lambda file: file.path):
+        layout = file.layout
+        if file.last or not layout.size:  # the index of a set; a .ckpt of nothing, which no format is told by
+            content = b"".join(content for _, content in sorted(layout.literals))
+            yield file.path, FileSums(layout.size, {}, crc32c(content))
             continue
-        if id(file.layout) not in indexed:
-            indexed[id(file.layout)] = index_file(file.path, store=_OwnBytes(file.layout)).entries
-        held[file.path] = indexed[id(file.layout)]
-    known = {(path, name): value for path in held for name, value in sums[path].items()}
-    left = {
-        f"{root}/{path}": some
-        for path, entries in held.items()
-        if (some := {name: entry for name, entry in entries.items() if (path, name) not in known})
-    }
-    found = sum_entries(left, threads=min(len(os.sched_getaffinity(0)), _MOST_THREADS))
-    known |= {(path, name): found[f"{root}/{path}", name] for path in held for name in left.get(f"{root}/{path}", ())}
-    tensors = {
-        path: {name: (entry.dtype, shape_of(entry), known[path, name]) for name, entry in entries.items()}
-        for path, entries in held.items()
-    }
-    return Manifest.of(tensors, nbytes, others)
+        if id(layout) not in indexed:
+            if len(indexed) == _MOST_LAYOUTS:
+                indexed.clear()
+            indexed[id(layout)] = index_file(file.path, store=_OwnBytes(layout)).entries
+        entries, known = indexed[id(layout)], sums[file.path]
+        place = f"{root}/{file.path}"
+        left = {name: entry for name, entry in entries.items() if name not in known}
+        read = sum_entries({place: left}, threads=threads) if left else {}
+        yield (
+            file.path,
+            FileSums(
+                layout.size,
+                {
+                    name: Part(entry.dtype, shape_of(entry), read[place, name] if name in left else known[name])
+                    for name, entry in entries.items()
+                },
+            ),
+        )
 
 
 class _OwnBytes:

@@ -111,8 +111,12 @@ def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
     write_whole(place, _to_json(strategy) if place.suffix == ".json" else _to_protobuf(strategy))
 
 
-def write_whole(place: Path, content: bytes) -> None:
+def write_whole(place: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a small file, which appears under its name only when it is complete.
+
+    Args:
+        place: its name.
+        content: all of it, or piece after piece.
 
     Raises:
         TargetError: it cannot be written.
@@ -122,11 +126,13 @@ def write_whole(place: Path, content: bytes) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         beside.unlink(missing_ok=True)  # what is there may be a link to elsewhere
         with beside.open("xb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
         beside.replace(place)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise TargetError(f"{place}: cannot be written: {error.strerror or error}") from None
 
 

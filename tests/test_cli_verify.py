@@ -123,6 +123,11 @@ def test_a_manifest(folder: Path) -> None:
     assert "tensor c: has the CRC-32C" in result.stdout
     assert call("verify", "moved", "--write-manifest", "m.json", "--overwrite").exit_code == 0
     assert call("verify", "moved", "--manifest", "m.json").exit_code == 0
+    before = Path("moved/rank_0/checkpoint_0.ckpt").read_bytes()
+    result = call("verify", "moved", "--write-manifest", "moved/rank_0/checkpoint_0.ckpt", "--overwrite")
+    assert result.exit_code == 6
+    assert "is one of the files of moved; choose another name for the manifest" in result.stderr
+    assert Path("moved/rank_0/checkpoint_0.ckpt").read_bytes() == before
     Path("m.json").write_text('{"reshard_manifest": 1, "files": {"../x": {"nbytes": 1, "tensors": {}}}}')
     result = call("verify", "moved", "--manifest", "m.json")
     assert result.exit_code == 4

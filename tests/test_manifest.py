@@ -67,6 +67,16 @@ def test_there_and_back(tmp_path: Path, made: Manifest) -> None:
     assert sorted(path.name for path in tmp_path.glob("m.json*")) == ["m.json"]
 
 
+def test_written_file_by_file(tmp_path: Path, made: Manifest) -> None:
+    count = write_manifest(made, tmp_path / "m.json")
+    assert count == made.checksums == 30
+    assert write_manifest(iter(made.files.items()), tmp_path / "n.json") == count
+    assert (tmp_path / "n.json").read_bytes() == (tmp_path / "m.json").read_bytes()
+    with pytest.raises(SourceError, match="'../x': is no path below a directory"):
+        write_manifest([*made.files.items(), ("../x", FileSums(0))], tmp_path / "o.json")
+    assert sorted(path.name for path in tmp_path.glob("*.json*")) == ["m.json", "n.json"]
+
+
 def test_built_from_the_ranges_that_a_run_wrote() -> None:
     content = bytes(range(100))
     ranges = [(60, 40, crc32c(content[60:])), (0, 60, crc32c(content[:60]))]

@@ -136,7 +136,7 @@ def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
     stopped(plan, folder / "dst", 8)
     report = plan.run("dst")
     assert 0 < report.resumed < plan.stats.bytes_written
-    reshard.write_manifest(report.manifest(), "m.json")
+    report.write_manifest("m.json")
     assert not read
     assert_as_read("dst")
 
@@ -146,7 +146,7 @@ def test_of_a_run_that_linked_and_was_gone_on_with(folder: Path, read: list[Any]
     stopped(plan, folder / "dst", 6)
     report = plan.run("dst")
     assert report.links == 1
-    reshard.write_manifest(report.manifest(), "m.json")
+    report.write_manifest("m.json")
     assert not read
     assert_as_read("dst")
     assert report.checksums is not None
@@ -165,7 +165,7 @@ def test_only_blocks_without_a_sum_are_read(folder: Path, read: list[Any]) -> No
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     others = [line for line in lines if "wrote" not in line]
     file.write_text("".join(json.dumps(line) + "\n" for line in [*others, {"wrote": [*kept, [place[0], 5, 1]]}]))
-    reshard.write_manifest(plan.run("dst").manifest(), "m.json")
+    plan.run("dst").write_manifest("m.json")
     assert read == [("checkpoint_2.ckpt", "c")]
     assert_as_read("dst")
 
@@ -285,3 +285,6 @@ def test_without_checksums_there_is_none(folder: Path) -> None:
     for report in reports:
         with pytest.raises(UsageError, match=r"no checksums were made for a manifest; run with checksums=True and"):
             report.manifest()
+        with pytest.raises(UsageError, match=r"no checksums were made for a manifest; run with checksums=True and"):
+            report.write_manifest("m.json")
+    assert not list(Path().glob("m.json*"))
