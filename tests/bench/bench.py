@@ -16,6 +16,7 @@ printed; absolute times mean little.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import platform
@@ -42,13 +43,19 @@ from reshard.formats import Content, by_name
 HIDDEN, INNER, VOCABULARY = 2112, 5760, 24000  # multiples of 48, so that 8 and 6 ranks divide them
 RESHARD = [sys.executable, "-m", "reshard"]
 
+# In large pages and on all processors, which is three times as fast; the memory is the same.
 TOUCH = """
-import sys
-size = int(sys.argv[1])
-held = bytearray(size)
-view = memoryview(held)
-for start in range(0, size, 1 << 20):
-    view[start : start + (1 << 20) : 4096] = b"x" * len(view[start : start + (1 << 20) : 4096])
+import mmap, os, sys
+size, processes = int(sys.argv[1]), os.cpu_count()
+for _ in range(processes):
+    if os.fork() == 0:
+        held = mmap.mmap(-1, size // processes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        held.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(held)
+        for start in range(0, len(view), 1 << 20):
+            view[start : start + (1 << 20) : 4096] = b"x" * len(view[start : start + (1 << 20) : 4096])
+        os._exit(0)
+sys.exit(any(os.wait()[1] for _ in range(processes)))
 """
 
 
@@ -297,6 +304,7 @@ def main() -> None:
     from peers import against_peers  # beside this file
 
     rows = [row for row in ROWS if not options.rows or row.name in options.rows.split(",")]
+    compileall.compile_dir(Path(reshard.__file__).parent, quiet=1)  # as an installation is
     shutil.rmtree(options.dir, ignore_errors=True)
     options.dir.mkdir(parents=True)
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} processors, {memory() / 2**30:.0f} GiB")
