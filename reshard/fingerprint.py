@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from reshard.store import local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.bands import Recipe
-    from reshard.checkpoint import FileIndex
+    from reshard.checkpoint import Entry, FileIndex
     from reshard.formats import FileLayout
     from reshard.plan import Plan
 
@@ -40,8 +40,18 @@ def digest(content: object) -> str:
 
 def index_digest(index: FileIndex) -> str:
     """Return the digest of all that a file's header says: names, dtypes, shapes, byte ranges, notes and text."""
-    entries = [(name, e.dtype.name, e.shape, e.runs, e.text) for name, e in index.entries.items()]
-    return digest([index.format, entries, index.metadata, index.crc, index.deduplicated, index.unreadable])
+    return index_digests([index])[0]
+
+
+def index_digests(indexes: Sequence[FileIndex]) -> list[str]:
+    """Return the digest of each of many headers (`index_digest`): of those that are shared, once."""
+    entries_of = _once(_entries_digest)
+
+    def of(index: FileIndex) -> str:
+        notes = [index.metadata, index.crc, index.deduplicated, index.unreadable]
+        return digest([index.format, entries_of(index.entries), *notes])
+
+    return list(map(_once(of), indexes))
 
 
 def pages_digest(path: str) -> str:
@@ -101,7 +111,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def _once(function: Callable[..., str]) -> Callable[[object], str]:
-    """Remember digests by identity: tensors share their recipes, and to hash a large one for each would be slow."""
+    """Remember digests by identity: tensors share their recipes, and files their headers; large ones are slow."""
     known: dict[int, str] = {}
 
     def remembered(value: object) -> str:
@@ -110,6 +120,10 @@ def _once(function: Callable[..., str]) -> Callable[[object], str]:
         return known[id(value)]
 
     return remembered
+
+
+def _entries_digest(entries: Mapping[str, Entry]) -> str:
+    return digest([(name, e.dtype.name, e.shape, e.runs, e.text) for name, e in entries.items()])
 
 
 def _recipe_digest(recipe: Recipe) -> str:

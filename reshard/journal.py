@@ -30,6 +30,7 @@ from urllib.parse import quote
 
 from reshard.checksum import crc32c
 from reshard.errors import ReshardError, TargetError, names
+from reshard.fingerprint import index_digests
 from reshard.store import PARTIAL, local_store, write_error
 
 if TYPE_CHECKING:
@@ -219,8 +220,8 @@ def digests(plan: Plan) -> list[str]:
     """Return, for each target file of a plan, a digest of all that makes its bytes.
 
     That is its layout and literal bytes, and for each block in it the names and dtypes, the source blocks that it is
-    made of, and path, size and time of their files. What else the plan writes is not in it: other ranks of the same
-    target may be written by other plans.
+    made of, and path, size, time and header of their files. What else the plan writes is not in it: other ranks of
+    the same target may be written by other plans.
     """
     facts = ((file.path, file.layout.size, file.link, *plan.coded(file)) for file in plan.files)
     hashes = [sha256(repr(some).encode()) for some in facts]
@@ -228,7 +229,11 @@ def digests(plan: Plan) -> list[str]:
         for offset, content in file.layout.literals:
             found.update(b"%d:" % offset)
             found.update(content)
-    states = [repr((file.path, file.nbytes, file.mtime_ns)).encode() for file in plan.source.files]
+    headers = index_digests([file.index for file in plan.source.files])
+    states = [
+        repr((file.path, file.nbytes, file.mtime_ns, header)).encode()
+        for file, header in zip(plan.source.files, headers, strict=True)
+    ]
     known: dict[tuple[int, int], list[tuple[bytes, int]]] = {}
     for move in plan.moves:
         key = (id(move.recipe), id(move.holders))

@@ -28,7 +28,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, PlanError, ReshardError, SourceError, TargetError, UsageError
-from reshard.fingerprint import index_digest, pages_digest, plan_digest
+from reshard.fingerprint import index_digests, pages_digest, plan_digest
 from reshard.formats.unified import HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import ZarrGroup
@@ -248,9 +248,9 @@ class PlanFile:
     def _check_contents(self, checkpoint: Checkpoint) -> None:
         changed = Faults(checkpoint.root)
         given = self._content["source"]
-        digests = {id(file.index): index_digest(file.index) for file in checkpoint.files}
-        for file, (_, path, _, header, pages) in zip(checkpoint.files, given["files"], strict=True):
-            if digests[id(file.index)] != given["headers"][header]:
+        digests = index_digests([file.index for file in checkpoint.files])
+        for file, found, (_, path, _, header, pages) in zip(checkpoint.files, digests, given["files"], strict=True):
+            if found != given["headers"][header]:
                 changed.add(path, "has other tensors, in its header, than when it was planned")
             elif pages_digest(file.path) != pages:
                 changed.add(path, "has other contents than when it was planned")
@@ -349,17 +349,16 @@ def _plain(value: object) -> object:
 def _source_data(source: Checkpoint) -> Json:
     root = Path(source.root).absolute()
     headers: dict[str, int] = {}
-    known: dict[int, int] = {}  # by identity: ranks mostly share their index
     files = []
-    for rank, file in zip(source.ranks, source.files, strict=True):
+    digests = index_digests([file.index for file in source.files])
+    for rank, file, header in zip(source.ranks, source.files, digests, strict=True):
         if not Path(file.path).is_relative_to(root):
             raise UsageError(
                 f"{file.path}: is not below {root}; a plan can be saved if all files of its source are in one directory"
             )
-        if id(file.index) not in known:
-            known[id(file.index)] = headers.setdefault(index_digest(file.index), len(headers))
+        number = headers.setdefault(header, len(headers))
         path = Path(file.path).relative_to(root).as_posix()
-        files.append((rank, path, file.nbytes, known[id(file.index)], pages_digest(file.path)))
+        files.append((rank, path, file.nbytes, number, pages_digest(file.path)))
     return {
         "root": os.path.abspath(root),  # noqa: PTH100 -- without `..`, links as they are
         "strategy": _strategy_data(source.strategy),

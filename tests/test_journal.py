@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard
-from reshard import Layout, Strategy, journal, planner, resume
+from reshard import Layout, Strategy, fingerprint, journal, planner, resume
 from reshard.bands import Recipe
 from reshard.block import Block
 from reshard.checksum import crc32c
@@ -507,6 +508,50 @@ def test_a_source_that_changes_during_the_run(
     assert str(path) in str(caught.value)
     assert tree(tmp_path / "out") == {}
     assert not list(tmp_path.glob("out/.reshard/*.jsonl"))
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["finished", "stopped"])
+def test_a_source_with_another_header_is_another(source: reshard.Checkpoint, tmp_path: Path, ends: bool) -> None:
+    """Though it has the size and the time that it had: two tensors of as many bytes lie the other way round."""
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "out") if ends else stopped(plan, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    path = Path(source.files[1].path)
+    status, old = path.stat(), source.files[1].index.entries
+    spans = {name: old[name].runs[0] for name in ("b", "c")}
+    assert spans["b"][1] == spans["c"][1]
+    content = path.read_bytes()
+    start = int.from_bytes(content[:8], "little") + 8
+    header = json.loads(content[8:start])
+    header["b"]["data_offsets"], header["c"]["data_offsets"] = (header[name]["data_offsets"] for name in ("c", "b"))
+    new = json.dumps(header, separators=(",", ":")).encode().ljust(start - 8)
+    assert len(new) == start - 8
+    path.write_bytes(content[:8] + new + content[start:])
+    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    changed = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
+    with pytest.raises(TargetError, match="from sources that changed since; begin anew with --restart"):
+        changed.run(tmp_path / "out")
+    assert tree(tmp_path / "out") == before
+    changed.run(tmp_path / "out", restart=True)
+    changed.run(tmp_path / "fresh")
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
+
+
+def test_a_header_that_is_shared_is_digested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header has up to ten thousand tensors; those of ranks alike are one object."""
+    replicas = Strategy.of({name: Layout.of([8], [-1] * array.ndim) for name, array in FULL.items()})
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, replicas), strategy=replicas)
+    real, digested = fingerprint._entries_digest, []
+
+    def entries_digest(entries: Any) -> str:
+        digested.append(entries)
+        return real(entries)
+
+    monkeypatch.setattr(fingerprint, "_entries_digest", entries_digest)
+    digests(reshard.plan(source, TARGET))
+    assert len(digested) == 1
+    assert len({*fingerprint.index_digests([replace(source.files[0].index, crc=crc) for crc in (1, 2, 3)])}) == 3
+    assert len(digested) == 2
 
 
 def test_a_source_cut_short_is_refused_afterwards(source: reshard.Checkpoint, tmp_path: Path) -> None:
