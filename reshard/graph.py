@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from reshard.plan import Plan
+    from reshard.remote import Status
 
 _KIND = re.compile("reshard-([a-z]+)--[0-9]{6}|reshard-(check)-")
 
@@ -215,14 +216,20 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
     Raises:
         ChangedError: a source file is not what was opened.
     """
-    numbers = sorted({number for move in plan.moves for number in move.holders})
-    files = [plan.source.files[number] for number in numbers]
-    for file, status in zip(files, any_store().statuses([file.path for file in files]), strict=True):
+    for number, status in changed_sources(plan).items():
         if isinstance(status, SourceError):
             raise ChangedError(f"{status}; it was there when it was opened; start again")
-        if status != (file.nbytes, file.mtime_ns):
-            raise ChangedError(f"{file.path}: changed since it was opened; no target file was made; start again")
+        file = plan.source.files[number]
+        raise ChangedError(f"{file.path}: changed since it was opened; no target file was made; start again")
     return []
+
+
+def changed_sources(plan: Plan) -> dict[int, Status | SourceError]:
+    """Return the source files that are not what was opened, by number: their state now, or why they have none."""
+    numbers = sorted({number for move in plan.moves for number in move.holders})
+    files = [plan.source.files[number] for number in numbers]
+    found = zip(numbers, files, any_store().statuses([file.path for file in files]), strict=True)
+    return {number: status for number, file, status in found if status != (file.nbytes, file.mtime_ns)}
 
 
 def sync_files(plan: Plan, files: Sequence[int], directory: str, _moved: object) -> Receipt:

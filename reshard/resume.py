@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint import ranges
 from reshard.checksum import combine
-from reshard.errors import BudgetError, ReshardError, TargetError, names
+from reshard.errors import BudgetError, ChangedError, ReshardError, SourceError, TargetError, names
 from reshard.journal import Journal, digests, joined
 from reshard.ownership import group_plan
 from reshard.store import PARTIAL, local_store
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.graph import Receipt
     from reshard.journal import Range, Record
     from reshard.plan import Move, Piece, Plan
+    from reshard.remote import Status
 
 FLUSH_SECONDS = 1.0
 """How long receipts wait before they are noted: what is lost of them with the process is written again."""
@@ -52,7 +53,7 @@ class Session:
             TargetError: another run writes one of the files; or one is there that this run must not replace.
             BudgetError: the disk has no room for what is left.
         """
-        self._whole, self._root = plan, root
+        self._whole, self._root, self._overwrite = plan, root, overwrite
         self._ours: dict[int, tuple[int, int]] = {}  # size and time of files that earlier runs finished
         self._journal = Journal(root)
         self._journal.lock([file.path for file in plan.files])
@@ -105,20 +106,45 @@ class Session:
             for file in self._whole.files:
                 self._journal.forget(file.path)
 
-    def failed(self, error: BaseException, *, keep: bool) -> None:
-        """Leave what another run can go on from, if that is wanted, and tell so in a note of the error; or nothing."""
+    def failed(self, error: BaseException, changed: Mapping[int, Status | SourceError]) -> None:
+        """Leave what another run can go on from, and tell in a note of the error what to type.
+
+        Args:
+            error: why the run failed.
+            changed: the source files that are not what was opened, by number, and their state now. What is unfinished
+                is worth nothing then, nor where one was another for a while.
+        """
         with suppress(ReshardError):  # a full disk, perhaps: what is not noted is written again
             self.flush()
-        if not keep:
+        spoiled = bool(changed) or isinstance(error, ChangedError)
+        if spoiled:
             self._good = {}
         kept = sum(self._kept(number) for number in range(len(self._whole.files)))
-        if kept and keep:
+        if spoiled:
+            if note := self._how_to_begin_anew(error, changed):
+                error.add_note(note)
+        elif kept:
             error.add_note(
                 f"{kept} of {self._whole.stats.bytes_written} bytes are written and kept; the same command goes on "
                 "from there (with --restart from the beginning)"
             )
         elif isinstance(error, KeyboardInterrupt):
             error.add_note("unfinished files are removed; the same command starts from the beginning")
+
+    def _how_to_begin_anew(self, error: BaseException, changed: Mapping[int, Status | SourceError]) -> str:
+        """Tell what to type where a source changed: files that were made of it before are refused without an option."""
+        files = list(self._whole.source.files)
+        for number, status in changed.items():
+            nbytes, mtime_ns = (0, 0) if isinstance(status, SourceError) else status
+            files[number] = replace(files[number], nbytes=nbytes, mtime_ns=mtime_ns)
+        now = digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
+        held = [self._journal.read(file.path).digest for file in self._whole.files]
+        refused = not self._overwrite and any(old not in {"", new} for old, new in zip(held, now, strict=True))
+        option = "with --restart, since files that were made of it before are there"
+        if isinstance(error, ChangedError):  # it says the rest itself
+            return option if refused else ""
+        advice = f"start again {option}" if refused else "start again"
+        return f"a source file changed since it was opened, so nothing unfinished is kept; {advice}"
 
     def close(self) -> None:
         """Give up the files."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.cipher import store_of
-from reshard.errors import ChangedError, TargetError, UsageError, names
-from reshard.graph import Graph, How, Receipt, check_sources, running
+from reshard.errors import TargetError, UsageError, names
+from reshard.graph import Graph, How, Receipt, changed_sources, check_sources, running
 from reshard.journal import DIRECTORY as JOURNALS
 from reshard.ownership import owned
 from reshard.remote import RemotePath, as_path, existing, is_url
@@ -261,20 +261,12 @@ def _threads(threads: int | None, scheduler: str | None, most: int) -> int:
 def _clean_up(plan: Plan, root: str, session: Session | None, groups: set[int], error: BaseException) -> None:
     """After a failure, leave what can be gone on with, or else nothing."""
     if session:
-        session.failed(error, keep=not _changed(plan))
+        session.failed(error, changed_sources(plan))
     elif is_url(root):
         _discard_remote(plan, root, groups)
     else:
         for file in plan.files:
             discard(f"{root}/{file.path}", root)
-
-
-def _changed(plan: Plan) -> bool:
-    try:
-        check_sources(plan, None)
-    except ChangedError:
-        return True
-    return False
 
 
 def _memory() -> int:

@@ -554,6 +554,74 @@ def test_a_header_that_is_shared_is_digested_once(tmp_path: Path, monkeypatch: p
     assert len(digested) == 2
 
 
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+def test_nothing_is_kept_of_a_source_that_is_cut_short_during_the_run(
+    source: reshard.Checkpoint, tmp_path: Path, ownership: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says is true: whole again, though of another time, the same command makes everything anew."""
+    path = Path(source.files[1].path)
+    content, real, turns = path.read_bytes(), LocalStore.write_at, iter(range(20))
+
+    def write_at(*arguments: Any) -> None:
+        if next(turns, None) == 10:
+            os.truncate(path, len(content) // 4)
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write_at", write_at)
+        with pytest.raises(ReshardError) as caught:
+            reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
+    said = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert str(path) in said
+    assert "goes on from there" not in said
+    assert said.endswith("start again")
+    assert tree(tmp_path / "out") == {}
+    path.write_bytes(content)
+    again = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET).run(tmp_path / "out")
+    assert again.resumed == 0
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+
+
+def test_finished_files_of_a_source_that_changes_are_told(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier run made them: the next one is refused without an option, and the error of this one names it."""
+    reshard.plan(source, TARGET, ranks=[0]).run(tmp_path / "out")
+    path, real, turns = Path(source.files[1].path), LocalStore.write_at, iter(range(20))
+
+    def write_at(*arguments: Any) -> None:
+        if next(turns, None) == 4:
+            os.utime(path, ns=(0, 0))
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write_at", write_at)
+        with pytest.raises(ChangedError) as caught:
+            reshard.plan(source, TARGET).run(tmp_path / "out", threads=1)
+    assert str(caught.value).endswith("start again")
+    assert caught.value.__notes__ == ["with --restart, since files that were made of it before are there"]
+    assert len(tree(tmp_path / "out")) == 1
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
+    with pytest.raises(TargetError, match="begin anew with --restart"):
+        plan.run(tmp_path / "out")
+    plan.run(tmp_path / "out", restart=True)
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+
+
+def test_a_source_that_was_another_for_a_while(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """It is as it was when the run has failed; but what was read meanwhile is not of it."""
+    plan, path = reshard.plan(source, TARGET), Path(source.files[1].path)
+    error = ChangedError(f"{path}: changed since it was opened; no target file was made; start again")
+    stopped(plan, tmp_path / "out")
+    session = resume.Session(plan, str(tmp_path / "out"), overwrite=False, restart=False, threads=1)
+    assert session.resumed > 0
+    session.failed(error, {})
+    session.close()
+    assert not hasattr(error, "__notes__")
+    assert tree(tmp_path / "out") == {}
+    assert plan.run(tmp_path / "out").resumed == 0
+
+
 def test_a_source_cut_short_is_refused_afterwards(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, TARGET)
     stopped(plan, tmp_path / "out")

@@ -358,7 +358,7 @@ class Killed(BaseException):
 @pytest.fixture
 def unclean(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed run notes what it wrote, and leaves everything as it is."""
-    monkeypatch.setattr(Session, "failed", lambda session, _error, **_keep: session.flush())
+    monkeypatch.setattr(Session, "failed", lambda session, _error, *_changed: session.flush())
 
 
 def killed_at(call: int, name: str, run: Callable[[], object]) -> int:

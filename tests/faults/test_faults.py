@@ -302,7 +302,8 @@ def source_changes(how: str, trial: Trial) -> Ended:
         path.unlink()
         shutil.copy2(kept, path)
     ended = trial.run({"kind": "change", "change": how, "path": str(path), **any_moment(trial)})
-    trial.may_need = ("--restart",)
+    # What is left of a run that fails is no hindrance, unless it says so.
+    trial.may_need = ("--restart",) if not ended.code or "with --restart" in ended.said else ()
     if ended.code == 0:  # too late, when names were given; or in time, before it was opened
         assert tree(trial.target) in (trial.expected, trial.fresh)
     else:
