@@ -6,7 +6,8 @@ worker once. Independent tasks run in reverse key order, so keys are numbered do
 A cluster that loses a worker runs its tasks again elsewhere, and those whose receipts it had. So whatever a working
 task does may be done twice, at the same time even: making a file leaves what is in it, and the same bytes go to the
 same places. Naming a file may not, since a file without its contents would be made anew; so naming begins only when
-nothing but the receipts of all work is left to be lost, and `run` does it itself.
+nothing but the receipts of all work is left to be lost, and `run` does it itself. At URLs a task names its files: made
+again, a file there replaces the one before as a whole.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from reshard.cipher import store_of
 from reshard.errors import ChangedError, ReshardError, SourceError, names
 from reshard.file_task import write_files, write_literals
 from reshard.fingerprint import digest, plan_digest
-from reshard.journal import Journal
 from reshard.move import move_pieces
 from reshard.ownership import group_plan
+from reshard.receipts import in_files
 from reshard.remote import is_url
-from reshard.remote_store import any_store, store_at
+from reshard.remote_journal import journal_at
+from reshard.remote_store import any_store, remote_store, store_at
 from reshard.store import PARTIAL, local_store
 
 if TYPE_CHECKING:
@@ -192,6 +194,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
     """Write one group of files, each from its first byte to its last."""
     began = time.perf_counter()
     group = group_plan(plan, plan.groups[number])
+    store = remote_store()
     with _working(how.run, apart=how.apart):
         moved = write_files(
             group,
@@ -202,6 +205,14 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
             check=lambda: check_sources(group, None),
             go_on=lambda: running.go_on(how.run),
         )
+        if is_url(directory):  # what is complete stays, whatever comes of the others
+            wrote = in_files(group, moved.wrote)
+            for target in plan.groups[number]:
+                path = f"{directory}/{plan.files[target].path}"
+                store.commit(path, sync=how.fsync)
+                if how.journal:
+                    journal = journal_at(directory)
+                    journal.ready(plan.files[target].path, path, wrote=wrote.get(target, ()), sync=how.fsync)
         if how.drop_cache:
             for holder in {holder for move in group.moves for holder in move.holders}:
                 any_store().drop_cache(plan.source.files[holder].path)
@@ -243,20 +254,22 @@ def sync_files(plan: Plan, files: Sequence[int], directory: str, _moved: object)
 def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:
     """Give finished target files their names; make links, and what stands last in a plan by file."""
     began = time.perf_counter()
-    store = store_at(directory)
+    store, journal = store_at(directory), journal_at(directory)
     for number in files:
         file = plan.files[number]
         path = f"{directory}/{file.path}"
         if file.link is not None:
             store.link(f"{directory}/{file.link}", path, sync=how.fsync)
             if how.journal:
-                Journal(directory).ready(file.path, path, sync=how.fsync)
+                journal.ready(file.path, path, sync=how.fsync)
             continue
-        if plan.groups and file.last:
+        if file.last and (plan.groups or is_url(directory)):
             write_literals(file.layout, path, sync=how.fsync)
-        if how.journal:
-            Journal(directory).ready(file.path, path + PARTIAL, sync=how.fsync)
+        if how.journal and not journal.early:
+            journal.ready(file.path, path + PARTIAL, sync=how.fsync)
         store.commit(path, sync=how.fsync)
+        if how.journal and journal.early:
+            journal.ready(file.path, path, sync=how.fsync)
     return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began)
 
 
@@ -320,7 +333,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         """Return the tasks that make complete files, which may be done twice."""
         plan, directory, how = self.plan, self.directory, self.how
         graph = self._with_plan()
-        if plan.groups:
+        if plan.groups or is_url(directory):  # of which none may be left
             groups = [(number, directory, how) for number in range(len(plan.groups))]
             done = [self._add(graph, "files", files_task, groups)]
         else:
@@ -346,12 +359,13 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
         done = [TaskRef(self.ready)]
         last = [number for number, file in files if file.last]
-        if last and not is_url(self.directory):  # at URLs files may have their names already
+        remote = is_url(self.directory)  # there files have their names already
+        if last and not remote:
             withdrawn = self._key("withdraw")
             graph[withdrawn] = Task(withdrawn, withdraw_index, TaskRef(self._key("plan")), self.directory, done[-1])
             done.append(TaskRef(withdrawn))
         for kind, numbers in (
-            ("commit", [number for number, file in files if file.link is None and not file.last]),
+            ("commit", [number for number, file in files if not remote and file.link is None and not file.last]),
             ("link", [number for number, file in files if file.link is not None]),
             ("index", last),
         ):

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 DIRECTORY = ".reshard"
 """Where journals are, below the target directory."""
 
-_VERSION = 1
+VERSION = 1
+"""Of what journals say, and how."""
+
 _READ_BYTES = 4 << 20
 _LONGEST_NAME = 200
 _LONGEST_LINE = 1 << 20
@@ -60,12 +62,14 @@ class Record:
 
     Attributes:
         digest: of what makes the file; empty where there is no journal.
+        size: its bytes.
         wrote: the ranges that were written.
         ready: size in bytes and time of the complete file, once there was one.
         replaces: those of the file under the final name, where an earlier run made it and this one may replace it.
     """
 
     digest: str = ""
+    size: int = 0
     wrote: list[Range] = field(default_factory=list)
     ready: tuple[int, int] | None = None
     replaces: tuple[int, int] | None = None
@@ -78,6 +82,9 @@ class Journal:
         root: the target directory, a local path.
     """
 
+    early = False
+    """Files have their names before all are complete."""
+
     def __init__(self, root: str) -> None:
         self.root = root
         self._locks: int | None = None
@@ -85,27 +92,14 @@ class Journal:
 
     def path(self, file: str) -> str:
         """Return where the journal of a target file is."""
-        name = quote(file, safe=" ", errors="surrogateescape")
-        if len(name) > _LONGEST_NAME:
-            name = sha256(name.encode()).hexdigest()
-        return f"{self.root}/{DIRECTORY}/{name}.jsonl"
+        return f"{self.root}/{DIRECTORY}/{record_name(file)}.jsonl"
+
+    def look(self, files: Sequence[str]) -> None:
+        """Do nothing: every method looks for itself."""
 
     def read(self, file: str) -> Record:
         """Return what is known of a target file; what cannot be read is not known."""
-        record = Record()
-        with suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            for line in _lines(self.path(file)):
-                if "reshard" in line:
-                    known = line["reshard"] == _VERSION
-                    record = Record(str(line["digest"]) if known else "unknown")
-                    record.replaces = _size_and_time(line["replaces"]) if "replaces" in line else None
-                elif "wrote" in line:
-                    record.wrote += map(_range, line["wrote"])
-                    if len(record.wrote) > _MOST_RANGES:
-                        break
-                else:
-                    record.ready = _size_and_time(line["ready"])
-        return record
+        return record_of(_lines(self.path(file)))
 
     def begin(
         self, file: str, digest: str, size: int, *, wrote: Iterable[Range] = (), replaces: tuple[int, int] | None = None
@@ -123,20 +117,21 @@ class Journal:
             TargetError, BudgetError: it cannot be written.
         """
         self.forget(file)  # not written over: its inode may have other names (`cp -l`), or be no file at all
-        first = {"reshard": _VERSION, "digest": digest, "size": size} | ({"replaces": replaces} if replaces else {})
+        first = {"reshard": VERSION, "digest": digest, "size": size} | ({"replaces": replaces} if replaces else {})
         self._write(file, [first, *_wrote_lines(list(wrote))], os.O_EXCL)
 
     def wrote(self, file: str, ranges: Iterable[Range]) -> None:
         """Note ranges of an unfinished file that are written."""
         self._write(file, _wrote_lines(list(ranges)), os.O_APPEND)
 
-    def ready(self, file: str, path: str, *, sync: bool) -> None:
+    def ready(self, file: str, path: str, *, wrote: Iterable[Range] = (), sync: bool) -> None:
         """Note that a target file is complete: at `path`, from where it gets its name next."""
         try:
             status = os.stat(path)
         except OSError as error:
             raise TargetError(f"{path}: is gone since it was written: {error.strerror}") from error
-        self._write(file, [{"ready": [status.st_size, status.st_mtime_ns]}], os.O_APPEND, sync=sync)
+        ready = {"ready": [status.st_size, status.st_mtime_ns]}
+        self._write(file, [*_wrote_lines(list(wrote)), ready], os.O_APPEND, sync=sync)
 
     def forget(self, file: str) -> None:
         """Remove the journal of a file, if it is there."""
@@ -164,6 +159,14 @@ class Journal:
                 if 0 <= begin < begin + nbytes <= size and _sum(path, begin, nbytes) == crc:
                     good.append((begin, nbytes, crc))
         return good
+
+    def is_begun(self, file: str) -> bool:
+        """Tell whether there is an unfinished file."""
+        return os.path.lexists(f"{self.root}/{file}{PARTIAL}")
+
+    def discard(self, file: str) -> None:
+        """Remove an unfinished file, and the directories below the target's that are then empty."""
+        discard(f"{self.root}/{file}", self.root)
 
     def lock(self, files: Sequence[str]) -> None:
         """Have target files to oneself until `unlock` or the end of the process.
@@ -249,6 +252,43 @@ def digests(plan: Plan) -> list[str]:
     return [found.hexdigest() for found in hashes]
 
 
+def discard(path: str, root: str) -> None:
+    """Remove an unfinished file, and the directories below the target's that are then empty."""
+    local_store().discard(path)
+    directory = os.path.dirname(path)
+    while len(directory) > len(root):  # the target directory itself may have been there before
+        with suppress(OSError):  # it holds something else
+            os.rmdir(directory)
+        directory = os.path.dirname(directory)
+
+
+def record_name(file: str) -> str:
+    """Return what the journal of a target file is called, but for its extension."""
+    name = quote(file, safe=" ", errors="surrogateescape")
+    return name if len(name) <= _LONGEST_NAME else sha256(name.encode()).hexdigest()
+
+
+def record_of(lines: Iterable[bytes]) -> Record:
+    """Return what lines of JSON say of a target file, up to the first that is not sound; see the top of the module."""
+    record = Record()
+    with suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        for text in lines:
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                break
+            if "reshard" in line:
+                known = line["reshard"] == VERSION
+                record = Record(str(line["digest"]) if known else "unknown", int(line.get("size", 0)))
+                record.replaces = _size_and_time(line["replaces"]) if "replaces" in line else None
+            if "wrote" in line:
+                record.wrote += map(_range, line["wrote"])
+                if len(record.wrote) > _MOST_RANGES:
+                    break
+            if "ready" in line:
+                record.ready = _size_and_time(line["ready"])
+    return record
+
+
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Join begins and ends that touch or overlap.
 
@@ -298,17 +338,14 @@ def _size_and_time(value: Any) -> tuple[int, int]:
     return int(size), int(mtime_ns)
 
 
-def _lines(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a journal; one that was cut short, or is longer than any that is written, ends it."""
+def _lines(path: str) -> Iterator[bytes]:
+    """Yield the lines of a journal; one that is longer than any that is written ends it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         left = _MOST_BYTES if S_ISREG(os.fstat(descriptor).st_mode) else 0
         while left > 0 and (line := file.readline(_LONGEST_LINE)):
             left -= len(line)
-            found = json.loads(line)
-            if not isinstance(found, dict):
-                return
-            yield found
+            yield line
 
 
 def _opened(path: str, flags: int, tries: int = 3) -> int:

@@ -180,10 +180,37 @@ class RemoteStore:
         self.commit(path, sync=sync)
 
     def discard(self, path: str) -> None:
-        """Remove what a run wrote of a file, if it is there."""
-        with suppress(Exception):  # nothing that fails here may hide why the file is discarded
-            fs, name = filesystem(_unfinished(path))
+        """Remove what a run wrote of a file, if it is there; where files appear whole, the file."""
+        self.remove(_unfinished(path))
+
+    def discard_unfinished(self, path: str) -> None:
+        """Remove what a run wrote of a file beside it, if it is there."""
+        if not appears_whole(path):
+            self.remove(path + PARTIAL)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+        with suppress(Exception):  # nothing that fails here may hide why the file is removed
+            fs, name = filesystem(path)
             fs.rm_file(name)
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small file in one go.
+
+        Raises:
+            TargetError: it cannot be written.
+        """
+        with telling(path, "written", TargetError):
+            _make_directory(path)
+            fs, name = filesystem(path)
+            fs.pipe_file(name, content)
+
+    def contents(self, path: str) -> bytes | None:
+        """Return what is in a small file; None where it cannot be read."""
+        with suppress(Exception):  # each library has errors of its own
+            fs, name = filesystem(path)
+            return bytes(fs.cat_file(name))
+        return None
 
 
 class _RemoteStream:

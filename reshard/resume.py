@@ -3,6 +3,8 @@
 A file is one of four: *finished* as this run would make it; *begun* by a run of the same plan from the same sources,
 so that what is written of it need not be written again; *foreign*, which is refused unless it may be replaced; or not
 there.
+
+What is kept of unfinished files, and where names are given, depends on the storage: see `journal` and `remote_journal`.
 """
 
 from __future__ import annotations
@@ -10,21 +12,23 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import ranges
-from reshard.checksum import combine
 from reshard.errors import BudgetError, ChangedError, ReshardError, SourceError, TargetError, names
-from reshard.journal import Journal, digests, joined
+from reshard.journal import digests, joined
 from reshard.ownership import group_plan
+from reshard.receipts import in_files
+from reshard.remote import is_url
+from reshard.remote_journal import RemoteJournal, journal_at
+from reshard.remote_store import REQUESTS
 from reshard.store import PARTIAL, local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.formats import FileLayout
     from reshard.graph import Receipt
@@ -39,7 +43,7 @@ Spans = list[tuple[int, int]]  # begins and ends of byte ranges of a file, ascen
 
 
 class Session:
-    """The target files of one run, in a local directory.
+    """The target files of one run.
 
     Attributes:
         plan: what is left to do.
@@ -51,11 +55,12 @@ class Session:
 
         Raises:
             TargetError: another run writes one of the files; or one is there that this run must not replace.
+            SourceError: the target's storage cannot be reached.
             BudgetError: the disk has no room for what is left.
         """
         self._whole, self._root, self._overwrite = plan, root, overwrite
         self._ours: dict[int, tuple[int, int]] = {}  # size and time of files that earlier runs finished
-        self._journal = Journal(root)
+        self._journal = journal_at(root)
         self._journal.lock([file.path for file in plan.files])
         try:
             self._digests = digests(plan)
@@ -68,7 +73,8 @@ class Session:
             local_store().close()  # what was read is written next
             self.plan = remaining(plan, finished, {number: _spans(good) for number, good in self._good.items()}, root)
             self._left = [number for number, file in enumerate(self.plan.files) if not file.done]
-            self._check_space()
+            if not is_url(root):
+                self._check_space()
             self._begin()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
@@ -83,11 +89,11 @@ class Session:
 
     def note(self, receipt: Receipt) -> None:
         """Remember what a task wrote."""
-        if receipt.wrote:
+        if receipt.wrote and not self._journal.early:
             kind, _, number = receipt.task.partition(" ")
             plan = group_plan(self.plan, self.plan.groups[int(number)]) if kind == "files" else self.plan
-            for file, written in _in_files(plan, receipt.wrote):
-                self._noted.setdefault(file, []).append(written)
+            for file, written in in_files(plan, receipt.wrote).items():
+                self._noted.setdefault(file, []).extend(written)
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
 
@@ -119,7 +125,13 @@ class Session:
         spoiled = bool(changed) or isinstance(error, ChangedError)
         if spoiled:
             self._good = {}
-        kept = sum(self._kept(number) for number in range(len(self._whole.files)))
+        try:
+            self._journal.look([file.path for file in self._whole.files])
+        except ReshardError:  # the storage cannot be reached, which may be why the run failed
+            if not spoiled:
+                error.add_note("what is finished is kept; the same command goes on from there")
+            return
+        kept = sum(self._kept(number, spoiled=spoiled) for number in range(len(self._whole.files)))
         if spoiled:
             if note := self._how_to_begin_anew(error, changed):
                 error.add_note(note)
@@ -150,18 +162,25 @@ class Session:
         """Give up the files."""
         self._journal.unlock()
 
-    def _kept(self, number: int) -> int:
+    def _kept(self, number: int, *, spoiled: bool) -> int:
         """Return how many bytes of a file's contents another run can use; discard the file where it can use none."""
         file = self._whole.files[number]
         record, found = self._journal.read(file.path), self._journal.found(file.path)
         if found and found == record.ready:
+            if spoiled and isinstance(self._journal, RemoteJournal) and number in self._left:
+                self._journal.remove(file.path)  # it got its name before all were complete
+                return 0
             return 0 if file.link else _content_bytes(file.layout)
         if number in self._good:
             return sum(end - begin for begin, end in _spans(self._good[number]))
-        discard(f"{self._root}/{file.path}", self._root)
-        if found is None or found != record.replaces:
+        self._journal.discard(file.path)
+        if found is None or not (found == record.replaces or self._is_unnoted(record, found)):
             self._journal.forget(file.path)
         return 0
+
+    def _is_unnoted(self, record: Record, found: tuple[int, int]) -> bool:
+        """Tell whether a file at a URL may have got its name from a run that ended before it could note that."""
+        return self._journal.early and record.ready is None and found != record.replaces and found[0] == record.size
 
     def _look(self, *, overwrite: bool, restart: bool) -> tuple[set[int], list[tuple[int, Record]]]:
         """Return the finished files, and the begun ones with what their journals say."""
@@ -170,7 +189,9 @@ class Session:
             record = self._journal.read(file.path)
             there = self._journal.found(file.path)
             same = record.digest == self._digests[number]
-            linked = same and file.link is not None and record.ready is None  # the link is made before it is noted
+            # A link is made before that is noted, and so are all files at URLs.
+            unnoted = same and there is not None and self._is_unnoted(record, there)
+            linked = unnoted or (same and file.link is not None and record.ready is None)
             if ours := there is not None and there in {record.ready, record.replaces}:
                 self._ours[number] = there
             if ours and same and there == record.ready and not restart:
@@ -181,7 +202,7 @@ class Session:
                 continue
             elif same:
                 begun.append((number, record))
-            elif ours or (record.digest and os.path.lexists(f"{self._root}/{file.path}{PARTIAL}")):
+            elif ours or (record.digest and self._journal.is_begun(file.path)):
                 changed.append(file.path)
         if changed:
             raise TargetError(
@@ -218,46 +239,26 @@ class Session:
 
     def _begin(self) -> None:
         """Begin the journals of what is left; what is good of an earlier run stays."""
-        for number in self._left:
-            file = self.plan.files[number]
-            if number not in self._good:
-                local_store().discard(f"{self._root}/{file.path}")
-            self._journal.begin(
-                file.path,
-                self._digests[number],
-                file.layout.size,
-                wrote=self._good.get(number, ()),
-                replaces=self._ours.get(number),
-            )
+        if self._journal.early:
+            with ThreadPoolExecutor(REQUESTS) as pool:
+                list(pool.map(self._begin_file, self._left))
+        else:
+            list(map(self._begin_file, self._left))
 
-
-class Checksums(Mapping[str, Mapping[str, int]]):
-    """Target file to tensor to the CRC-32C of its contents there; each file's are read from its journal when asked for.
-
-    A block that was written twice in parts, around a crash, may have none. A linked file has those of the one it is a
-    link to.
-
-    Attributes:
-        root: the target directory.
-        files: the target files.
-    """
-
-    def __init__(self, plan: Plan, root: str) -> None:
-        self.root, self.files = root, plan.files
-        self._files = {file.path: file for file in plan.files}
-        self._journal = Journal(root)
-
-    def __getitem__(self, path: str) -> dict[str, int]:
-        file = self._files[path]
-        wrote = _longest(self._journal.read(file.link or path).wrote)
-        found = {name: _sum_of(runs, wrote) for name, runs in file.layout.places.items()}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+    def _begin_file(self, number: int) -> None:
+        file = self.plan.files[number]
+        if isinstance(self._journal, RemoteJournal):
+            if file.last:  # a set with an index is complete, and soon the first of its files is another
+                self._journal.remove(file.path)
+        elif number not in self._good:
+            local_store().discard(f"{self._root}/{file.path}")
+        self._journal.begin(
+            file.path,
+            self._digests[number],
+            file.layout.size,
+            wrote=self._good.get(number, ()),
+            replaces=self._ours.get(number),
+        )
 
 
 def exists(root: str, files: Sequence[str]) -> TargetError:
@@ -266,16 +267,6 @@ def exists(root: str, files: Sequence[str]) -> TargetError:
         f"{root}: has {names(files, most=3)} already; choose another target directory, or replace "
         f"{'it' if len(files) == 1 else 'them'} with --overwrite"
     )
-
-
-def discard(path: str, root: str) -> None:
-    """Remove an unfinished file, and the directories below the target's that are then empty."""
-    local_store().discard(path)
-    directory = os.path.dirname(path)
-    while len(directory) > len(root):  # the target directory itself may have been there before
-        with suppress(OSError):  # it holds something else
-            os.rmdir(directory)
-        directory = os.path.dirname(directory)
 
 
 def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans], root: str) -> Plan:
@@ -357,35 +348,6 @@ def _bytes_left(plan: Plan) -> int:
 
 def _content_bytes(layout: FileLayout) -> int:
     return sum(nbytes for runs in layout.places.values() for _, nbytes in runs)
-
-
-def _in_files(plan: Plan, wrote: Sequence[int]) -> Iterable[tuple[int, Range]]:
-    """Yield where in which file the ranges of a receipt are."""
-    for place in range(0, len(wrote), 5):
-        number, target, begin, nbytes, crc = wrote[place : place + 5]
-        move = plan.moves[number]
-        for file in move.targets[target]:
-            for offset, _, _ in ranges(plan.files[file].layout.places[move.name], begin, nbytes):
-                yield file, (offset, nbytes, crc)
-
-
-def _longest(wrote: Sequence[Range]) -> dict[int, tuple[int, int]]:
-    """Return ranges by their begins; of those written twice around a crash, the longest."""
-    return {begin: (nbytes, crc) for begin, nbytes, crc in sorted(wrote)}
-
-
-def _sum_of(runs: Sequence[tuple[int, int]], wrote: Mapping[int, tuple[int, int]]) -> int | None:
-    """Return the CRC-32C of a block's contents, from those of ranges of its file; None where they do not make it up."""
-    value = 0
-    for offset, nbytes in runs:
-        end = offset
-        while end < offset + nbytes:
-            length, crc = wrote.get(end, (0, 0))
-            if not 0 < length <= offset + nbytes - end:
-                return None
-            value = combine(value, crc, length)
-            end += length
-    return value
 
 
 def _spans(good: Iterable[Range]) -> Spans:

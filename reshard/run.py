@@ -1,7 +1,7 @@
 """Running a plan: on this machine's threads, or on a dask cluster.
 
-A target file gets its final name only when every file of the run is complete; a run that fails leaves what the next
-one can go on from (`resume`), or else nothing.
+A target file gets its final name only when every file of the run is complete, or at URLs, when it is complete itself; a
+run that fails leaves what the next one can go on from (`resume`), or else nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from reshard.cipher import store_of
 from reshard.errors import TargetError, UsageError, names
 from reshard.graph import Graph, How, Receipt, changed_sources, check_sources, running
 from reshard.journal import DIRECTORY as JOURNALS
+from reshard.journal import discard
 from reshard.ownership import owned
+from reshard.receipts import Checksums
 from reshard.remote import RemotePath, as_path, existing, is_url
-from reshard.remote_store import appears_whole, remote_store
-from reshard.resume import Checksums, Session, discard, exists
+from reshard.remote_store import remote_store
+from reshard.resume import Session, exists
 from reshard.store import PARTIAL, local_store
 
 if TYPE_CHECKING:
@@ -171,8 +173,9 @@ def run(
         checksums: sum up (CRC-32C) what is written, so that an interrupted run can be gone on with, and for
             `Report.manifest`; by default as `fsync`.
         journal: note in `.reshard` in the target directory what is written; without it, nothing can be gone on with,
-            and the files that an earlier run finished count as anybody's. A target at a URL has none; a zarr store
-            has none once it is finished.
+            and the files that an earlier run finished count as anybody's. At a URL finished files are noted, and
+            there are no locks: runs that write the same files at the same time are not kept apart. A zarr store has
+            none once it is finished.
         ownership: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
             By default `file` where the target is at a URL, `tensor` elsewhere.
         progress: called after each task.
@@ -196,7 +199,7 @@ def run(
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
     session = None
-    if journal and not is_url(root):
+    if journal:
         session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads)
     else:
         _begin_unnoted(plan, root, overwrite=overwrite or restart)
@@ -218,7 +221,7 @@ def run(
         if session:
             session.finished()
     except BaseException as error:
-        _clean_up(plan, root, session, told.finished, error)
+        _clean_up(plan, root, session, told.finished if overwrite or restart else None, error)
         raise
     finally:
         if session:
@@ -258,7 +261,7 @@ def _threads(threads: int | None, scheduler: str | None, most: int) -> int:
     return 0 if scheduler == "synchronous" else threads
 
 
-def _clean_up(plan: Plan, root: str, session: Session | None, groups: set[int], error: BaseException) -> None:
+def _clean_up(plan: Plan, root: str, session: Session | None, groups: set[int] | None, error: BaseException) -> None:
     """After a failure, leave what can be gone on with, or else nothing."""
     if session:
         session.failed(error, changed_sources(plan))
@@ -331,14 +334,18 @@ def _refuse_existing(plan: Plan, root: str) -> None:
         raise exists(root, there)
 
 
-def _discard_remote(plan: Plan, root: str, finished: set[int]) -> None:
-    """Remove what a failed run made at a URL: unfinished files, or those that have their names already."""
-    if appears_whole(root):
-        for number in (number for group in finished for number in plan.groups[group]):
-            remote_store().discard(f"{root}/{plan.files[number].path}")
-    else:
-        for file in plan.files:
-            remote_store().discard(f"{root}/{file.path}")
+def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
+    """Remove what a failed run made at a URL: unfinished files, and those that have their names already.
+
+    Args:
+        plan: by file.
+        root: the URL.
+        finished: the groups of files that were finished; None where none of the files was there before.
+    """
+    for file in plan.files:
+        remote_store().discard_unfinished(f"{root}/{file.path}")
+    for number in range(len(plan.files)) if finished is None else (n for group in finished for n in plan.groups[group]):
+        remote_store().remove(f"{root}/{plan.files[number].path}")
 
 
 def _check_alone(plan: Plan, root: str) -> None:

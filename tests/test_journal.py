@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard
-from reshard import Layout, Strategy, fingerprint, journal, planner, resume
+from reshard import Layout, Strategy, fingerprint, journal, planner, receipts, resume
 from reshard.bands import Recipe
 from reshard.block import Block
 from reshard.checksum import crc32c
@@ -347,13 +347,13 @@ def test_no_checksum_is_made_up(source: reshard.Checkpoint, tmp_path: Path) -> N
     "wrote", [[(0, 4, 1)], [(0, 4, 1), (5, 3, 1)], [(4, 4, 1)], [(0, 9, 1)], [], [(0, 6, 1), (4, 4, 1)]]
 )
 def test_ranges_that_do_not_make_up_a_block(wrote: list[tuple[int, int, int]]) -> None:
-    assert resume._sum_of([(0, 8)], resume._longest(wrote)) is None
+    assert receipts.sum_of([(0, 8)], receipts.longest(wrote)) is None
 
 
 def test_the_longest_ranges_make_up_a_block() -> None:
     content = bytes(range(20))
     wrote = [(b, n, crc32c(content[b : b + n])) for b, n in ((0, 3), (0, 5), (3, 4), (5, 5), (12, 8))]
-    assert resume._sum_of([(0, 10), (12, 8)], resume._longest(wrote)) == crc32c(content[:10] + content[12:])
+    assert receipts.sum_of([(0, 10), (12, 8)], receipts.longest(wrote)) == crc32c(content[:10] + content[12:])
 
 
 # --- what is there already ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,9 +18,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import reshard
 from reshard import Layout, Strategy, remote_store
-from reshard.errors import ReshardError, SourceError, TargetError, UsageError
+from reshard.errors import ChangedError, ReshardError, SourceError, TargetError, UsageError
+from reshard.journal import DIRECTORY, digests
 from reshard.remote import RemotePath, as_path
+from reshard.remote_journal import RemoteJournal
 from reshard.remote_store import joined
+from reshard.report import report_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +36,7 @@ BIG = {"w": np.arange(3 << 20, dtype=np.float32).reshape(1024, 3072), "v": np.on
 
 
 class Requests:
-    """What was asked of a file system: ranges of bytes, and S3's own operations."""
+    """What was asked of a file system: ranges of checkpoints' bytes, and S3's own operations."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[str, int, int | None]] = []
@@ -102,13 +106,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
 
     async def called(self: Any, operation: str, parameters: dict[str, Any]) -> Any:
         found.operations.append(operation)
-        if operation == "GetObject":
+        if operation == "GetObject" and f"{DIRECTORY}/" not in parameters["Key"]:
             start, _, last = parameters.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
             found.ranges.append((parameters["Key"], int(start), int(last) + 1 if last else None))
         return await call(self, operation, parameters)
 
     def counted(self: Any, path: str, start: Any = None, end: Any = None, **more: Any) -> Any:
-        found.ranges.append((path, start, end))
+        if f"{DIRECTORY}/" not in path:
+            found.ranges.append((path, start, end))
         return cat(self, path, start=start, end=end, **more)
 
     monkeypatch.setattr(client, "_make_api_call", called)
@@ -125,10 +130,18 @@ def put(local: Path, url: str) -> str:
 
 
 def get(url: str) -> dict[str, bytes]:
-    """Every file below a URL, as `tree` has it."""
+    """Every file below a URL but for the records of what is finished, as `tree` has it."""
     fs, root = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
-    return {name[len(root) :].lstrip("/"): fs.cat_file(name) for name in sorted(fs.find(root))}
+    found = {name[len(root) :].lstrip("/"): name for name in sorted(fs.find(root))}
+    return {path: fs.cat_file(name) for path, name in found.items() if not path.startswith(f"{DIRECTORY}/")}
+
+
+def records(url: str) -> list[str]:
+    """The records of what is finished."""
+    fs, root = fsspec.core.url_to_fs(f"{url}/{DIRECTORY}")
+    fs.invalidate_cache()
+    return sorted(name[len(root) + 1 :] for name in fs.find(root)) if fs.exists(root) else []
 
 
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])
@@ -149,8 +162,9 @@ def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> No
     reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(f"{root}/stored", scheduler="synchronous")
     assert get(f"{root}/stored") == tree(tmp_path / "out")
     with pytest.raises(TargetError, match=r"/out: has rank_0/checkpoint_0\.\w+, .* already; .* with --overwrite"):
-        plan.run(f"{root}/out")
-    plan.run(f"{root}/out", overwrite=True)
+        plan.run(f"{root}/out", journal=False)
+    plan.run(f"{root}/out", journal=False, overwrite=True)
+    assert get(f"{root}/out") == tree(tmp_path / "out")
     with pytest.raises(TargetError, match="is one of the source files"):
         reshard.plan(source, ROWS).run(f"{root}/src", overwrite=True)
     back = reshard.plan(reshard.open(f"{root}/out", strategy=COLUMNS), ROWS)
@@ -223,10 +237,11 @@ def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reshard.ownership, "STREAMS_AT_ONCE", 1)
 
 
-def test_a_failure_leaves_nothing(
-    root: str, asked: Requests, tmp_path: Path, several_groups: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_failure_leaves_nothing_unfinished(
+    root: str, asked: Requests, tmp_path: Path, several_groups: None, journal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither files that were complete already, nor unfinished ones, nor parts of them that cost money."""
+    """Neither unfinished files nor parts of them that cost money; without a journal no complete ones either."""
     before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
@@ -245,16 +260,20 @@ def test_a_failure_leaves_nothing(
         real(self, ranges)
 
     monkeypatch.setattr(remote_store.RemoteStore, "fetch", failing)
-    with pytest.raises(SourceError, match="the network is gone"):
-        plan.run(f"{root}/out", scheduler="synchronous")
-    assert get(f"{root}/out") == {}
+    with pytest.raises(SourceError, match="the network is gone") as caught:
+        plan.run(f"{root}/out", scheduler="synchronous", journal=journal)
+    assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == journal
+    total = plan.stats.bytes_written
+    said = f"{total // 2} of {total} bytes are written and kept; the same command goes on from there (with --restart "
+    assert getattr(caught.value, "__notes__", []) == journal * [f"{said}from the beginning)"]
     if root.startswith("s3"):
         assert asked.operations.count("CompleteMultipartUpload") == asked.operations.count("AbortMultipartUpload") == 1
         fs = fsspec.filesystem("s3")
         assert not fs.list_multipart_uploads(root.removeprefix("s3://"))
     monkeypatch.undo()
-    plan.run(f"{root}/out")
-    assert len(get(f"{root}/out")) == 2
+    assert plan.run(f"{root}/out").finished == journal
+    plan.run(tmp_path / "out")
+    assert get(f"{root}/out") == tree(tmp_path / "out")
 
 
 def test_a_source_that_changes_is_refused(root: str, tmp_path: Path, several_groups: None) -> None:
@@ -309,7 +328,7 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
     with pytest.raises(UsageError, match="nosuch://x/y.*: Protocol not known"):
         reshard.open("nosuch://x/y")
     plan = reshard.plan(reshard.open(write_file(tmp_path / "a.safetensors", FULL)))
-    with pytest.raises(TargetError, match=r"s3://no-such-bucket-at-all/rank_0/.*: cannot be written"):
+    with pytest.raises(TargetError, match=r"s3://no-such-bucket-at-all/.*: cannot be written"):
         plan.run("s3://no-such-bucket-at-all")
     with pytest.raises(UsageError, match="leave ownership 'tensor' out"):
         plan.run(bucket, ownership="tensor")
@@ -367,11 +386,337 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS).run(tmp_path / "out")
     assert get(f"{bucket}/out") == tree(tmp_path / "out")
     again = command("transform", f"{bucket}/src", f"{bucket}/out", *options)
-    assert again.returncode == 6
-    assert again.stderr.count("\n") == 1
+    assert again.returncode == 0
+    assert "nothing is left to do" in again.stdout
+    changed = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16")
+    assert changed.returncode == 6
+    assert changed.stderr.count("\n") == 1
+    assert "begin anew with --restart" in changed.stderr
     assert "3 files" not in command("inspect", f"{bucket}/out", "--source-strategy", f"{bucket}/columns.ckpt").stderr
     done = command("unify", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
     assert done.returncode == 0, done.stderr
     done = command("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
     assert done.returncode == 0, done.stderr
     assert sorted(get(f"{bucket}/ckpt")) == [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(4)]
+
+
+# --- going on with a run ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(root: str, tmp_path: Path) -> reshard.Checkpoint:
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
+    return reshard.open(f"{root}/src", strategy=ROWS)
+
+
+@pytest.fixture
+def undisturbed(source: reshard.Checkpoint, tmp_path: Path) -> dict[str, bytes]:
+    reshard.plan(source, COLUMNS).run(tmp_path / "undisturbed")
+    return tree(tmp_path / "undisturbed")
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were begun to be written, by their last two names."""
+    found: list[str] = []
+    real = remote_store.RemoteStore.stream
+
+    def stream(self: Any, path: str, size: int) -> Any:
+        found.append("/".join(path.split("/")[-2:]))
+        return real(self, path, size)
+
+    monkeypatch.setattr(remote_store.RemoteStore, "stream", stream)
+    return found
+
+
+def stop_after(files: int, error: type[BaseException] = KeyboardInterrupt) -> Any:
+    left = iter(range(files - 1))
+
+    def progress(event: Any) -> None:
+        if event.written and next(left, None) is None:
+            raise error
+
+    return progress
+
+
+@pytest.mark.parametrize("finished", [1, 2])
+@pytest.mark.parametrize("scheduler", ["synchronous", "threads"])
+def test_finished_files_are_not_written_again(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str], several_groups: None,
+    finished: int, scheduler: str,
+) -> None:  # fmt: skip
+    plan = reshard.plan(source, COLUMNS)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        plan.run(f"{root}/out", scheduler=scheduler, threads=1, progress=stop_after(finished))
+    kept = get(f"{root}/out")
+    assert kept.items() <= undisturbed.items()
+    assert finished <= len(kept) <= len(undisturbed)  # the next one may have been on its way
+    nbytes = plan.stats.bytes_written * len(kept) // len(undisturbed)
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"{nbytes} of {plan.stats.bytes_written} bytes are written and kept; the same command goes")
+    streamed.clear()
+    report = plan.run(f"{root}/out", scheduler=scheduler)
+    assert sorted(streamed) == sorted(undisturbed.keys() - kept.keys())
+    assert (report.finished, report.resumed) == (len(kept), nbytes)
+    assert get(f"{root}/out") == undisturbed
+    assert len(records(f"{root}/out")) == 3
+
+
+def test_a_run_that_fails_at_any_write_is_gone_on_with(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str], several_groups: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of files, records, names: whatever fails, no file is wrong, and what is whole is not written again."""
+    plan = reshard.plan(source, COLUMNS)
+    stream, store = remote_store._RemoteStream, remote_store.RemoteStore
+    operations = [(stream, "write"), (stream, "finish"), (store, "commit"), (store, "put")]
+    count = 0
+    for number in range(60):
+        turns = iter(range(number))
+
+        def failing(real: Any, turns: Iterator[int]) -> Any:
+            def operation(*arguments: Any, **options: Any) -> Any:
+                if next(turns, None) is None:
+                    raise TargetError("the network is gone")
+                return real(*arguments, **options)
+
+            return operation
+
+        with monkeypatch.context() as patch:
+            for kind, name in operations:
+                patch.setattr(kind, name, failing(getattr(kind, name), turns))
+            try:
+                plan.run(f"{root}/out{number}", scheduler="synchronous")
+                break
+            except TargetError:
+                count += 1
+        kept = get(f"{root}/out{number}")
+        assert kept.items() <= undisturbed.items()
+        streamed.clear()
+        report = plan.run(f"{root}/out{number}", scheduler="synchronous")
+        assert len(streamed) == len(undisturbed) - report.finished
+        assert report.finished in {len(kept), len(kept) - 1}  # one whose record could not be written
+        assert get(f"{root}/out{number}") == undisturbed
+    assert count > 3 * 4
+
+
+_KILLED = """
+import os, signal, sys
+import reshard.ownership
+from reshard.remote_store import RemoteStore
+reshard.ownership.STREAMS_AT_ONCE = 1
+real, turns = RemoteStore.put, iter(range(int(sys.argv[2])))
+def put(*arguments):
+    if next(turns, None) is None:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    return real(*arguments)
+RemoteStore.put = put
+from reshard.cli import main
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Path, number: signal.Signals) -> None:
+    """When two files are there, and the second is not noted yet."""
+    write_ranks(tmp_path / "src", FULL, ROWS)
+    reshard.write_strategy(ROWS, tmp_path / "rows.ckpt")
+    reshard.write_strategy(COLUMNS, tmp_path / "columns.ckpt")
+    options = [f"--source-strategy={tmp_path}/rows.ckpt", f"--target-strategy={tmp_path}/columns.ckpt", "--threads=1"]
+    command = ["transform", f"{tmp_path}/src", f"{bucket}/out", *options]
+    stopped = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(int(number)), "4", *command], capture_output=True, text=True, check=False
+    )
+    kept = get(f"{bucket}/out")
+    assert len(kept) == 2
+    if number == signal.SIGTERM:
+        assert stopped.returncode == 143
+        assert stopped.stderr.startswith("stopped by SIGTERM; ")
+        assert "bytes are written and kept; the same command goes on from there" in stopped.stderr
+    else:
+        assert stopped.returncode == -number
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS)
+    assert plan.run(f"{bucket}/out").finished == (2 if number == signal.SIGTERM else 1)
+    plan.run(tmp_path / "out")
+    assert get(f"{bucket}/out") == tree(tmp_path / "out")
+
+
+def test_over_a_finished_target_nothing_is_left_to_do(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str]
+) -> None:
+    plan = reshard.plan(source, COLUMNS)
+    plan.run(f"{root}/out")
+    streamed.clear()
+    for _ in range(2):
+        report = plan.run(f"{root}/out")
+        assert (report.finished, report.bytes_read, report.bytes_written) == (3, 0, 0)
+        assert "nothing is left to do" in report_text(plan, report)
+    reshard.plan(source, COLUMNS, ranks=[1]).run(f"{root}/out")
+    assert not streamed
+    plan.run(f"{root}/out", restart=True)
+    assert len(streamed) == 3
+    assert get(f"{root}/out") == undisturbed
+
+
+def test_a_changed_plan_or_source_is_refused(
+    root: str, source: reshard.Checkpoint, streamed: list[str], several_groups: None, tmp_path: Path
+) -> None:
+    reshard.plan(source, COLUMNS).run(f"{root}/out")
+    before = get(f"{root}/out")
+    streamed.clear()
+    other = reshard.plan(source, COLUMNS, selection=reshard.Selection(cast={"float32": "float16"}))
+    with pytest.raises(TargetError, match="by a run of another plan, or from sources .*; begin anew with --restart"):
+        other.run(f"{root}/out")
+    fs, path = fsspec.core.url_to_fs(source.files[0].path)
+    fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
+    changed = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
+    with pytest.raises(TargetError, match="from sources that changed since; begin anew with --restart"):
+        changed.run(f"{root}/out")
+    assert not streamed
+    assert get(f"{root}/out") == before
+    with pytest.raises(KeyboardInterrupt):
+        changed.run(f"{root}/out", restart=True, scheduler="synchronous", progress=stop_after(1))
+    assert len(get(f"{root}/out")) == 3, "what is not replaced yet is there"
+    streamed.clear()
+    changed.run(f"{root}/out")
+    assert len(streamed) == 2
+    changed.run(tmp_path / "changed")
+    assert get(f"{root}/out") == tree(tmp_path / "changed") != before
+
+
+def test_somebody_elses_file_is_refused(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str]
+) -> None:
+    """One that was there, and one that was ours and is another now, though as long."""
+    plan = reshard.plan(source, COLUMNS)
+    name = plan.files[1].path
+    fs, path = fsspec.core.url_to_fs(f"{root}/out/{name}")
+    for theirs in (b"theirs", undisturbed[name][:-1] + b"x"):
+        fs.pipe_file(path, theirs)
+        streamed.clear()
+        for options in ({}, {"restart": True}):
+            with pytest.raises(TargetError, match=f"/out: has {name} already; .* replace it with --overwrite"):
+                plan.run(f"{root}/out", **options)
+        assert not streamed
+        assert get(f"{root}/out")[name] == theirs
+        plan.run(f"{root}/out", overwrite=True)
+        assert get(f"{root}/out") == undisturbed
+    assert streamed == [name]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"", b"[]", b"{", b"\xff", b"null", b'{"reshard": 1}', b'{"reshard": 2, "digest": "DIGEST", "ready": [SIZE, 1]}',
+     b'{"reshard": 1, "digest": "DIGEST", "size": SIZE, "ready": [SIZE, 1]}', b"[" * 100_000,
+     b'{"reshard": 1, "digest": "DIGEST", "size": 1}', b'{"reshard": 1, "digest": "DIGEST", "size": 1e400}'],
+    ids=lambda record: record[:60].decode("ascii", "replace"),
+)  # fmt: skip
+def test_a_record_that_lies(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], record: bytes
+) -> None:
+    """A file that is there and of which no record tells is anybody's."""
+    plan = reshard.plan(source, COLUMNS)
+    fs, _ = fsspec.core.url_to_fs(root)
+    for file, digest in zip(plan.files, digests(plan), strict=True):
+        size = str(file.layout.size).encode()
+        place = RemoteJournal(f"{root}/out").path(file.path)
+        content = record.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)
+        fs.pipe_file(fs._strip_protocol(place), content)
+    name = plan.files[0].path
+    fs.pipe_file(fs._strip_protocol(f"{root}/out/{name}"), bytes(len(undisturbed[name])))
+    with pytest.raises(TargetError, match="with --overwrite"):
+        plan.run(f"{root}/out")
+    fs.rm_file(fs._strip_protocol(f"{root}/out/{name}"))
+    plan.run(f"{root}/out")
+    assert get(f"{root}/out") == undisturbed
+
+
+def test_checksums_are_those_of_a_local_run(root: str, source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, COLUMNS)
+    local = plan.run(tmp_path / "out").checksums
+    assert local is not None
+    assert all(local[file.path] for file in plan.files)
+    assert plan.run(f"{root}/out").checksums == local
+    assert plan.run(f"{root}/out").checksums == local
+    assert plan.run(f"{root}/other", fsync=False).checksums is None
+
+
+@pytest.mark.parametrize("files", [reshard.MindSporeSet(9000), reshard.HuggingFaceSet(9000)], ids=["ms", "hf"])
+@pytest.mark.parametrize("finished", [1, 2])
+def test_the_index_of_a_set_is_there_when_all_is(
+    root: str, source: reshard.Checkpoint, tmp_path: Path, several_groups: None, files: Any, finished: int
+) -> None:
+    """Not while an older set is replaced either."""
+    plan = reshard.plan(source, files=files, format="safetensors")
+    plan.run(tmp_path / "out")
+    (index,) = (file.path for file in plan.files if file.last)
+    for options in ({}, {"restart": True}):
+        with pytest.raises(KeyboardInterrupt):
+            plan.run(f"{root}/out", scheduler="synchronous", progress=stop_after(finished), **options)
+        assert index not in get(f"{root}/out")
+        assert plan.run(f"{root}/out").finished == finished
+        assert get(f"{root}/out") == tree(tmp_path / "out")
+
+
+def test_links_are_gone_on_with(
+    root: str, source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = Strategy.of({name: Layout.of([4], [-1] * array.ndim) for name, array in FULL.items()})
+    plan = reshard.plan(source, replicas, link_replicas=True)
+    plan.run(tmp_path / "out")
+    real, left = remote_store.RemoteStore.link, iter(range(1))
+
+    def link(*arguments: Any, **options: Any) -> None:
+        if next(left, None) is None:
+            raise TargetError("the network is gone")
+        real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_store.RemoteStore, "link", link)
+        with pytest.raises(TargetError, match="the network is gone"):
+            plan.run(f"{root}/out", scheduler="synchronous")
+    assert plan.run(f"{root}/out").finished == 2
+    assert get(f"{root}/out") == tree(tmp_path / "out")
+
+
+def test_what_a_changed_source_leaves(root: str, source: reshard.Checkpoint, several_groups: None) -> None:
+    """Of the run in which it changes nothing, so that the same command begins anew; of an earlier one what it made."""
+    fs, path = fsspec.core.url_to_fs(source.files[1].path)
+
+    def change(event: Any) -> None:
+        if event.written:
+            fs.pipe_file(path, fs.cat_file(path)[:-1] + event.written.to_bytes(8)[-1:])
+
+    plan = reshard.plan(source, COLUMNS)
+    with pytest.raises(ChangedError) as caught:
+        plan.run(f"{root}/out", scheduler="synchronous", progress=change)
+    assert not hasattr(caught.value, "__notes__")
+    assert get(f"{root}/out") == {}
+    assert records(f"{root}/out") == []
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS, ranks=[0])
+    assert plan.run(f"{root}/out").finished == 0
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
+    with pytest.raises(ChangedError) as caught:
+        plan.run(f"{root}/out", scheduler="synchronous", progress=change)
+    assert caught.value.__notes__ == ["with --restart, since files that were made of it before are there"]
+    assert len(get(f"{root}/out")) == 1
+
+
+def test_on_a_cluster(
+    source: reshard.Checkpoint, undisturbed: dict[str, bytes], root: str, streamed: list[str], several_groups: None
+) -> None:
+    """Workers note what they finished; the command skips it."""
+    distributed = pytest.importorskip("distributed")
+    plan = reshard.plan(source, COLUMNS)
+    with distributed.Client(
+        processes=False, n_workers=1, threads_per_worker=1, dashboard_address=None, set_as_default=False
+    ) as client:
+        with pytest.raises(KeyboardInterrupt):
+            plan.run(f"{root}/out", client=client, progress=stop_after(1))
+        kept = get(f"{root}/out")
+        assert kept.items() <= undisturbed.items()
+        streamed.clear()
+        report = plan.run(f"{root}/out", client=client)
+    assert len(kept) == report.finished >= 1
+    assert sorted(streamed) == sorted(undisturbed.keys() - kept.keys())
+    assert get(f"{root}/out") == undisturbed
