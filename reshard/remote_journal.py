@@ -117,9 +117,9 @@ class RemoteJournal:
         remote_store().put(self.path(file), _content(record | {"wrote": list(wrote)}))
 
     def forget(self, file: str) -> None:
-        """Remove the record of a file, if it is there."""
-        self._records.pop(file, None)
-        remote_store().remove(self.path(file))
+        """Remove the record of a file, if `look` saw one."""
+        if self._records.pop(file, None) is not None:
+            remote_store().remove(self.path(file))
 
     def verified(self, file: str, record: Record, size: int) -> list[Range]:  # noqa: ARG002
         """Return nothing: files are written from their first byte."""

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.checkpoint import ranges
 from reshard.errors import BudgetError, ChangedError, ReshardError, SourceError, TargetError, names
@@ -28,7 +28,7 @@ from reshard.remote_store import REQUESTS
 from reshard.store import PARTIAL, local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reshard.formats import FileLayout
     from reshard.graph import Receipt
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 1.0
 """How long receipts wait before they are noted: what is lost of them with the process is written again."""
 
+T = TypeVar("T")
 Spans = list[tuple[int, int]]  # begins and ends of byte ranges of a file, ascending, which do not touch
 
 
@@ -131,7 +132,7 @@ class Session:
             if not spoiled:
                 error.add_note("what is finished is kept; the same command goes on from there")
             return
-        kept = sum(self._kept(number, spoiled=spoiled) for number in range(len(self._whole.files)))
+        kept = sum(self._each(lambda number: self._kept(number, spoiled=spoiled), range(len(self._whole.files))))
         if spoiled:
             if note := self._how_to_begin_anew(error, changed):
                 error.add_note(note)
@@ -239,11 +240,14 @@ class Session:
 
     def _begin(self) -> None:
         """Begin the journals of what is left; what is good of an earlier run stays."""
-        if self._journal.early:
-            with ThreadPoolExecutor(REQUESTS) as pool:
-                list(pool.map(self._begin_file, self._left))
-        else:
-            list(map(self._begin_file, self._left))
+        self._each(self._begin_file, self._left)
+
+    def _each(self, function: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
+        """Do something with each of some files; at a URL side by side, because each request takes its time."""
+        if not is_url(self._root):
+            return list(map(function, numbers))
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            return list(pool.map(function, numbers))
 
     def _begin_file(self, number: int) -> None:
         file = self.plan.files[number]
