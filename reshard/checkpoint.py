@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.cipher import Cipher
     from reshard.dtypes import DType
     from reshard.groups import Groups
+    from reshard.remote import RemotePath
     from reshard.run import Report
     from reshard.selection import Selection
     from reshard.show.picture import Picture
@@ -275,7 +276,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def to_zarr(
         self,
-        store: str | os.PathLike[str],
+        store: str | os.PathLike[str] | RemotePath,
         *,
         chunk_bytes: int | None = None,
         shard_bytes: int | None = None,
@@ -287,7 +288,7 @@ class Checkpoint(Mapping[str, Any]):
         """Write the whole tensors as one zarr v3 group, in a directory of its own.
 
         Args:
-            store: the directory; made if it is not there.
+            store: the directory, made if it is not there; a local path, or a URL that fsspec knows.
             chunk_bytes: the most bytes in a chunk; by default chunks are the source's blocks.
             shard_bytes: the most bytes of chunks in a file; by default small chunks share files.
             compression: `zstd`, `zstd:3` and so on; by default none.

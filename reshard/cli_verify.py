@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli_options import PATH, json_option, layout_rules, selection_options, size, source_options
+from reshard.cli_options import PATH, PLACE, json_option, layout_rules, selection_options, size, source_options
 from reshard.errors import TargetError, UsageError, VerifyError
 from reshard.rank_files import RANK_PATTERN
 from reshard.terminal import Command, print_json, progress, say, say_notices
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from reshard.rank_files import AnyPath
     from reshard.selection import Selection
     from reshard.verification import Verification
 
@@ -58,7 +59,7 @@ def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Where a rank's files are below TARGET.",
         ),
         click.option(
-            "--target-strategy", type=PATH, metavar="STRATEGY",
+            "--target-strategy", type=PLACE, metavar="STRATEGY",
             help="Strategy file of TARGET. Without it, TARGET is one rank of whole tensors.",
         ),
     ):  # fmt: skip
@@ -88,9 +89,13 @@ index (in the whole tensor), index_in_block, count, found, expected, reference.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
 )
-@click.argument("target", type=PATH)
+@click.argument("target", type=PLACE)
 @click.option(
-    "--against", "source", type=PATH, metavar="SOURCE", help="The checkpoint that TARGET was made from, or is equal to."
+    "--against",
+    "source",
+    type=PLACE,
+    metavar="SOURCE",
+    help="The checkpoint that TARGET was made from, or is equal to.",
 )
 @_target_options
 @source_options
@@ -120,10 +125,10 @@ index (in the whole tensor), index_in_block, count, found, expected, reference.
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
 def verify(
-    target: Path,
-    source: Path | None,
-    target_strategy: Path | None,
-    source_strategy: Path | None,
+    target: AnyPath,
+    source: AnyPath | None,
+    target_strategy: AnyPath | None,
+    source_strategy: AnyPath | None,
     target_reading: dict[str, Any],
     selection: Selection,
     sample: float | None,
@@ -179,11 +184,11 @@ def verify(
 
 
 def _check_usage(
-    source: Path | None,
+    source: AnyPath | None,
     manifest: Path | None,
     write_manifest: Path | None,
     reading: dict[str, Any],
-    source_strategy: Path | None,
+    source_strategy: AnyPath | None,
     sample: float | None,
 ) -> None:
     """Refuse options that would do nothing, which a user would take for something."""
@@ -209,7 +214,7 @@ def _check_usage(
 
 
 def _make(
-    target: Path, path: Path, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
+    target: AnyPath, path: Path, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
 ) -> None:
     """Make a manifest, and write it."""
     from reshard.manifest import refuse_existing, write_manifest
@@ -225,8 +230,8 @@ def _make(
             threads=threads,
             progress=shown,
         )
-    root = target if target.is_dir() else target.parent
-    if path.resolve() in {(root / name).resolve() for name in made.files}:
+    root = os.path.realpath(str(target) if target.is_dir() else str(target.parent))
+    if os.path.realpath(path) in {os.path.realpath(f"{root}/{name}") for name in made.files}:
         raise TargetError(f"{path}: is one of the files of {target}; choose another name for the manifest")
     write_manifest(made, path, overwrite=overwrite)
     if not quiet:

@@ -13,7 +13,6 @@ import reshard
 from reshard import cli_manifest
 from reshard.cli_options import (
     NAME_MAP,
-    PATH,
     PLACE,
     Running,
     drop_option,
@@ -45,7 +44,6 @@ from reshard.terminal import Command, print_json, progress, say, say_notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from reshard.plan import Plan
     from reshard.rank_files import AnyPath
@@ -77,7 +75,7 @@ Example:
 @target_options
 @click.option(
     "--via-zarr",
-    type=PATH,
+    type=PLACE,
     metavar="STORE",
     help="Unify into this zarr store first, then cut TARGET from it. A finished one of the same source is used as it "
     "is; SOURCE may be gone then.",
@@ -90,7 +88,7 @@ def transform(
     source_strategy: AnyPath | None,
     target_strategy: AnyPath | None,
     planning: dict[str, Any],
-    via_zarr: Path | None,
+    via_zarr: AnyPath | None,
     selection: Selection,
     running: Running,
     **reading: Any,
@@ -275,7 +273,7 @@ def convert(
 def _make_store(
     source: AnyPath,
     source_strategy: AnyPath | None,
-    store: Path,
+    store: AnyPath,
     selection: Selection,
     memory: int | None,
     running: Running,

@@ -28,6 +28,7 @@ from dask.base import DaskMethodsMixin
 from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
+from reshard.chunk_task import write_chunks
 from reshard.cipher import store_of
 from reshard.errors import ChangedError, ReshardError, SourceError, names
 from reshard.file_task import write_files, write_literals
@@ -43,7 +44,7 @@ from reshard.store import PARTIAL, local_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reshard.plan import Plan
+    from reshard.plan import Plan, TargetFile
     from reshard.remote import Status
 
 _KIND = re.compile("reshard-([a-z]+)--[0-9]{6}|reshard-(check)-")
@@ -193,6 +194,12 @@ def _targets(plan: Plan, number: int) -> set[int]:
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
     """Write one group of files, each from its first byte to its last."""
     began = time.perf_counter()
+    if plan.alone:
+        with _working(how.run, apart=how.apart):
+            moved = write_chunks(plan, number, directory, sync=how.fsync, go_on=lambda: running.go_on(how.run))
+            for target in plan.groups[number]:
+                remote_store().commit(f"{directory}/{plan.files[target].path}", sync=how.fsync)
+        return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
     group = group_plan(plan, plan.groups[number])
     store = remote_store()
     with _working(how.run, apart=how.apart):
@@ -252,7 +259,10 @@ def sync_files(plan: Plan, files: Sequence[int], directory: str, _moved: object)
 
 
 def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:
-    """Give finished target files their names; make links, and what stands last in a plan by file."""
+    """Give finished target files their names; make links, and what stands last in a plan by file.
+
+    Of a zarr store by file that is all metadata, which no task writes: those of the group are the last.
+    """
     began = time.perf_counter()
     store, journal = store_at(directory), journal_at(directory)
     for number in files:
@@ -263,7 +273,8 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
             if how.journal:
                 journal.ready(file.path, path, sync=how.fsync)
             continue
-        if file.last and (plan.groups or is_url(directory)):
+        by_file = plan.groups or is_url(directory)
+        if by_file and (file.last or (plan.alone and not file.layout.places)):
             write_literals(file.layout, path, sync=how.fsync)
         if how.journal and not journal.early:
             journal.ready(file.path, path + PARTIAL, sync=how.fsync)
@@ -336,14 +347,14 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         if plan.groups or is_url(directory):  # of which none may be left
             groups = [(number, directory, how) for number in range(len(plan.groups))]
             done = [self._add(graph, "files", files_task, groups)]
+            if plan.alone:  # others look themselves, before they complete a file
+                done.append(self._unchanged(graph, done[0]))
         else:
             written = [number for number, file in enumerate(plan.files) if file.link is None and not file.done]
             made = self._add(graph, "create", create_files, [(files, directory, how) for files in _batches(written)])
             tasks = [(number, directory, how, made) for number in range(len(plan.tasks))]
             moved = self._add(graph, "move", move_task, tasks) if tasks else made
-            unchanged = self._key("check")
-            graph[unchanged] = Task(unchanged, check_sources, TaskRef(self._key("plan")), moved)
-            done = [made, moved, TaskRef(unchanged)]
+            done = [made, moved, self._unchanged(graph, moved)]
             if how.fsync and not how.apart:
                 done.append(
                     self._add(graph, "sync", sync_files, [(files, directory, done[-1]) for files in _batches(written)])
@@ -359,13 +370,14 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
         done = [TaskRef(self.ready)]
         last = [number for number, file in files if file.last]
-        remote = is_url(self.directory)  # there files have their names already
+        remote = is_url(self.directory)  # there files have their names already, but for those that no task writes
         if last and not remote:
             withdrawn = self._key("withdraw")
             graph[withdrawn] = Task(withdrawn, withdraw_index, TaskRef(self._key("plan")), self.directory, done[-1])
             done.append(TaskRef(withdrawn))
+        unnamed = [number for number, file in files if file.link is None and not file.last and self._unnamed(file)]
         for kind, numbers in (
-            ("commit", [number for number, file in files if not remote and file.link is None and not file.last]),
+            ("commit", unnamed),
             ("link", [number for number, file in files if file.link is not None]),
             ("index", last),
         ):
@@ -374,6 +386,16 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
                 done.append(self._add(graph, kind, commit_files, tasks))
         graph[self.key] = Task(self.key, collect, *done)
         return graph
+
+    def _unnamed(self, file: TargetFile) -> bool:
+        """Tell whether no working task gives a file its name; at URLs they do, where it is not metadata of a store."""
+        return not is_url(self.directory) or (self.plan.alone and not file.layout.places)
+
+    def _unchanged(self, graph: dict[str, Any], moved: TaskRef) -> TaskRef:
+        """Add the task that looks at the sources when all is moved."""
+        key = self._key("check")
+        graph[key] = Task(key, check_sources, TaskRef(self._key("plan")), moved)
+        return TaskRef(key)
 
     def _with_plan(self) -> dict[str, Any]:
         return {self._key("plan"): DataNode(self._key("plan"), replace(self.plan, request=None))}

@@ -10,27 +10,34 @@ that needs it. So files are put together that read the same bytes:
    once; until less than a sixteenth of the bytes would be read twice.
 3. What is then still read several times is counted, and told in the plan.
 
+A zarr store at a URL is written by file too, each task from the rows that its files of chunks have: these are never
+read twice, because chunks cut tensors along rows first.
+
 All of it is integers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from reshard.bands import Recipe
 from reshard.errors import UsageError
 from reshard.plan import Piece
+from reshard.planner import shared_out
 from reshard.remote import is_url
 from reshard.remote_store import FETCH_BYTES, part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from reshard.block import Block
     from reshard.plan import Move, Plan
 
 OWNERSHIPS = ("tensor", "file")
@@ -62,14 +69,15 @@ def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
         raise UsageError(
             f"{directory}: files at URLs are written from first byte to last; leave ownership 'tensor' out"
         )
-    if plan.alone and (ownership == "file" or is_url(directory)):
+    if plan.alone and ownership == "file" and not is_url(directory):
         raise UsageError(
-            f"{directory}: a zarr store is written by tensor, into a local directory; leave ownership 'file' out, or "
-            "write it there and copy it"
+            f"{directory}: a zarr store in a local directory is written by tensor; leave ownership 'file' out"
         )
-    by_file = ownership == "file" or (ownership is None and is_url(directory))
+    by_file = ownership == "file" or is_url(directory)
     if not by_file or plan.groups:
         return plan
+    if plan.alone:
+        return _with_whole_chunks(plan)
     readers = _readers(plan.moves)
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
     groups = _groups(readers, numbers, STREAMS_AT_ONCE if is_url(directory) else FILES_AT_ONCE)
@@ -99,6 +107,57 @@ def group_plan(plan: Plan, group: Sequence[int]) -> Plan:
     ordered = tuple(move for name in _order(plan, group) for move in moves[name])
     pieces = tuple(Piece(number, 0, move.recipe.rows(move.axis)) for number, move in enumerate(ordered))
     return replace(plan, moves=ordered, tasks=(pieces,), groups=())
+
+
+def _with_whole_chunks(plan: Plan) -> Plan:
+    """Return the plan of a zarr store of which each task writes whole files: as by tensor, but cut where files are."""
+    moves = plan.moves
+    weights = [prod(move.recipe.shape) * max(move.dtype.itemsize, move.target_dtype.itemsize) for move in moves]
+    tasks = shared_out(moves, weights, whole_files=True)
+    groups: list[dict[int, None]] = [{} for _ in tasks]
+    pieces: list[list[tuple[int, int]]] = [[] for _ in moves]  # of each move: first row and task
+    for number, task in enumerate(tasks):
+        for piece in task:
+            pieces[piece.move].append((piece.start, number))
+    sent = held = 0
+    for move, some in zip(moves, pieces, strict=True):
+        row = prod(move.recipe.shape[1 : move.axis + 1])
+        for block, (file,) in zip(move.recipe.targets, move.targets, strict=True):
+            first = block.start[0] * row if block.start else 0
+            groups[some[bisect_right(some, first, key=itemgetter(0)) - 1][1]][file] = None
+        one_sent, one_held = _at_once(plan, move)
+        sent, held = max(sent, one_sent), max(held, one_held)
+    reads = any(is_url(file.path) for file in plan.source.files)
+    fetched = 2 * (FETCH_BYTES + plan.band_bytes) if reads else 0
+    memory = LIBRARY_BYTES + min(plan.threads, max(len(tasks), 1)) * (fetched + sent + held)
+    stats = replace(plan.stats, tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
+    return replace(plan, groups=tuple(map(tuple, groups)), tasks=tasks, stats=stats)
+
+
+def _at_once(plan: Plan, move: Move) -> tuple[int, int]:
+    """Return how many bytes of an array are held for being sent, and for being sent later.
+
+    Files that some rows meet are open side by side, and each begins and ends with the same rows. In a shard of several
+    plain chunks, those of the same rows wait for the first.
+    """
+    files: dict[int, tuple[int, ...]] = {}
+    chunks: Counter[tuple[int, ...]] = Counter()
+    blocks = move.recipe.targets
+    lead = _first_cut(blocks)
+    for block, (file,) in zip(blocks, move.targets, strict=True):
+        files[file] = min(files.get(file, block.start), block.start)
+        chunks[block.start[: lead + 1]] += block.size * move.target_dtype.itemsize
+    side_by_side: Counter[tuple[int, ...]] = Counter()
+    for file, start in files.items():
+        size = plan.files[file].layout.size
+        side_by_side[start[: lead + 1]] += 2 * min(part_bytes(size), size)
+    waits = move.starts and plan.coding is None
+    return max(side_by_side.values(), default=0), max(chunks.values(), default=0) if waits else 0
+
+
+def _first_cut(blocks: Sequence[Block]) -> int:
+    """Return the first axis along which a block has more than one element."""
+    return min((axis for block in blocks[:1] for axis, extent in enumerate(block.shape) if extent > 1), default=0)
 
 
 def _share(move: Move, wanted: frozenset[int]) -> tuple[Recipe, tuple[int, ...], tuple[tuple[int, ...], ...]]:

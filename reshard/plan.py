@@ -70,7 +70,7 @@ class Move:
         targets: for each target block of the recipe, the target files that get it: replicas of one another.
         starts: where each target block begins in its place in the file, in bytes, where a file has several (the
             chunks of a zarr shard); else empty.
-        grain: how many rows a task must do together, or a multiple of them: those of whole files.
+        grain: how many rows whole files have, in a multiple of which tasks are cut where files must be written whole.
     """
 
     name: str

@@ -151,7 +151,7 @@ class Planner:
         for tensor, new in varying:
             moves += self._copies(tensor, new, read_for)
         files = self._files(moves, texts)
-        tasks = _shared_out(moves)
+        tasks = _shared_out(moves, whole_files=self.coding is not None)
         return Plan(
             self.source,
             files,
@@ -509,18 +509,30 @@ def _way(shape: Shape, shards: Sequence[Shard], wanted: Wanted) -> _Way | None:
     )
 
 
-def _shared_out(moves: Sequence[tuple[Move, _Way]]) -> tuple[tuple[Piece, ...], ...]:
+def _shared_out(moves: Sequence[tuple[Move, _Way]], *, whole_files: bool) -> tuple[tuple[Piece, ...], ...]:
     """Share the rows of all moves out into tasks of about equal weight."""
     weights = [max(prod(way.recipe.shape), way.written) * move.dtype.itemsize for move, way in moves]
+    return shared_out([move for move, _ in moves], weights, whole_files=whole_files)
+
+
+def shared_out(moves: Sequence[Move], weights: Sequence[int], *, whole_files: bool) -> tuple[tuple[Piece, ...], ...]:
+    """Share the rows of moves out into tasks of about equal weight.
+
+    Args:
+        moves: what is moved.
+        weights: the bytes of each.
+        whole_files: a task does whole files (`Move.grain`).
+    """
     limit = max(TASK_BYTES, -(-sum(weights) // MOST_TASKS))
     tasks: list[tuple[Piece, ...]] = []
     task: list[Piece] = []
     room = limit
-    for number, ((move, _), weight) in enumerate(zip(moves, weights, strict=True)):
+    for number, (move, weight) in enumerate(zip(moves, weights, strict=True)):
         rows = move.recipe.rows(move.axis) if weight else 0
+        grain = move.grain if whole_files else 1
         start = 0
         while start < rows:
-            count = min(rows - start, -(-max(1, rows * room // weight) // move.grain) * move.grain)
+            count = min(rows - start, -(-max(1, rows * room // weight) // grain) * grain)
             task.append(Piece(number, start, start + count))
             start += count
             room -= weight * count // rows

@@ -179,17 +179,23 @@ class RemoteStore:
             fs.cp_file(name, filesystem(_unfinished(path))[1])
         self.commit(path, sync=sync)
 
-    def discard(self, path: str) -> None:
-        """Remove what a run wrote of a file, if it is there; where files appear whole, the file."""
-        self.remove(_unfinished(path))
+    def remove(self, path: str) -> None:
+        """Remove a finished file, if it is there.
+
+        Raises:
+            TargetError: it cannot be removed.
+        """
+        with telling(path, "removed", TargetError), suppress(FileNotFoundError):
+            fs, name = filesystem(path)
+            fs.rm_file(name)
 
     def discard_unfinished(self, path: str) -> None:
         """Remove what a run wrote of a file beside it, if it is there."""
         if not appears_whole(path):
-            self.remove(path + PARTIAL)
+            self.discard(path + PARTIAL)
 
-    def remove(self, path: str) -> None:
-        """Remove a file, if it is there."""
+    def discard(self, path: str) -> None:
+        """Remove a file, if it is there; never raises."""
         with suppress(Exception):  # nothing that fails here may hide why the file is removed
             fs, name = filesystem(path)
             fs.rm_file(name)

@@ -22,7 +22,7 @@ from reshard.journal import DIRECTORY as JOURNALS
 from reshard.journal import discard
 from reshard.ownership import owned
 from reshard.receipts import Checksums
-from reshard.remote import RemotePath, as_path, existing, is_url
+from reshard.remote import RemotePath, as_path, existing, forget_listings, is_url
 from reshard.remote_store import remote_store
 from reshard.resume import Session, exists
 from reshard.store import PARTIAL, local_store
@@ -199,7 +199,7 @@ def run(
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
     session = None
-    if journal:
+    if journal and not (plan.alone and is_url(root)):
         session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads)
     else:
         _begin_unnoted(plan, root, overwrite=overwrite or restart)
@@ -319,9 +319,11 @@ def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> None:
     """Do what a session does where there is a journal: refuse what is there, forget what is unfinished."""
     if not overwrite:
         _refuse_existing(plan, root)
-    if plan.alone:
-        for file in plan.files:  # beyond the end of a tensor nothing is written, and there shall be zeros
+    for file in plan.files if plan.alone else ():
+        if not is_url(root):  # beyond the end of a tensor nothing is written, and there shall be zeros
             local_store().discard(f"{root}/{file.path}")
+        elif file.last and overwrite:  # a store with a group is complete, and at URLs files may have their names early
+            remote_store().remove(f"{root}/{file.path}")
 
 
 def _refuse_existing(plan: Plan, root: str) -> None:
@@ -337,6 +339,8 @@ def _refuse_existing(plan: Plan, root: str) -> None:
 def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
     """Remove what a failed run made at a URL: unfinished files, and those that have their names already.
 
+    Chunks are removed whether they are of this run or of a store that it was to replace: that has no group any more.
+
     Args:
         plan: by file.
         root: the URL.
@@ -344,14 +348,19 @@ def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
     """
     for file in plan.files:
         remote_store().discard_unfinished(f"{root}/{file.path}")
-    for number in range(len(plan.files)) if finished is None else (n for group in finished for n in plan.groups[group]):
-        remote_store().remove(f"{root}/{plan.files[number].path}")
+    every = finished is None or plan.alone
+    for number in range(len(plan.files)) if every else (n for group in finished or () for n in plan.groups[group]):
+        remote_store().discard(f"{root}/{plan.files[number].path}")
 
 
 def _check_alone(plan: Plan, root: str) -> None:
     """Refuse a directory in which something else would be taken for a part of what is written."""
     planned = {file.path for file in plan.files}
-    found = (os.path.relpath(os.path.join(where, name), root) for where, _, some in os.walk(root) for name in some)
+    if is_url(root):
+        forget_listings(root)
+        found = [str(path.relative_to(RemotePath(root))) for path in RemotePath(root).files()]
+    else:
+        found = [os.path.relpath(os.path.join(where, name), root) for where, _, some in os.walk(root) for name in some]
     other = [
         path for path in found if path.removesuffix(PARTIAL) not in planned and not path.startswith(f"{JOURNALS}/")
     ]

@@ -56,8 +56,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
     Args:
         path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; or one
-            file of whole tensors. A local path, or a URL that fsspec knows, such as `s3://bucket/run`; of a zarr store
-            a local path.
+            file of whole tensors. A local path, or a URL that fsspec knows, such as `s3://bucket/run`.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the source is one rank of whole tensors.
         rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.

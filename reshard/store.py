@@ -100,11 +100,21 @@ class TargetCoding(Protocol):
     def of(self, path: str) -> str | None:
         """Return what tells how a file is coded, by its path below the target directory; None of one that is not."""
 
-    def writer(self, directory: str) -> Writer:
-        """Return what writes whole files of one task; their sizes are known only then."""
+    def writer(self, directory: str, files: Appended | None = None) -> Writer:
+        """Return what writes whole files of one task, by default local ones; their sizes are known only then."""
 
     def nbytes(self, threads: int) -> int:
         """Return the memory that so many threads take for it."""
+
+
+class Appended(Protocol):
+    """Unfinished files that are written from their first bytes to their last."""
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write what comes next in a file."""
+
+    def cut(self, path: str, size: int) -> None:
+        """End a file, which has this size."""
 
 
 class Writer(Protocol):

@@ -26,6 +26,7 @@ from reshard.manifest_files import check_files, sum_files
 from reshard.matching import match, pairs_of_ranks
 from reshard.planner import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_BAND_BYTES, THREADS
 from reshard.rank_files import RANK_PATTERN
+from reshard.remote import is_url
 from reshard.selection import Selection
 from reshard.source import open as open_checkpoint
 from reshard.source import read_headers
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from reshard.compare import Check, Compared, Mismatch
     from reshard.run import Progress
+    from reshard.source import AnyName
     from reshard.strategy import Strategy
 
     Told = Callable[[int, int], None]
@@ -98,11 +100,11 @@ class Verification:
 
 
 def verify(
-    target: str | os.PathLike[str] | Checkpoint,
-    strategy: Strategy | str | os.PathLike[str] | None = None,
+    target: AnyName | Checkpoint,
+    strategy: Strategy | AnyName | None = None,
     *,
-    against: str | os.PathLike[str] | Checkpoint | None = None,
-    source_strategy: Strategy | str | os.PathLike[str] | None = None,
+    against: AnyName | Checkpoint | None = None,
+    source_strategy: Strategy | AnyName | None = None,
     manifest: Manifest | str | os.PathLike[str] | None = None,
     selection: Selection | None = None,
     sample: float | None = None,
@@ -150,7 +152,8 @@ def verify(
     if manifest is not None:
         if isinstance(target, Checkpoint):
             raise UsageError("a manifest is of files: name the directory that they are in")
-        found = _against_manifest(Path(target), manifest, partial, threads, told)
+        _refuse_url(target)
+        found = _against_manifest(Path(str(target)), manifest, partial, threads, told)
     else:
         checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy)
         wishes = selection or Selection()
@@ -163,7 +166,7 @@ def verify(
 
 
 def make_manifest(
-    target: str | os.PathLike[str],
+    target: AnyName,
     *,
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
@@ -181,20 +184,26 @@ def make_manifest(
 
     Raises:
         SourceError: a file cannot be read, or is not sound.
-        UsageError: it is a zarr store.
+        UsageError: it is a zarr store, or at a URL.
     """
     told = _told(progress, time.perf_counter())
+    _refuse_url(target)
     files, _, _ = read_headers(target, rank_pattern=rank_pattern, suffix=suffix)
     if files[0].index.format == ZARR:
         raise UsageError(f"{target}: is a zarr store; a manifest is of checkpoint files; compare it with its source")
-    root = _root(Path(target))
-    others = [name for name in SET_INDEXES if Path(target).is_dir() and (root / name).is_file()]
+    root = _root(Path(str(target)))
+    others = [name for name in SET_INDEXES if Path(str(target)).is_dir() and (root / name).is_file()]
     return sum_files(root, files, others, threads=_threads(threads), progress=told)
 
 
+def _refuse_url(target: AnyName) -> None:
+    if is_url(target):
+        raise UsageError(f"{target}: a manifest is of local files; compare what is at a URL with its source")
+
+
 def opened(
-    path: str | os.PathLike[str],
-    strategy: Strategy | str | os.PathLike[str] | None,
+    path: AnyName,
+    strategy: Strategy | AnyName | None,
     *,
     what: str = "target",
     **reading: Any,
@@ -218,7 +227,7 @@ def opened(
                 return Checkpoint(str(path), {}, files, ranks, notices=tuple(notices))
         return open_checkpoint(path, strategy=strategy, contents=False, **reading)
     except SourceError as error:
-        left = leftovers(Path(path))
+        left = leftovers(Path(str(path)))
         message = str(error).replace("--source-strategy", f"--{what}-strategy")
         raise type(error)("\n".join([message, *left])) from None
 

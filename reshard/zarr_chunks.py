@@ -24,9 +24,11 @@ from reshard.remote_store import AnyStore
 from reshard.store import local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from reshard.block import Shape
+    from reshard.remote_store import Range
+    from reshard.store import Appended
 
 IMPORTED_BYTES = 24 << 20
 """Resident memory of zarr and numcodecs beside what every run imports; measured."""
@@ -115,12 +117,25 @@ class Decoding:
 
 
 class DecodingStore(AnyStore):
-    """Local files, of which chunks are read decoded. Safe to use from several threads."""
+    """Files of which chunks are read decoded. Safe to use from several threads."""
 
     def __init__(self, decoding: Decoding) -> None:
         super().__init__()
         self._decoding = decoding
         self._held = _Held()
+
+    def fetch(self, ranges: Iterable[Range]) -> None:
+        """Request what is to be decoded, where it is at URLs; zarr requests for itself what it decodes."""
+        wanted: dict[Range, None] = {}
+        for path, offset, nbytes in ranges:
+            unit = self._decoding.units.get(path)
+            if unit is None:
+                wanted[path, offset, nbytes] = None
+            elif isinstance(unit, Compressed):
+                for number in range(offset // unit.chunk_bytes, -(-(offset + nbytes) // unit.chunk_bytes)):
+                    if (path, number) not in self._held.chunks:
+                        wanted[path, *unit.spans[number]] = None
+        super().fetch(wanted)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer with contents.
@@ -283,9 +298,9 @@ class Encoding:
         unit = self.units.get(path)
         return None if unit is None else f"zstd {self.level} {unit}"
 
-    def writer(self, directory: str) -> EncodingWriter:
-        """Return what writes the files of one task below a directory."""
-        return EncodingWriter(self, directory)
+    def writer(self, directory: str, files: Appended | None = None) -> EncodingWriter:
+        """Return what writes the files of one task below a directory; by default local ones."""
+        return EncodingWriter(self, directory, files or local_store())
 
 
 @dataclass(slots=True)
@@ -304,8 +319,8 @@ class EncodingWriter:
     The files are made, and get their names, elsewhere; a compressed one is cut to its size at its end.
     """
 
-    def __init__(self, encoding: Encoding, directory: str) -> None:
-        self._encoding, self._directory = encoding, directory
+    def __init__(self, encoding: Encoding, directory: str, files: Appended) -> None:
+        self._encoding, self._directory, self._files = encoding, directory, files
         self._begun: dict[str, _Begun] = {}
 
     def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -337,7 +352,7 @@ class EncodingWriter:
             self._finish(path, unit, begun)
 
     def _append(self, path: str, begun: _Begun, encoded: bytes) -> None:
-        local_store().write_at(path, begun.size, memoryview(encoded))
+        self._files.write_at(path, begun.size, memoryview(encoded))
         begun.spans.append((begun.size, len(encoded)))
         begun.size += len(encoded)
 
@@ -348,9 +363,9 @@ class EncodingWriter:
             for place, span in zip(unit.places, begun.spans, strict=True):
                 spans[place] = span
             index = shard_index(spans)
-            local_store().write_at(path, begun.size, memoryview(index))
+            self._files.write_at(path, begun.size, memoryview(index))
             begun.size += len(index)
-        local_store().cut(path, begun.size)  # a task that a lost worker began may have written more
+        self._files.cut(path, begun.size)  # a task that a lost worker began may have written more
 
     def close(self) -> None:
         """See that every file is whole.

@@ -115,10 +115,10 @@ class ZarrPlanner(Planner):
         array = self.arrays[new]
         move = super()._move(tensor, new, way)
         starts = array.starts if any(array.starts) else ()
-        # A file of compressed chunks is written by one task: tasks are cut where files are, along the first axis.
+        # A file of compressed chunks, or one at a URL, is written by one task: tasks are cut where files are, along
+        # the first axis.
         rows = prod(move.recipe.shape[1 : move.axis + 1])
-        grain = rows * array.unit[0] if array.level is not None and array.unit else 1
-        return replace(move, starts=starts, grain=grain)
+        return replace(move, starts=starts, grain=rows * array.unit[0] if array.unit else 1)
 
     def _copies(self, tensor: Tensor, new: str, read_for: Mapping[int, set[int]]) -> list[tuple[Move, _Way]]:  # noqa: ARG002
         """Plan a copy that differs between source ranks: there is one of each tensor, that of the lowest rank."""

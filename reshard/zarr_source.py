@@ -5,32 +5,30 @@
    array a chunk goes beyond the tensor; what it has of it may then be several ranges.
 3. Absent chunks, compressed ones and those of other codecs are said to be where `zarr_chunks` makes them appear.
 
-Nothing is believed: extents, sizes of files, indexes of shards. Links are refused, because they could lead anywhere.
+Nothing is believed: extents, sizes of files, indexes of shards, nor what files there are (`zarr_files`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import stat
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.block import Block, shape_text
 from reshard.checkpoint import Checkpoint, Entry, FileIndex, Shard, SourceFile, Tensor, TensorSpec
 from reshard.checksum import crc32c
 from reshard.dtypes import BY_NAME, INT4, STR
-from reshard.errors import SourceError, UsageError
+from reshard.errors import SourceError
 from reshard.formats import zarr
-from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part
-from reshard.remote import RemotePath
-from reshard.store import PARTIAL, local_store
+from reshard.formats.zarr import ABSENT, METADATA, follows, grid, part
+from reshard.remote import RemotePath, forget_listings
+from reshard.remote_store import any_store
+from reshard.store import PARTIAL
 from reshard.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
+from reshard.zarr_files import files_of, own_notes, read_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,8 +37,9 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Runs
     from reshard.dtypes import DType
     from reshard.rank_files import AnyPath
+    from reshard.remote import Status
+    from reshard.zarr_files import StoreFiles
 
-_LARGEST_METADATA = 1 << 28
 _MOST_DIMS = 32
 _MOST_CHUNKS = 1 << 20
 _MOST_RUNS = 1 << 12  # of a chunk that goes beyond the tensor; one of more is cut out by zarr
@@ -51,88 +50,50 @@ _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"nam
 
 
 def is_store(root: AnyPath) -> bool:
-    """Tell whether a directory is a zarr store, be it unfinished or of the older format.
+    """Tell whether a directory, or what is at a URL, is a zarr store, be it unfinished or of the older format.
 
     Raises:
-        UsageError: it is one at a URL.
+        SourceError: what is at the URL cannot be looked at.
     """
+    signs = {METADATA, METADATA + PARTIAL, *_V2}
     if isinstance(root, RemotePath):
-        if (root / METADATA).is_file():
-            raise UsageError(f"{root}: is a zarr store at a URL; those are read from local directories only; copy it")
-        return False
+        forget_listings(root.url)
+        return root.is_dir() and not signs.isdisjoint(path.name for path in root.iterdir())
     with suppress(OSError):  # a directory that cannot be read is no store; whoever reads it next says so
-        return any((root / name).exists() for name in (METADATA, METADATA + PARTIAL, *_V2))
+        return any((root / name).exists() for name in signs)
     return False
 
 
-def open_store(place: AnyPath) -> Checkpoint:
+def open_store(root: AnyPath) -> Checkpoint:
     """Open a zarr store, reading its metadata and the indexes of its shards.
 
     Raises:
         SourceError: it is unfinished, has links, or its metadata does not fit its files.
     """
-    root = Path(str(place))
-    if not (root / METADATA).exists():
-        older = any((root / name).exists() for name in _V2)
+    files = files_of(root)
+    top = files.base / METADATA
+    if files.status(top) is None:
+        older = any(files.status(files.base / name) for name in _V2)
         why = "of zarr's format 2; expected 3" if older else f"unfinished: it has no {METADATA} at its root"
         raise SourceError(f"{root}: is a zarr store {why}; write it again")
-    base = Path(os.path.realpath(root))
-    metadata = _metadata(base / METADATA)
+    metadata = read_metadata(files, top)
     if metadata.get("node_type") != "group":
-        raise SourceError(f"{base / METADATA}: is of {metadata.get('node_type')!r}; expected the group of all tensors")
-    return _Store(base, _own(metadata)).checkpoint(str(root))
+        raise SourceError(f"{top}: is of {metadata.get('node_type')!r}; expected the group of all tensors")
+    return _Store(files, own_notes(metadata)).checkpoint(str(root))
 
 
-def noted_provenance(root: Path) -> dict[str, Any] | None:
+def noted_provenance(root: AnyPath) -> dict[str, Any] | None:
     """Return what a store says of where it comes from; None of one that is unfinished, or not there."""
-    return _own(_metadata(root / METADATA)) if (root / METADATA).exists() else None
-
-
-def _metadata(path: Path) -> dict[str, Any]:
-    """Read a `zarr.json`."""
-    status = _status(path)
-    if status is None or status.st_size > _LARGEST_METADATA:
-        raise SourceError(f"{path}: is larger than {_LARGEST_METADATA} bytes, which no metadata is, or not there")
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict) or content.get("zarr_format") != 3:
-        raise SourceError(f"{path}: is no metadata of zarr's format 3")
-    return content
-
-
-def _own(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this program noted in the attributes."""
-    attributes = metadata.get("attributes")
-    own = attributes.get(ATTRIBUTES) if isinstance(attributes, dict) else None
-    return own if isinstance(own, dict) else {}
-
-
-def _status(path: Path) -> os.stat_result | None:
-    """Return the status of a file of a store; None where there is none.
-
-    Raises:
-        SourceError: it is a link, or no file.
-    """
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
-    if stat.S_ISLNK(status.st_mode):
-        raise SourceError(f"{path}: is a link; those in a zarr store are not followed")
-    if not stat.S_ISREG(status.st_mode):
-        raise SourceError(f"{path}: is no file; expected a chunk")
-    return status
+    files = files_of(root)
+    top = files.base / METADATA
+    return None if files.status(top) is None else own_notes(read_metadata(files, top))
 
 
 class _Store:
     """Gathers the files and tensors of a store."""
 
-    def __init__(self, base: Path, own: Mapping[str, Any]) -> None:
-        self.base, self.own = base, own
+    def __init__(self, disk: StoreFiles, own: Mapping[str, Any]) -> None:
+        self.disk, self.base, self.own = disk, disk.base, own
         self.files: list[SourceFile] = []
         self.tensors: dict[str, Tensor] = {}
         self.unreadable: dict[str, str] = {}
@@ -168,25 +129,18 @@ class _Store:
             decoding=Decoding.of(self.units, self.slabs, self.chunks) if self.units else None,
         )  # fmt: skip
 
-    def _arrays(self, directory: Path, depth: int) -> Iterator[Path]:
+    def _arrays(self, directory: AnyPath, depth: int) -> Iterator[AnyPath]:
         """Yield the directories of arrays, by name."""
-        with os.scandir(directory) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-        for entry in entries:
-            path = directory / entry.name
-            if entry.is_symlink():
-                raise SourceError(f"{path}: is a link; those in a zarr store are not followed")
-            if not entry.is_dir() or not (path / METADATA).exists():
-                continue
-            if _metadata(path / METADATA).get("node_type") != "group":
+        for path in self.disk.directories(directory):
+            if read_metadata(self.disk, path / METADATA).get("node_type") != "group":
                 yield path
             elif depth < _DEEPEST:
                 yield from self._arrays(path, depth + 1)
 
-    def _add(self, directory: Path) -> None:
-        metadata = _metadata(directory / METADATA)
-        own = _own(metadata)
-        name = own.get("name", directory.relative_to(self.base).as_posix())
+    def _add(self, directory: AnyPath) -> None:
+        metadata = read_metadata(self.disk, directory / METADATA)
+        own = own_notes(metadata)
+        name = own.get("name", str(directory).removeprefix(f"{self.base}/"))
         if not isinstance(name, str) or name in self.tensors or name in self.unreadable:
             raise SourceError(f"{directory}: tensor {name!r} is there a second time, or its name is no text")
         array = _Array.parse(directory, metadata, own)
@@ -198,14 +152,15 @@ class _Store:
             TensorSpec(name, array.dtype, array.shape), shards, listed=bool(own.get("listed", False))
         )
 
-    def file(self, path: Path, index: FileIndex, status: os.stat_result | None = None) -> int:
+    def file(self, path: AnyPath, index: FileIndex, status: Status | None = None) -> int:
         """Add a file, or a part of one; return its number."""
-        status = status or path.stat()
-        self.files.append(SourceFile(str(path), status.st_size, status.st_mtime_ns, index))
+        status = status or self.disk.status(path)
+        assert status is not None  # noqa: S101 -- its metadata were read
+        self.files.append(SourceFile(str(path), *status, index))
         return len(self.files) - 1
 
 
-def _strings(given: object, base: Path) -> dict[str, str]:
+def _strings(given: object, base: AnyPath) -> dict[str, str]:
     if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
         raise SourceError(f"{base / METADATA}: its notes or texts are no object of strings")
     return given
@@ -229,7 +184,7 @@ class _Array:
         fill: an element of an absent chunk.
     """
 
-    directory: Path
+    directory: AnyPath
     shape: Shape
     dtype: DType
     unit: Shape
@@ -242,7 +197,7 @@ class _Array:
     fill: bytes
 
     @classmethod
-    def parse(cls, directory: Path, metadata: Mapping[str, Any], own: Mapping[str, Any]) -> _Array | None:
+    def parse(cls, directory: AnyPath, metadata: Mapping[str, Any], own: Mapping[str, Any]) -> _Array | None:
         """Check the metadata of an array; None where its dtype is none that a checkpoint has.
 
         Raises:
@@ -291,7 +246,7 @@ class _Array:
         """How many chunks a file has along each dimension."""
         return tuple(a // b for a, b in zip(self.unit, self.chunk, strict=True))
 
-    def path(self, place: Shape) -> Path:
+    def path(self, place: Shape) -> AnyPath:
         """Return the file of a place in the grid."""
         numbers = [*([self.prefix] if self.prefix else []), *map(str, place)]
         return self.directory / (self.separator.join(numbers) or "0")
@@ -362,7 +317,7 @@ class _Shards:
     def __init__(self, store: _Store, array: _Array, name: str) -> None:
         self.store, self.array, self.name = store, array, name
         self.entries: dict[tuple[Shape, Runs], FileIndex] = {}
-        self.directories: set[Path] = set()
+        self.directories: set[AnyPath] = set()
         self.filled: dict[Shape, int] = {}
 
     def found(self) -> tuple[Shard, ...]:
@@ -371,10 +326,11 @@ class _Shards:
         if not prod(array.shape):
             return (Shard(Block.whole(array.shape), (self._filled(array.shape),)),)
         shards: list[Shard] = []
+        self._fetch_indexes()
         for place in grid(array.shape, array.unit):
             path = array.path(place)
             self._check_directories(path.parent)
-            status = _status(path)
+            status = self.store.disk.status(path)
             box = part(array.shape, array.unit, place)
             assert box is not None  # noqa: S101 -- of the array's own grid
             if status is None:
@@ -391,15 +347,29 @@ class _Shards:
         shards.sort(key=lambda shard: shard.block.start)
         return tuple(shards)
 
-    def _check_directories(self, directory: Path) -> None:
+    def _fetch_indexes(self) -> None:
+        """Where shards are at URLs, have their indexes requested side by side."""
+        array = self.array
+        if array.sharded and array.codec != "foreign" and isinstance(array.directory, RemotePath):
+            paths = map(array.path, grid(array.shape, array.unit))
+            found = [(str(path), self.store.disk.status(path), self._index_bytes()) for path in paths]
+            any_store().fetch(
+                (path, status.nbytes - nbytes if array.index_at_end else 0, nbytes)
+                for path, status, nbytes in found
+                if status is not None and status.nbytes >= nbytes
+            )
+
+    def _index_bytes(self) -> int:
+        return 16 * prod(self.array.inner) + 4
+
+    def _check_directories(self, directory: AnyPath) -> None:
         """Refuse links among the directories of chunks."""
         while directory != self.array.directory and directory not in self.directories:
-            if directory.is_symlink():
-                raise SourceError(f"{directory}: is a link; those in a zarr store are not followed")
+            self.store.disk.refuse_link(directory)
             self.directories.add(directory)
             directory = directory.parent
 
-    def _shard(self, block: Block, path: Path, status: os.stat_result, runs: Runs) -> Shard:
+    def _shard(self, block: Block, path: AnyPath, status: Status, runs: Runs) -> Shard:
         return Shard(block, (self.store.file(path, self._index(block.shape, runs), status),))
 
     def _index(self, shape: Shape, runs: Runs) -> FileIndex:
@@ -419,17 +389,17 @@ class _Shards:
             self.filled[shape] = self.store.file(path, self._index(shape, runs))
         return self.filled[shape]
 
-    def _chunk(self, place: Shape, path: Path, status: os.stat_result, box: Block) -> Shard:
+    def _chunk(self, place: Shape, path: AnyPath, status: Status, box: Block) -> Shard:
         """Return the block of a file that is one chunk."""
         array = self.array
         runs = clipped(0, array.chunk, box.shape, array.dtype.itemsize)
         if runs is None:
             return self._foreign(place, path, status)[0]
         if array.codec == "zstd":
-            self.store.units[str(path)] = Compressed(array.chunk_bytes, ((0, status.st_size),))
-        elif status.st_size != array.chunk_bytes:
+            self.store.units[str(path)] = Compressed(array.chunk_bytes, ((0, status.nbytes),))
+        elif status.nbytes != array.chunk_bytes:
             raise SourceError(
-                f"{path}: has {status.st_size} bytes; a chunk of {array.dtype} {shape_text(array.chunk)} has "
+                f"{path}: has {status.nbytes} bytes; a chunk of {array.dtype} {shape_text(array.chunk)} has "
                 f"{array.chunk_bytes} (cut short, or its metadata is wrong)"
             )
         return self._shard(box, path, status, runs)
@@ -443,7 +413,7 @@ class _Shards:
             if block is not None:
                 yield number, block
 
-    def _foreign(self, place: Shape, path: Path, status: os.stat_result) -> list[Shard]:
+    def _foreign(self, place: Shape, path: AnyPath, status: Status) -> list[Shard]:
         """Return the blocks of a file that zarr itself decodes."""
         array = self.array
         first = tuple(a * count for a, count in zip(place, array.inner, strict=True))
@@ -456,7 +426,7 @@ class _Shards:
             for number, block in self._blocks(place)
         ]
 
-    def _sharded(self, place: Shape, path: Path, status: os.stat_result, box: Block) -> list[Shard]:
+    def _sharded(self, place: Shape, path: AnyPath, status: Status, box: Block) -> list[Shard]:
         """Return the blocks of a shard, by its index."""
         array = self.array
         spans = self._spans(path, status)
@@ -482,27 +452,26 @@ class _Shards:
                 found.append(self._shard(block, path, status, runs))
         return found
 
-    def _spans(self, path: Path, status: os.stat_result) -> tuple[tuple[int, int], ...]:
+    def _spans(self, path: AnyPath, status: Status) -> tuple[tuple[int, int], ...]:
         """Read the index of a shard: where each of its chunks is, and how long."""
         array = self.array
-        count = prod(array.inner)
-        nbytes = 16 * count + 4
-        if status.st_size < nbytes:
-            raise SourceError(f"{path}: has {status.st_size} bytes; the index alone of {count} chunks has {nbytes}")
+        count, nbytes = prod(array.inner), self._index_bytes()
+        if status.nbytes < nbytes:
+            raise SourceError(f"{path}: has {status.nbytes} bytes; the index alone of {count} chunks has {nbytes}")
         content = bytearray(nbytes)
-        begin = status.st_size - nbytes if array.index_at_end else 0
-        local_store().read_into(str(path), begin, memoryview(content))
+        begin = status.nbytes - nbytes if array.index_at_end else 0
+        any_store().read_into(str(path), begin, memoryview(content))
         if struct.unpack_from("<I", content, nbytes - 4)[0] != crc32c(memoryview(content)[:-4]):
             raise SourceError(f"{path}: its index of chunks is damaged: it has not the checksum that it carries")
         spans = tuple(struct.iter_unpack("<QQ", bytes(content[:-4])))
         for number, (offset, length) in enumerate(spans):
             if (offset, length) == (ABSENT, ABSENT):
                 continue
-            sound = offset + length <= begin if array.index_at_end else nbytes <= offset <= status.st_size - length
+            sound = offset + length <= begin if array.index_at_end else nbytes <= offset <= status.nbytes - length
             if not sound or (array.codec == "plain" and length != array.chunk_bytes):
                 raise SourceError(
                     f"{path}: chunk {number} is said to be {length} bytes at {offset}; expected "
-                    f"{array.chunk_bytes if array.codec == 'plain' else 'them'} within the file's {status.st_size}, "
+                    f"{array.chunk_bytes if array.codec == 'plain' else 'them'} within the file's {status.nbytes}, "
                     "beside the index"
                 )
         return spans

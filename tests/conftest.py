@@ -1,4 +1,4 @@
-"""Fixtures: MindSpore's own files, unpacked once a session (and once a worker of pytest-xdist)."""
+"""Fixtures: MindSpore's own files, unpacked once a session (and once a worker of pytest-xdist); and URLs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import helpers
 import pytest
 from hypothesis import HealthCheck, settings
+from remotes import asked, bucket, root, server  # noqa: F401 -- fixtures of several test files, with one server
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import fsspec
 import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
-from fsspec.implementations.memory import MemoryFileSystem
+from remotes import Requests, get, put, records
 
 import reshard
 from reshard import Layout, Strategy, remote_store
 from reshard.errors import ChangedError, ReshardError, SourceError, TargetError, UsageError
-from reshard.journal import DIRECTORY, digests
+from reshard.journal import digests
 from reshard.remote import RemotePath, as_path
 from reshard.remote_journal import RemoteJournal
 from reshard.remote_store import joined
@@ -33,115 +31,6 @@ ROWS = Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0, -1]), 
 COLUMNS = Strategy.of({"w": Layout.of([3], [-1, 0]), "v": Layout.of([3], [0, -1]), "b": Layout.of([3], [0])})
 FULL = numbers({"w": (64, 48), "v": (24, 12), "b": (12,)})
 BIG = {"w": np.arange(3 << 20, dtype=np.float32).reshape(1024, 3072), "v": np.ones((24, 12), np.float32)}
-
-
-class Requests:
-    """What was asked of a file system: ranges of checkpoints' bytes, and S3's own operations."""
-
-    def __init__(self) -> None:
-        self.ranges: list[tuple[str, int, int | None]] = []
-        self.operations: list[str] = []
-
-    @property
-    def nbytes(self) -> int:
-        assert all(end is not None for _, _, end in self.ranges), "a file was read whole"
-        return sum((end or 0) - start for _, start, end in self.ranges)
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an S3 server in a process of its own; s3fs and boto find it by the environment."""
-    pytest.importorskip("moto")
-    pytest.importorskip("s3fs", minversion="2025.3")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("moto") / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=out, stderr=out
-        )
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in {
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1",
-                "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-            }.items():  # fmt: skip
-                patch.setenv(name, value)
-            yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
-def bucket(server: str, request: pytest.FixtureRequest) -> str:
-    name = f"test-{abs(hash(request.node.nodeid))}"
-    fsspec.filesystem("s3").mkdir(name)
-    return f"s3://{name}"
-
-
-@pytest.fixture(params=["memory", "s3"])
-def root(request: pytest.FixtureRequest) -> str:
-    """A URL below which nothing is."""
-    if request.param == "s3":
-        return str(request.getfixturevalue("bucket"))
-    return f"memory://{abs(hash(request.node.nodeid))}"
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
-    """What the S3 and memory file systems are asked for."""
-    client = pytest.importorskip("aiobotocore.client").AioBaseClient
-    found = Requests()
-    call, cat = client._make_api_call, MemoryFileSystem.cat_file
-
-    async def called(self: Any, operation: str, parameters: dict[str, Any]) -> Any:
-        found.operations.append(operation)
-        if operation == "GetObject" and f"{DIRECTORY}/" not in parameters["Key"]:
-            start, _, last = parameters.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-            found.ranges.append((parameters["Key"], int(start), int(last) + 1 if last else None))
-        return await call(self, operation, parameters)
-
-    def counted(self: Any, path: str, start: Any = None, end: Any = None, **more: Any) -> Any:
-        if f"{DIRECTORY}/" not in path:
-            found.ranges.append((path, start, end))
-        return cat(self, path, start=start, end=end, **more)
-
-    monkeypatch.setattr(client, "_make_api_call", called)
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
-    return found
-
-
-def put(local: Path, url: str) -> str:
-    """Copy a directory to a URL."""
-    for name, content in tree(local).items():
-        fs, path = fsspec.core.url_to_fs(f"{url}/{name}")
-        fs.pipe_file(path, content)
-    return url
-
-
-def get(url: str) -> dict[str, bytes]:
-    """Every file below a URL but for the records of what is finished, as `tree` has it."""
-    fs, root = fsspec.core.url_to_fs(url)
-    fs.invalidate_cache()
-    found = {name[len(root) :].lstrip("/"): name for name in sorted(fs.find(root))}
-    return {path: fs.cat_file(name) for path, name in found.items() if not path.startswith(f"{DIRECTORY}/")}
-
-
-def records(url: str) -> list[str]:
-    """The records of what is finished."""
-    fs, root = fsspec.core.url_to_fs(f"{url}/{DIRECTORY}")
-    fs.invalidate_cache()
-    return sorted(name[len(root) + 1 :] for name in fs.find(root)) if fs.exists(root) else []
 
 
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])

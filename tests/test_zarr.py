@@ -767,15 +767,9 @@ def test_a_store_takes_no_strategy_and_is_not_converted(source: reshard.Checkpoi
 
 def test_what_a_store_is_not_made_for_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, files=ZarrGroup())
-    with pytest.raises(UsageError, match="is written by tensor, into a local directory"):
+    with pytest.raises(UsageError, match="in a local directory is written by tensor; leave ownership 'file' out"):
         plan.run(tmp_path / "z", ownership="file")
-    with pytest.raises(UsageError, match="is written by tensor, into a local directory"):
-        plan.run("memory://zarr/z")
     plan.run(tmp_path / "z")
-    fsspec = pytest.importorskip("fsspec")
-    fsspec.filesystem("memory").put(str(tmp_path / "z"), "/zarr/there", recursive=True)
-    with pytest.raises(UsageError, match="is a zarr store at a URL"):
-        reshard.open("memory://zarr/there")
     with pytest.raises(UsageError, match="a manifest is of checkpoint files"):
         reshard.make_manifest(tmp_path / "z")
     with pytest.raises(UsageError, match="a plan of one cannot be saved"):
