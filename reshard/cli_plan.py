@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,15 +21,18 @@ from reshard.cli_options import (
     source_options,
     target_options,
 )
-from reshard.cli_words import reading_words, selection_words, strategy_words
+from reshard.cli_words import left_out_words, option, reading_words, selection_words, strategy_words
 from reshard.cli_write import KEYS, carry_out, found_by, refuse_another_set
-from reshard.errors import UsageError
+from reshard.errors import SourceError, UsageError
+from reshard.remote import as_path
 from reshard.terminal import Command, called_as, print_json, say, say_notices
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.checkpoint import Checkpoint
     from reshard.plan import Plan
+    from reshard.plan_file import Names
     from reshard.selection import Selection
 
 
@@ -168,7 +173,6 @@ def run(plan_file: Path, target: Path | None, source: Path | None, running: Runn
         refuse_another_set(made, target)
     names, request = saved.names, made.request
     assert request is not None  # noqa: S101 -- a plan that is read has one
-    source_strategy = names.source_strategy or "STRATEGY" if made.source.strategy else None
     carry_out(
         made,
         target,
@@ -176,9 +180,41 @@ def run(plan_file: Path, target: Path | None, source: Path | None, running: Runn
         found_by=lambda: found_by(made, target),
         target_strategy=names.target_strategy or "STRATEGY" if request.target else None,
         source=made.source.root,
-        asked=[
-            *strategy_words("source", source_strategy),
-            *(reading_words(names.reading) if names.reading else []),
-            *selection_words(request.selection, names.name_map),
-        ],
+        asked=_asked(made.source, names, request.selection),
     )
+
+
+def _asked(source: Checkpoint, names: Names, selection: Selection) -> list[str] | None:
+    """Return the options that open the source of a plan file, and take of it what the plan does.
+
+    None where no options say the same: a plan made in Python may have more tensors left out than anybody would name,
+    and files that no pattern finds.
+    """
+    reading = _found_by_rank(source) if names.reading is None else reading_words(names.reading)
+    chosen = left_out_words(source, selection)
+    if reading is None or chosen is None:
+        return None
+    strategy = names.source_strategy or "STRATEGY" if source.strategy else None
+    return [*strategy_words("source", strategy), *reading, *selection_words(selection, names.name_map), *chosen]
+
+
+def _found_by_rank(source: Checkpoint) -> list[str] | None:
+    """Return the options with which the files of a source are found; None where none do, or a rule by hand is lost."""
+    from reshard.formats.unified import read_index
+    from reshard.rank_files import RANK_PATTERN, rank_files
+
+    if source.part is not None or any(tensor.varies for tensor in source.tensors.values()):
+        return None
+    root = as_path(source.root)
+    partial = ["--partial"] if source.partial else []
+    if root.is_dir() and read_index(root):
+        return partial
+    files: dict[int, list[str]] = {}
+    for rank, file in zip(source.ranks, source.files, strict=True):
+        files.setdefault(rank, []).append(file.path)
+    for suffix in (None, PurePath(source.files[0].path).suffix):
+        with suppress(SourceError):
+            found = rank_files(root, RANK_PATTERN, suffix, [])
+            if {rank: [str(path.absolute()) for path in some] for rank, some in found.items()} == files:
+                return [*option("suffix", suffix), *partial]
+    return None

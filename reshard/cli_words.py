@@ -6,16 +6,20 @@ Values stand behind an equals sign, so that none is taken for an option, whereve
 from __future__ import annotations
 
 import shlex
+from glob import escape
 from typing import TYPE_CHECKING, Any
 
 from reshard.rank_files import RANK_PATTERN
 from reshard.terminal import called_as
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
+    from reshard.checkpoint import Checkpoint
     from reshard.rank_files import AnyPath
     from reshard.selection import Selection
+
+_MOST_NAMES = 40  # that somebody would type
 
 
 def option(name: str, value: object) -> list[str]:
@@ -55,6 +59,22 @@ def selection_words(selection: Selection, name_map: str | None) -> list[str]:
         *[word for glob in selection.drop for word in option("drop", glob)],
         *[word for glob in selection.allow_missing for word in option("allow-missing", glob)],
     ]
+
+
+def left_out_words(source: Checkpoint, selection: Selection) -> list[str] | None:
+    """Return the options that leave out what `Checkpoint.sel` did; None where that takes too many.
+
+    Args:
+        source: the checkpoint of some tensors.
+        selection: what was asked for beside it.
+    """
+    if not source.left_out:
+        return []
+    every: dict[str, Collection[str]] = {"include": {**source.tensors, **source.unreadable}, "exclude": source.left_out}
+    if selection.include:
+        del every["include"]
+    which, chosen = min(every.items(), key=lambda item: len(item[1]))
+    return None if len(chosen) > _MOST_NAMES else [f"--{which}={escape(name)}" for name in sorted(chosen)]
 
 
 def strategy_words(side: str, path: object) -> list[str]:

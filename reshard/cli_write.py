@@ -55,7 +55,8 @@ tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
 files), source_files, target_files, tasks, peak_memory, ownership,
 read_amplification, seconds (null in a dry run), dropped, missing, notices,
 files: rank, path, nbytes; replicas, links, measured_memory, checksums,
-resumed, verify: the command to type; manifest: the command that checks it.
+resumed, verify: the command to type (null where none says the same); manifest:
+the command that checks it.
 """
 
 
@@ -327,7 +328,7 @@ def carry_out(
     *,
     found_by: Callable[[], list[str]],
     source: object,
-    asked: Sequence[str],
+    asked: Sequence[str] | None,
     target_strategy: object = None,
     result: AnyPath | None = None,
 ) -> None:
@@ -339,7 +340,8 @@ def carry_out(
         running: the options.
         found_by: tells, when all is written, with which options it is found in the target.
         source: what is read.
-        asked: the options that said how to read it and what to take of it.
+        asked: the options that said how to read it and what to take of it; None where no options do, and so no command
+            is proposed that verifies the result.
         target_strategy: the strategy file of the target, or None.
         result: what was asked for, where that is a file in the target directory.
     """
@@ -380,7 +382,7 @@ def carry_out(
     if running.quiet and not running.as_json:
         return
     options = found_by()
-    verify = verify_command(there, target_strategy, options, source, asked)
+    verify = None if asked is None else verify_command(there, target_strategy, options, source, asked)
     if running.as_json:
         print_json(report.report_data(plan, str(target), done, verify, check))
     else:

@@ -6,11 +6,15 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from checkpoints import tree
+from checkpoints import tree, write_file
 from test_cli import Case, call, case, done
 
+import reshard
+from reshard import Selection
 from reshard.formats import index_file
 
 __all__ = ["case"]
@@ -192,3 +196,73 @@ def test_the_command_that_verifies_finds_what_was_written(case: Case, tmp_path: 
     done("plan", case.source, *case.strategies, "--format", "safetensors", "--ranks", "0,2", "-o", path)
     line = done("run", path, tmp_path).stdout.splitlines()[-1]
     assert " --target-partial '--target-rank-pattern=rank_{rank}/checkpoint_{rank}*.safetensors' --against " in line
+
+
+def verified(line: str, case: Case, tmp_path: Path) -> int:
+    """Type the command that a report proposes, files for what stands for them; return its exit code."""
+    assert line.startswith("to verify it: reshard verify "), line
+    words = shlex.split(line.removeprefix("to verify it: reshard "))
+    for place, word in enumerate(words):
+        if word == "STRATEGY":
+            target = words[place - 1] == "--target-strategy"
+            words[place] = str(case.target_strategy if target else case.source_strategy)
+    return call(*(word.replace("=FILE", f"={tmp_path}/names.json") for word in words)).exit_code
+
+
+IN_PYTHON = {
+    "a glob": (["*layer1*", "*layer2*"], Selection(), None),
+    "one": (["{first}"], Selection(), None),
+    "all but one": (["*layer*"], Selection(exclude=("*layer1.weight",)), None),
+    "included": (["*layer*"], Selection(include=("*.weight*",)), None),
+    "renamed and cast": (["*layer*"], Selection(names={"net.*": "model.*"}, cast={"float32": "bfloat16"}), None),
+    "a set": (["*layer*"], Selection(), reshard.HuggingFaceSet()),
+    "zarr": (["*layer*"], Selection(), reshard.ZarrGroup()),
+    "everything": (["*"], Selection(), None),
+}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(("patterns", "selection", "files"), IN_PYTHON.values(), ids=IN_PYTHON)
+def test_the_command_verifies_what_was_planned_in_python(
+    case: Case, tmp_path: Path, patterns: list[str], selection: Selection, files: Any, cut: bool
+) -> None:
+    """Of some tensors of a checkpoint, which a plan file holds and no option said."""
+    source = reshard.open(case.source, strategy=case.source_strategy)
+    some = source.sel(*(pattern.format(first=next(iter(source))) for pattern in patterns))
+    target = reshard.read_strategy(case.target_strategy) if cut and not files and not selection.names else None
+    reshard.plan(some, target, files=files, selection=selection).save(tmp_path / "plan.json")
+    (tmp_path / "names.json").write_text(json.dumps(dict(selection.names)))
+    ran = done("run", tmp_path / "plan.json", tmp_path / "dst")
+    line = ran.stdout.splitlines()[-1]
+    assert verified(line, case, tmp_path) == 0
+    name = next(name for name, tensor in some.tensors.items() if tensor.spec.nbytes > 100)
+    path = Path(source.files[source.tensors[name].shards[0].holders[0]].path)
+    offset = source.entry(source.tensors[name].shards[0].holders[0], name).runs[0][0]
+    content = path.read_bytes()
+    try:  # the command looks at what was converted
+        path.write_bytes(content[:offset] + bytes(64) + content[offset + 64 :])
+        assert verified(line, case, tmp_path) == (3 if name in selected_names(some, selection) else 0)
+    finally:
+        path.write_bytes(content)
+
+
+def selected_names(source: reshard.Checkpoint, selection: Selection) -> set[str]:
+    return {move.source_name for move in reshard.plan(source, selection=selection).moves}
+
+
+def test_no_command_is_proposed_where_none_says_the_same(case: Case, tmp_path: Path) -> None:
+    full = {f"w{number}": np.ones(number, np.float32) for number in range(1, 101)}
+    write_file(tmp_path / "many" / "a.safetensors", full)
+    half = reshard.open(tmp_path / "many" / "a.safetensors").sel(*(f"w{number}" for number in range(1, 51)))
+    reshard.plan(half).save(tmp_path / "half.json")
+    source = reshard.open(case.source, strategy=case.source_strategy)
+    shutil.copytree(case.source, tmp_path / "odd")
+    odd = {rank: next((tmp_path / "odd" / f"rank_{rank}").glob("*")) for rank in set(source.ranks)}
+    for rank, path in odd.items():
+        odd[rank] = path.rename(tmp_path / "odd" / f"{rank}-{path.name}")
+    reshard.plan(reshard.open(odd, strategy=case.source_strategy)).save(tmp_path / "odd.json")
+    for name in ("half", "odd"):
+        result = done("run", tmp_path / f"{name}.json", tmp_path / name / "dst")
+        assert "to verify it" not in result.stdout
+        result = done("run", tmp_path / f"{name}.json", tmp_path / name / "again", "--json")
+        assert json.loads(result.stdout)["verify"] is None
