@@ -18,6 +18,7 @@ from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.graph import running
 from reshard.remote import is_url
 from reshard.remote_store import any_store
+from reshard.store import page_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,8 +79,11 @@ def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
         yield client
 
 
-def check_workers(plan: Plan, root: str, client: Any) -> None:
+def check_workers(plan: Plan, root: str, client: Any) -> str:
     """Refuse a cluster of which a worker does not see the source files, or sees another target directory.
+
+    Returns:
+        what all workers and this process share: `page_cache` of the target directory; empty where they do not.
 
     Raises:
         SourceError, TargetError: the worker and the file are named.
@@ -89,17 +93,24 @@ def check_workers(plan: Plan, root: str, client: Any) -> None:
     some = [plan.source.files[number] for number in files[:: len(files) // _MOST_LOOKED_AT + 1]]
     expected = [(file.path, (file.nbytes, file.mtime_ns)) for file in some]
     with _probe(root) as probe:
-        for worker, answer in client.run(look, expected, probe, on_error="return").items():
+        here = page_cache(os.path.dirname(probe)) if probe else ""
+        answers = client.run(look, expected, probe, on_error="return")
+        for worker, answer in answers.items():
             if isinstance(answer, SourceError | TargetError):
                 raise type(answer)(
                     f"worker {worker}: {answer}; every worker must reach the source and the target by the same paths"
                 )
             if isinstance(answer, BaseException):
                 raise ReshardError(f"worker {worker}: cannot run reshard: {type(answer).__name__}: {answer}")
+    return here if all(answer == here for answer in answers.values()) else ""
 
 
-def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> None:
-    """On a worker: see that the source files are those that were opened, and the target directory is the same."""
+def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> str:
+    """On a worker: see that the source files are those that were opened, and the target directory is the same.
+
+    Returns:
+        `page_cache` of the target directory.
+    """
     found: list[Status | SourceError] = any_store().statuses([path for path, _ in expected])
     for (path, known), status in zip(expected, found, strict=True):
         if isinstance(status, SourceError):
@@ -108,6 +119,7 @@ def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> 
             raise SourceError(f"{path}: is another file there (other size or time) than the one that was opened")
     if probe is not None and not os.path.exists(probe):
         raise TargetError(f"{os.path.dirname(probe)}: is another directory there, or none")
+    return page_cache(os.path.dirname(probe)) if probe is not None else ""
 
 
 @contextmanager

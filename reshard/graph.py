@@ -39,7 +39,7 @@ from reshard.receipts import in_files
 from reshard.remote import is_url
 from reshard.remote_journal import journal_at
 from reshard.remote_store import any_store, remote_store, store_at
-from reshard.store import PARTIAL, local_store
+from reshard.store import PARTIAL, local_store, page_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +83,8 @@ class How(NamedTuple):
         apart: the tasks may run in several processes.
         checksums: sum up what is written.
         journal: note in the target's journal when a file is complete.
+        cached: `store.page_cache` of the target, where tasks that run apart share it: files are then put on the disk
+            when all is written, as by one process, and not by every task that wrote into them.
         run: which run it is; a graph gives itself one.
     """
 
@@ -91,6 +93,7 @@ class How(NamedTuple):
     apart: bool = False
     checksums: bool = False
     journal: bool = False
+    cached: str = ""
     run: str = ""
 
 
@@ -117,23 +120,24 @@ running = Running()
 
 
 @contextmanager
-def _working(run: str, *, apart: bool, written: Sequence[str] = (), sync: bool = False) -> Iterator[None]:
+def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
     """Do the work of a task; where several processes share the files, leave nothing of them in this one.
 
-    What is written goes to the disk (`sync`), or at least to the server of a network file system, which closing sees
-    to. And a file that is held open is not the one that gets its name next time.
+    What is written goes to the disk if that is asked for, unless a process on the same machine sees to that when all is
+    written; or at least to the server of a network file system, which closing sees to. And a file that is held open is
+    not the one that gets its name next time.
     """
-    running.add(run, 1)
+    running.add(how.run, 1)
     try:
-        running.go_on(run)
+        running.go_on(how.run)
         yield
-        if apart and sync:
+        if how.apart and how.fsync and written and not (how.cached and how.cached == page_cache(directory)):
             for path in written:
                 local_store().sync(path)
     finally:
-        if apart:
+        if how.apart:
             local_store().close()
-        running.add(run, -1)
+        running.add(how.run, -1)
 
 
 def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
@@ -141,7 +145,7 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     began = time.perf_counter()
     store = local_store()
     paths = [f"{directory}/{plan.files[number].path}" for number in files]
-    with _working(how.run, apart=how.apart, written=paths, sync=how.fsync):
+    with _working(how, directory, paths):
         for number, path in zip(files, paths, strict=True):
             layout = plan.files[number].layout
             store.create(path, None if plan.coded(plan.files[number]) else layout.size)
@@ -158,7 +162,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     together = how.drop_cache or how.apart
     targets = _targets(plan, number) if together else ()
     written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)]
-    with _working(how.run, apart=how.apart, written=written, sync=how.fsync):
+    with _working(how, directory, written):
         moved = move_pieces(
             plan,
             plan.tasks[number],
@@ -195,14 +199,14 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
     """Write one group of files, each from its first byte to its last."""
     began = time.perf_counter()
     if plan.alone:
-        with _working(how.run, apart=how.apart):
+        with _working(how, directory):
             moved = write_chunks(plan, number, directory, sync=how.fsync, go_on=lambda: running.go_on(how.run))
             for target in plan.groups[number]:
                 remote_store().commit(f"{directory}/{plan.files[target].path}", sync=how.fsync)
         return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
     group = group_plan(plan, plan.groups[number])
     store = remote_store()
-    with _working(how.run, apart=how.apart):
+    with _working(how, directory):
         moved = write_files(
             group,
             plan.groups[number],
@@ -298,6 +302,16 @@ def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
     return [receipt for some in receipts for receipt in some]
 
 
+class _PlanNode(DataNode):  # type: ignore[misc]  # dask has no types
+    """The plan, whose key tells it from others. dask would walk through all of it to do so, in client and scheduler."""
+
+    def __dask_tokenize__(self) -> str:
+        return str(self.key)
+
+    def __reduce__(self) -> tuple[type[_PlanNode], tuple[Any, ...]]:
+        return _PlanNode, (self.key, self.value)
+
+
 class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     """The graph of a plan and a target directory, as a dask collection: `dask.compute` of it runs the conversion.
 
@@ -355,7 +369,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             tasks = [(number, directory, how, made) for number in range(len(plan.tasks))]
             moved = self._add(graph, "move", move_task, tasks) if tasks else made
             done = [made, moved, self._unchanged(graph, moved)]
-            if how.fsync and not how.apart:
+            if how.fsync and (how.cached or not how.apart):
                 done.append(
                     self._add(graph, "sync", sync_files, [(files, directory, done[-1]) for files in _batches(written)])
                 )
@@ -398,7 +412,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return TaskRef(key)
 
     def _with_plan(self) -> dict[str, Any]:
-        return {self._key("plan"): DataNode(self._key("plan"), replace(self.plan, request=None))}
+        return {self._key("plan"): _PlanNode(self._key("plan"), replace(self.plan, request=None))}
 
     def _key(self, kind: str) -> str:
         """Return a key by which a dashboard can tell what a task is."""

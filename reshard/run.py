@@ -210,13 +210,13 @@ def run(
     left = session.plan if session else plan
     told = _Told(plan.stats.bytes_written, progress, began, session)
     try:
-        graph = Graph(left, root, how)
         if client is not None:
             from reshard.cluster import check_workers, work_on
 
-            check_workers(left, root, client)
+            graph = Graph(left, root, how._replace(cached=check_workers(left, root, client)))
             receipts = _here(graph, graph.naming(work_on(client, graph, told.add)), threads, told)
         else:
+            graph = Graph(left, root, how)
             receipts = _here(graph, graph.__dask_graph__(), threads, told)
         if session:
             session.finished()

@@ -16,6 +16,7 @@ import resource
 import threading
 from collections import OrderedDict
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
@@ -432,6 +433,19 @@ def write_error(path: str, error: OSError, nbytes: int) -> BudgetError | TargetE
             f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target"
         )
     return TargetError(f"{path}: cannot be written: {error.strerror}")
+
+
+@lru_cache(maxsize=16)
+def page_cache(directory: str) -> str:
+    """Return what two processes have in common whose files in a directory are one: the kernel and the mounted device.
+
+    What one of them wrote there, the other one can have put on the disk. Empty where that cannot be told.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+            return f"{boot.read().strip()} {os.stat(directory).st_dev}"
+    except OSError:
+        return ""
 
 
 _local: LocalStore | None = None

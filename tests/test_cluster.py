@@ -22,6 +22,7 @@ import reshard
 from reshard import Layout, Strategy, graph, planner
 from reshard import cluster as reshard_cluster
 from reshard.errors import ReshardError, SourceError, TargetError
+from reshard.store import LocalStore, page_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,6 +101,45 @@ def test_a_collection_computed_on_a_cluster(
     receipts = wired[1].compute(collection).result()
     assert sum(receipt.written for receipt in receipts) == made.stats.bytes_written
     assert tree(tmp_path / "out") == expected
+
+
+def test_dask_does_not_walk_through_the_plan(
+    made: reshard.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To tell graphs apart client and scheduler would do so, which takes 8 s where 2,000 tensors go to 6 ranks."""
+    from dask.base import tokenize
+
+    def walked(_plan: reshard.Plan) -> str:
+        raise AssertionError
+
+    monkeypatch.setattr(reshard.Plan, "__dask_tokenize__", walked, raising=False)
+    with pytest.raises(AssertionError):
+        tokenize(made)
+    work = graph.Graph(made, str(tmp_path / "a"), graph.How(apart=True)).work()
+    other = graph.Graph(made, str(tmp_path / "b"), graph.How(apart=True)).work()
+    assert tokenize(work) == tokenize(pickle.loads(pickle.dumps(work))) != tokenize(other)  # noqa: S301 -- our own
+
+
+def test_workers_of_one_machine_sync_at_the_end(
+    made: reshard.Plan, wired: tuple[Wire, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every task would wait for the disk, and every file be synced many times; elsewhere nobody else can do it."""
+    root = str(tmp_path)
+    here = reshard_cluster.check_workers(made, root, wired[1])
+    assert here == page_cache(root) != ""
+    monkeypatch.setattr(reshard_cluster, "page_cache", lambda _directory: "this process")
+    assert reshard_cluster.check_workers(made, root, wired[1]) == ""
+    synced: list[str] = []
+    monkeypatch.setattr(LocalStore, "sync", lambda _store, path: synced.append(path))
+    for cached, tasks in ((here, 0), ("another machine", len(made.files)), ("", len(made.files))):
+        how = graph.How(apart=True, cached=cached)
+        assert ("sync" in graph.Graph(made, root, how).kinds()) == bool(cached)
+        graph.create_files(made, range(len(made.files)), root, how)
+        assert len(synced) == tasks
+        synced.clear()
+        graph.move_task(made, 0, root, how, None)
+        assert bool(synced) == bool(tasks)
+        synced.clear()
 
 
 @pytest.mark.parametrize("ownership", ["tensor", "file"])
