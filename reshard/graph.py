@@ -452,7 +452,11 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         done._tasks = dict(tasks)  # noqa: SLF001 -- of the same class
         return done
 
-    __dask_optimize__ = None  # the tasks are what they should be
+    @staticmethod
+    def __dask_optimize__(tasks: dict[str, Any], _keys: object, **_options: object) -> dict[str, Any]:
+        """Return the tasks, which are what they should be."""
+        return tasks
+
     __dask_scheduler__ = staticmethod(threaded_get)
 
     def __len__(self) -> int:

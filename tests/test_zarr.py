@@ -161,8 +161,11 @@ def test_metadata_are_what_zarr_itself_writes(source: reshard.Checkpoint, tmp_pa
         path.relative_to(theirs.store.root): path.read_bytes() for path in Path(theirs.store.root).rglob("zarr.json")
     }  # type: ignore[attr-defined]
     assert {path: json.loads(content) for path, content in found.items()} == {
-        path: json.loads(content) for path, content in expected.items()
-    }
+        path: {
+            key: value for key, value in json.loads(content).items() if (key, value) != ("consolidated_metadata", None)
+        }
+        for path, content in expected.items()
+    }  # zarr 3.0 says that there is none
 
 
 @pytest.mark.parametrize("group", [g for g in GROUPS.values() if g.compression is None])
@@ -568,7 +571,10 @@ def test_absent_chunks_are_the_fill_value(tmp_path: Path, fill: Any, dtype: str)
     path = tmp_path / "z" / "w" / "zarr.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "fill_value": fill}))
     found = reshard.open(tmp_path / "z")["w"].compute()
-    expected = zarr.open_array(tmp_path / "z" / "w", mode="r")[...]
+    if str(fill).startswith("0x"):  # bits, which zarr 3.0 does not read
+        expected = np.full((5, 4), int(fill, 16), np.uint32).view(dtype)
+    else:
+        expected = np.asarray(zarr.open_array(tmp_path / "z" / "w", mode="r")[...])
     assert_same(found, expected)
     reshard.plan(reshard.open(tmp_path / "z")).run(tmp_path / "out")
     assert_same(reshard.open(tmp_path / "out")["w"].compute(), expected)
