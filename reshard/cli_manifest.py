@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.manifest import refuse_existing
-from reshard.remote import is_url
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,21 +16,14 @@ if TYPE_CHECKING:
     from reshard.run import Report
 
 
-def check_place(path: Path | None, target: AnyPath, *, overwrite: bool) -> None:
+def check_place(path: Path | None, *, overwrite: bool) -> None:
     """Refuse a manifest that could not be written, before anything is.
 
     Raises:
-        UsageError: the target is at a URL.
         TargetError: the manifest is there already, or a directory is.
     """
-    if path is None:
-        return
-    if is_url(str(target)):
-        raise UsageError(
-            f"--write-manifest takes checksums from the journal, and there is none at a URL such as {target}; leave it "
-            "out, and make the manifest with `reshard verify --write-manifest` where the files are local"
-        )
-    refuse_existing(path, overwrite=overwrite)
+    if path is not None:
+        refuse_existing(path, overwrite=overwrite)
 
 
 def check_plan(path: Path | None, plan: Plan, target: AnyPath) -> None:

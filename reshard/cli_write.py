@@ -37,7 +37,7 @@ from reshard.cli_words import (
 from reshard.errors import SourceError, TargetError, UsageError, names
 from reshard.formats.unified import SET_FILES
 from reshard.rank_files import RANK_PATTERN
-from reshard.remote import RemotePath, existing, forget_listings
+from reshard.remote import RemotePath, existing, forget_listings, is_url
 from reshard.selection import Selection
 from reshard.target_files import RankFiles
 from reshard.terminal import Command, print_json, progress, say, say_notices
@@ -99,7 +99,7 @@ def transform(
     SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a zarr store, or one file of whole tensors. Target
     files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
     """
-    cli_manifest.check_place(running.write_manifest, target, overwrite=running.overwrite)
+    cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)
     words = [*strategy_words("source", source_strategy), *reading_words(reading)]
     if via_zarr is not None:
         if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading, words):
@@ -348,7 +348,7 @@ def carry_out(
     from reshard import report, show
     from reshard.ownership import owned
 
-    cli_manifest.check_place(running.write_manifest, target, overwrite=running.overwrite)
+    cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)
     cli_manifest.check_plan(running.write_manifest, plan, target)
     plan = owned(plan, running.ownership, str(target))
     if not running.quiet:
@@ -378,7 +378,8 @@ def carry_out(
     there, made, check = result or target, None, None
     if running.write_manifest is not None:
         made = cli_manifest.write(running.write_manifest, done, overwrite=running.overwrite)
-        check = manifest_command(there, running.write_manifest)
+        if not is_url(str(there)):  # it is held against local files
+            check = manifest_command(there, running.write_manifest)
     if running.quiet and not running.as_json:
         return
     options = found_by()

@@ -17,6 +17,7 @@ from reshard.dtypes import STR
 from reshard.errors import SourceError
 from reshard.formats import index_file
 from reshard.manifest import Manifest
+from reshard.remote_store import any_store
 from reshard.store import local_store
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def _task(task: Sequence[_Range], scratch: threading.local) -> list[int]:
         for begin in range(one.begin, one.begin + one.nbytes, BAND_BYTES):
             band = scratch.buffer[: min(BAND_BYTES, one.begin + one.nbytes - begin)]
             for offset, start, stop in ranges(runs, begin, len(band)):
-                local_store().read_into(one.path, offset, band[start:stop])
+                any_store().read_into(one.path, offset, band[start:stop])
             value = crc32c(band, value)
         values.append(value)
     return values

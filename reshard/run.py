@@ -92,8 +92,8 @@ class Report:
         Its checksums are those of the receipts, also where earlier runs wrote; a block that is without one is read.
 
         Raises:
-            UsageError: there are no checksums: of a run without them or without a journal, into a zarr store or to a
-                URL, or of files that are coded.
+            UsageError: there are no checksums: of a run without them or without a journal, into a zarr store, or of
+                files that are coded.
             SourceError: a block must be read for its sum, and cannot be.
         """
         from reshard.manifest import Manifest
@@ -119,8 +119,8 @@ class Report:
 
         if not isinstance(self.checksums, Checksums):
             raise UsageError(
-                f"{self.directory}: no checksums were made for a manifest; run with checksums=True and a journal into "
-                "a local directory, or read the files with reshard.make_manifest"
+                f"{self.directory}: no checksums were made for a manifest; run with checksums=True and a journal, "
+                "or read the files with reshard.make_manifest"
             )
         return sums_of_files(self.checksums.root, self.checksums.files, self.checksums)
 

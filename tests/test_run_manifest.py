@@ -11,6 +11,7 @@ import pytest
 from checkpoints import numbers, write_ranks
 from generators import Model, models
 from hypothesis import given, settings
+from remotes import get
 from test_cli import call
 from test_journal import stopped
 
@@ -123,6 +124,30 @@ def test_it_is_that_of_the_files_and_nothing_is_read(words: list[str], folder: P
     assert_as_read("dst")
 
 
+@pytest.mark.parametrize("name", ["ckpt", "linked replicas", "Hugging Face's set"])
+def test_of_files_at_a_url(name: str, folder: Path, read: list[Any], request: pytest.FixtureRequest) -> None:
+    """They are checked by it once they are local."""
+    url = f"memory://{abs(hash(request.node.nodeid))}"
+    words = [url if word == "dst" else word for word in COMMANDS[name]]
+    said = ran(*words, *MANIFEST)
+    assert "\nmanifest: m.json, " in said
+    assert "to check it" not in said
+    for path, content in get(url).items():
+        Path("dst", path).parent.mkdir(parents=True, exist_ok=True)
+        Path("dst", path).write_bytes(content)
+    assert not read
+    assert_as_read("dst")
+    Path("m.json").unlink()
+    assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
+    assert not read
+    assert_as_read("dst")
+    ran(*words, "--restart", "--no-fsync")
+    Path("m.json").unlink()
+    ran(*words, *MANIFEST)
+    assert read
+    assert_as_read("dst")
+
+
 def test_of_a_plan_file(folder: Path, read: list[Any]) -> None:
     ran("plan", "src", *AFTER, "-o", "plan.json")
     data = json.loads(ran("run", "plan.json", "dst", *MANIFEST, "--json"))
@@ -224,11 +249,6 @@ SET = ["unify", "src", "dst", *BEFORE]
             [*SET, "--format", "zarr", *MANIFEST],
             2,
             "is of checkpoint files, and dst becomes a zarr store; leave it out",
-        ),
-        (
-            ["transform", "src", "memory://dst", *BEFORE, *MANIFEST],
-            2,
-            "from the journal, and there is none at a URL such as memory://dst; leave it out, and make the manifest",
         ),
         (
             ["transform", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
