@@ -17,6 +17,8 @@ from reshard.join import join
 from reshard.plan import Plan, Stats, plan
 from reshard.planner import TENSOR_BYTES
 from reshard.rank_files import RANK_PATTERN
+from reshard.remote import is_url
+from reshard.remote_store import LIBRARY_BYTES, fetched_bytes
 from reshard.selection import Selection
 from reshard.source import read_headers
 from reshard.target_files import NamedFile
@@ -104,6 +106,8 @@ def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
     largest = max(every, key=lambda stats: stats.peak_memory)
     threads, band = plans[0].threads, max(one.band_bytes for one in plans)
     more_threads = min(threads, len(tasks)) - min(threads, largest.tasks)
+    remote = any(is_url(file.path) for file in source.files)
+    thread_bytes = 2 * band + (fetched_bytes(1, band) - LIBRARY_BYTES if remote else 0)
     stats = Stats(
         tensors=len({move.name for move in moves}),
         bytes_needed=sum(stats.bytes_needed for stats in every),
@@ -113,7 +117,7 @@ def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
         source_files=len(plans),
         target_files=len(plans),
         tasks=len(tasks),
-        peak_memory=largest.peak_memory + TENSOR_BYTES * len(moves) + 2 * band * more_threads,
+        peak_memory=largest.peak_memory + TENSOR_BYTES * len(moves) + thread_bytes * more_threads,
     )
     return replace(
         plans[0],

@@ -32,7 +32,7 @@ from reshard.errors import UsageError
 from reshard.plan import Piece
 from reshard.planner import shared_out
 from reshard.remote import is_url
-from reshard.remote_store import FETCH_BYTES, part_bytes
+from reshard.remote_store import LIBRARY_BYTES, part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,9 +44,6 @@ OWNERSHIPS = ("tensor", "file")
 
 FILES_AT_ONCE = 64
 """The most local files that a task writes side by side."""
-
-LIBRARY_BYTES = 56 << 20
-"""Resident memory of fsspec and a file system's library, s3fs with its client being the largest; measured."""
 
 STREAMS_AT_ONCE = 16
 """The most files at URLs: each holds a part, and a copy of it while it is sent."""
@@ -127,9 +124,8 @@ def _with_whole_chunks(plan: Plan) -> Plan:
             groups[some[bisect_right(some, first, key=itemgetter(0)) - 1][1]][file] = None
         one_sent, one_held = _at_once(plan, move)
         sent, held = max(sent, one_sent), max(held, one_held)
-    reads = any(is_url(file.path) for file in plan.source.files)
-    fetched = 2 * (FETCH_BYTES + plan.band_bytes) if reads else 0
-    memory = LIBRARY_BYTES + min(plan.threads, max(len(tasks), 1)) * (fetched + sent + held)
+    more = 2 * plan.band_bytes  # a part is sent when a band has made it longer than it need be
+    memory = _library_bytes(plan) + min(plan.threads, max(len(tasks), 1)) * (sent + held + more)
     stats = replace(plan.stats, tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     return replace(plan, groups=tuple(map(tuple, groups)), tasks=tasks, stats=stats)
 
@@ -244,9 +240,14 @@ def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int)
 
 
 def _held(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
-    """Return how many bytes a run holds for URLs: libraries, and in each thread what it fetched and is to send."""
-    reads, writes = any(is_url(file.path) for file in plan.source.files), is_url(directory)
-    fetched = 2 * (FETCH_BYTES + plan.band_bytes) if reads else 0  # as it comes in, and as one piece
+    """Return how many bytes a run holds to write at URLs: a library, and in each thread what it is to send."""
+    if not is_url(directory):
+        return 0
     sizes = ([plan.files[number].layout.size for number in group] for group in groups)
-    sent = max((sum(2 * min(part_bytes(size), size) for size in some) for some in sizes), default=0) if writes else 0
-    return (LIBRARY_BYTES if reads or writes else 0) + min(plan.threads, max(len(groups), 1)) * (fetched + sent)
+    sent = max((sum(2 * min(part_bytes(size), size) for size in some) for some in sizes), default=0)
+    return _library_bytes(plan) + min(plan.threads, max(len(groups), 1)) * sent
+
+
+def _library_bytes(plan: Plan) -> int:
+    """Return what a library takes that writes at URLs; where sources are at URLs too, the plan has it already."""
+    return 0 if any(is_url(file.path) for file in plan.source.files) else LIBRARY_BYTES

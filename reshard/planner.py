@@ -25,6 +25,8 @@ from reshard.formats import Content, FileLayout, by_name
 from reshard.formats.zarr import NAME as ZARR
 from reshard.plan import Move, Piece, Plan, Stats, TargetFile
 from reshard.redundancy import stored_once
+from reshard.remote import is_url
+from reshard.remote_store import fetched_bytes
 from reshard.selection import select
 from reshard.target_files import Stored
 
@@ -248,8 +250,10 @@ class Planner:
         )
 
     def _coding_bytes(self, threads: int) -> int:
-        """Return how much memory so many threads take to decrypt, decode and compress."""
-        return sum(coding.nbytes(threads) for coding in (self.source.coding, self.coding) if coding)
+        """Return how much memory so many threads take to decrypt, decode and compress, and to read at URLs."""
+        coded = sum(coding.nbytes(threads) for coding in (self.source.coding, self.coding) if coding)
+        remote = any(is_url(file.path) for file in self.source.files)
+        return coded + (fetched_bytes(threads, BAND_BYTES) if remote else 0)
 
     def _written_ranks(self) -> list[int]:
         """Return the ranks whose files are written, not linked."""

@@ -28,6 +28,9 @@ Range = tuple[str, int, int]
 FETCH_BYTES = 32 << 20
 """How many bytes a thread requests at once and then holds."""
 
+LIBRARY_BYTES = 56 << 20
+"""Resident memory of fsspec and a file system's library, s3fs with its client being the largest; measured."""
+
 LEAST_PART_BYTES = 8 << 20
 """The least that is sent in one part of a file; S3 wants 5 MiB."""
 
@@ -49,6 +52,11 @@ def part_bytes(size: int) -> int:
     (8, 117)
     """
     return max(LEAST_PART_BYTES, -(-size // (_MOST_PARTS << 20)) << 20)
+
+
+def fetched_bytes(threads: int, band_bytes: int) -> int:
+    """Return the memory that so many threads take to read at URLs: what is requested, as it comes in and as a piece."""
+    return LIBRARY_BYTES + threads * 2 * (FETCH_BYTES + band_bytes)
 
 
 def appears_whole(path: str) -> bool:

@@ -19,7 +19,7 @@ from test_zarr import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same
 import reshard
 from reshard import Layout, Strategy, ZarrGroup, planner, remote_store
 from reshard.cli import cli
-from reshard.errors import SourceError, TargetError, UsageError
+from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.ownership import owned
 from reshard.remote_store import LEAST_PART_BYTES
 
@@ -199,6 +199,21 @@ def test_memory_is_predicted(tmp_path: Path) -> None:
     shards = owned(reshard.plan(local, files=ZarrGroup(shard_bytes=64 << 20)), None, "memory://x")
     assert shards.stats.peak_memory - base >= 64 << 20
     shutil.rmtree(tmp_path / "src")
+
+
+def test_what_reading_at_urls_takes_is_predicted_and_within_the_budget(tmp_path: Path) -> None:
+    """Fewer threads request less at once; no budget is met that has no room for one."""
+    path = write_file(tmp_path / "a.safetensors", {"w": np.zeros((256, 256), np.float32)})
+    put(tmp_path, "memory://predicted")
+    local, remote = reshard.open(path), reshard.open("memory://predicted/a.safetensors")
+    more = reshard.plan(remote, threads=1).stats.peak_memory - reshard.plan(local, threads=1).stats.peak_memory
+    assert more >= remote_store.LIBRARY_BYTES + 2 * remote_store.FETCH_BYTES
+    with pytest.raises(BudgetError, match="the least that works is") as caught:
+        reshard.plan(remote, memory=100_000_000, threads=4)
+    least = int(str(caught.value).split("the least that works is ")[1].split(":")[0])
+    assert reshard.plan(local, memory=100_000_000, threads=4)
+    assert reshard.plan(remote, memory=least, threads=4).threads == 1
+    assert reshard.plan(remote, memory=least, threads=4).stats.peak_memory <= least
 
 
 def test_the_commands(source: reshard.Checkpoint, root: str, tmp_path: Path) -> None:
