@@ -11,6 +11,7 @@ import itertools
 import threading
 from array import array
 from collections import OrderedDict
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reshard.bands import Recipe, Segment
+    from reshard.bands import Columns, Recipe, Segment
     from reshard.checkpoint import Runs
     from reshard.plan import Piece, Plan
     from reshard.remote_store import Range
@@ -239,6 +240,22 @@ def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
     return gathered and follows and before.target_shapes == columns.target_shapes
 
 
+def _alike(band: Band, place: int) -> Iterator[tuple[Columns, int]]:
+    """Yield the columns of rows, and how many: those of several source blocks at once, where all is alike in them."""
+    first, rows = band[0].segment.columns, 0
+    for segment, _, some in band:
+        columns = segment.columns
+        if rows and not (
+            len(first.sources) == len(columns.sources) == 1
+            and first.source_shapes == columns.source_shapes
+            and first.parts[place] == columns.parts[place]
+        ):
+            yield first, rows
+            rows = 0
+        first, rows = columns, rows + some
+    yield first, rows
+
+
 class _Sums:
     """Checksums of what is written, range by range; a range goes on as long as writes follow each other in a block."""
 
@@ -344,28 +361,29 @@ class _Mover:
         buffer = _buffers.get(1, rows * prod(band[0].segment.columns.target_shapes[place]) * itemsize)
         read, put, copies = (band.copies or {}).get((place, itemsize), (None, None, []))
         if read is not _buffers.held[0] or put is not _buffers.held[1]:
-            copies = self._copies(band, place, given, rows, buffer)
+            copies = self._copies(band, place, rows, buffer)
             if band.copies is not None:
                 band.copies[place, itemsize] = _buffers.held[0], _buffers.held[1], copies
         for gathered, taken in copies:
             gathered[...] = taken
         return buffer
 
-    def _copies(
-        self, band: Band, place: int, given: Sequence[Sequence[memoryview]], rows: int, buffer: memoryview
-    ) -> list[tuple[Array, Array]]:
+    def _copies(self, band: Band, place: int, rows: int, buffer: memoryview) -> list[tuple[Array, Array]]:
         """Return views of what is put together, and of where it is taken from."""
         import numpy as np  # a quarter of the start-up of a command; rows that stay whole need none of it
 
         carrier = self.carrier = self.carrier or self.move.dtype.carrier()
+        count = sum(part.rows * part.segment.columns.row_elements for part in band)
+        read = np.frombuffer(_buffers.held[0], carrier, count)
         gathered = np.frombuffer(buffer, carrier).reshape(rows, *band[0].segment.columns.target_shapes[place])
         found = []
-        done = 0
-        for (segment, _, some), views in zip(band, given, strict=True):
-            columns = segment.columns
+        begin = done = 0  # in the elements that were read, and in the rows
+        for columns, some in _alike(band, place):
+            starts = list(accumulate((some * prod(shape) for shape in columns.source_shapes), initial=begin))
             for part in columns.parts[place]:
-                taken = np.frombuffer(views[part.read], carrier).reshape(some, *columns.source_shapes[part.read])
-                found.append((gathered[done : done + some][part.put or ...], taken[part.taken or ...]))
+                given = read[starts[part.read] : starts[part.read + 1]].reshape(some, *columns.source_shapes[part.read])
+                found.append((gathered[done : done + some][part.put or ...], given[part.taken or ...]))
+            begin = starts[-1]
             done += some
         return found
 
