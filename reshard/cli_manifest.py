@@ -54,6 +54,6 @@ def write(path: Path, report: Report, *, overwrite: bool) -> str:
     try:
         count = report.write_manifest(path, overwrite=overwrite)
     except ReshardError as error:
-        error.add_note("the target files are complete; the same command makes the manifest alone")
+        error.add_note("the target files are complete; the same command, without --restart, makes the manifest alone")
         raise
     return f"{path}, {count_text(count, 'checksum')} of {count_text(len(report.files), 'file')}"

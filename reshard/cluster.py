@@ -145,6 +145,9 @@ def _probe(root: str) -> Iterator[str | None]:
                 os.rmdir(root)
         raise
     os.unlink(path)
+    if made:
+        with suppress(OSError):
+            os.rmdir(root)
 
 
 def work_on(client: Any, graph: Graph, told: Callable[[object], None]) -> list[Receipt]:

@@ -38,6 +38,10 @@ class SourceError(ReshardError, ValueError):
     exit_code = 4
 
 
+class GoneError(SourceError):
+    """A source file is not there any more."""
+
+
 class LayoutError(SourceError):
     """A layout cannot be applied to a tensor: sizes do not divide, axes are out of range."""
 

@@ -108,7 +108,7 @@ def write_files(
             if path not in finished:
                 file.abort()
         for path in finished:
-            store_at(path).discard(path)
+            store_at(path).discard(path)  # it has no name yet but where files appear whole
         raise
     return moved
 

@@ -30,7 +30,7 @@ from dask.threaded import get as threaded_get
 
 from reshard.chunk_task import write_chunks
 from reshard.cipher import store_of
-from reshard.errors import ChangedError, ReshardError, SourceError, names
+from reshard.errors import ChangedError, GoneError, ReshardError, SourceError, names
 from reshard.file_task import write_files, write_literals
 from reshard.fingerprint import digest, plan_digest
 from reshard.move import move_pieces
@@ -203,6 +203,10 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
             moved = write_chunks(plan, number, directory, sync=how.fsync, go_on=lambda: running.go_on(how.run))
             for target in plan.groups[number]:
                 remote_store().commit(f"{directory}/{plan.files[target].path}", sync=how.fsync)
+            if how.drop_cache:
+                moves = [plan.moves[piece.move] for piece in plan.tasks[number]]
+                for holder in {holder for move in moves for holder in move.holders}:
+                    any_store().drop_cache(plan.source.files[holder].path)
         return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
     group = group_plan(plan, plan.groups[number])
     store = remote_store()
@@ -238,20 +242,37 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
     Raises:
         ChangedError: a source file is not what was opened.
     """
-    for number, status in changed_sources(plan).items():
-        if isinstance(status, SourceError):
-            raise ChangedError(f"{status}; it was there when it was opened; start again")
+    for number, status in _statuses(plan).items():
         file = plan.source.files[number]
-        raise ChangedError(f"{file.path}: changed since it was opened; no target file was made; start again")
+        if isinstance(status, GoneError):
+            raise ChangedError(f"{status}; it was there when it was opened; start again")
+        if isinstance(status, SourceError):
+            raise status
+        if status != (file.nbytes, file.mtime_ns):
+            raise ChangedError(f"{file.path}: changed since it was opened; start again")
     return []
 
 
-def changed_sources(plan: Plan) -> dict[int, Status | SourceError]:
-    """Return the source files that are not what was opened, by number: their state now, or why they have none."""
+def changed_sources(plan: Plan) -> dict[int, Status | None]:
+    """Return the source files that are not what was opened, by number: their state now; None of one that is gone.
+
+    One that cannot be asked is not said to have changed: storage that is out of reach comes back.
+    """
+    changed: dict[int, Status | None] = {}
+    for number, status in _statuses(plan).items():
+        file = plan.source.files[number]
+        if isinstance(status, GoneError):
+            changed[number] = None
+        elif not isinstance(status, SourceError) and status != (file.nbytes, file.mtime_ns):
+            changed[number] = status
+    return changed
+
+
+def _statuses(plan: Plan) -> dict[int, Status | SourceError]:
+    """Return the state of each source file that is read, by number."""
     numbers = sorted({number for move in plan.moves for number in move.holders})
-    files = [plan.source.files[number] for number in numbers]
-    found = zip(numbers, files, any_store().statuses([file.path for file in files]), strict=True)
-    return {number: status for number, file, status in found if status != (file.nbytes, file.mtime_ns)}
+    found = any_store().statuses([plan.source.files[number].path for number in numbers])
+    return dict(zip(numbers, found, strict=True))
 
 
 def sync_files(plan: Plan, files: Sequence[int], directory: str, _moved: object) -> Receipt:
@@ -358,7 +379,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         """Return the tasks that make complete files, which may be done twice."""
         plan, directory, how = self.plan, self.directory, self.how
         graph = self._with_plan()
-        if plan.groups or is_url(directory):  # of which none may be left
+        if self._by_file:
             groups = [(number, directory, how) for number in range(len(plan.groups))]
             done = [self._add(graph, "files", files_task, groups)]
             if plan.alone:  # others look themselves, before they complete a file
@@ -369,10 +390,6 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             tasks = [(number, directory, how, made) for number in range(len(plan.tasks))]
             moved = self._add(graph, "move", move_task, tasks) if tasks else made
             done = [made, moved, self._unchanged(graph, moved)]
-            if how.fsync and (how.cached or not how.apart):
-                done.append(
-                    self._add(graph, "sync", sync_files, [(files, directory, done[-1]) for files in _batches(written)])
-                )
         graph[self.ready] = Task(self.ready, collect, *done)
         return graph
 
@@ -383,6 +400,9 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             graph[self.ready] = DataNode(self.ready, receipts)
         files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
         done = [TaskRef(self.ready)]
+        if self.how.fsync and not self._by_file and (self.how.cached or not self.how.apart):
+            written = _batches([number for number, file in files if file.link is None])
+            done.append(self._add(graph, "sync", sync_files, [(some, self.directory, done[-1]) for some in written]))
         last = [number for number, file in files if file.last]
         remote = is_url(self.directory)  # there files have their names already, but for those that no task writes
         if last and not remote:
@@ -400,6 +420,11 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
                 done.append(self._add(graph, kind, commit_files, tasks))
         graph[self.key] = Task(self.key, collect, *done)
         return graph
+
+    @property
+    def _by_file(self) -> bool:
+        """Tell whether tasks write whole files; none may be left to be written."""
+        return bool(self.plan.groups) or is_url(self.directory)
 
     def _unnamed(self, file: TargetFile) -> bool:
         """Tell whether no working task gives a file its name; at URLs they do, where it is not metadata of a store."""

@@ -56,8 +56,8 @@ class Rows(NamedTuple):
     rows: int
 
 
-_WRITES_KEPT = 1024
-"""Of how many writes a thread keeps the bands, with the views for each: half a megabyte."""
+_VIEWS_KEPT = 1024
+"""How many views of its buffers a thread keeps with their bands, at most: half a megabyte."""
 
 
 class Band(list[Rows]):
@@ -103,10 +103,12 @@ class _Buffers(threading.local):
         self.thread = next(self._threads)
         self.held = [memoryview(b"")] * 3
         self._bands: OrderedDict[tuple[object, ...], tuple[Recipe, list[Band]]] = OrderedDict()
-        self._writes = 0
+        self._views = 0
 
     def get(self, which: int, nbytes: int) -> memoryview:
         if len(self.held[which]) < nbytes:
+            self._bands.clear()  # their views would keep the buffer that is too small
+            self._views = 0
             self.held[which] = memoryview(bytearray(nbytes))
         return self.held[which][:nbytes]
 
@@ -117,15 +119,14 @@ class _Buffers(threading.local):
             self._bands.move_to_end(key)
             return self._bands[key][1]
         found = list(_bands(recipe.segments(axis, start, stop), most_elements))
-        writes = sum(len(band[0].segment.columns.targets) for band in found)
-        if writes <= _WRITES_KEPT:
+        if _views(found) <= _VIEWS_KEPT:
             for band in found:
                 band.copies = {}
             self._bands[key] = recipe, found
-            self._writes += writes
-            while self._writes > _WRITES_KEPT:
+            self._views += _views(found)
+            while self._views > _VIEWS_KEPT:
                 _, (_, old) = self._bands.popitem(last=False)
-                self._writes -= sum(len(band[0].segment.columns.targets) for band in old)
+                self._views -= _views(old)
         return found
 
 
@@ -238,6 +239,11 @@ def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
     gathered = not any(len(parts) == 1 and not parts[0].taken for some in (before, columns) for parts in some.parts)
     follows = last.start + last.rows == start and before.targets == columns.targets
     return gathered and follows and before.target_shapes == columns.target_shapes
+
+
+def _views(bands: Iterable[Band]) -> int:
+    """Return how many views of buffers some bands have at most, and one for themselves."""
+    return 1 + sum(len(parts) for band in bands for part in band for parts in part.segment.columns.parts)
 
 
 def _alike(band: Band, place: int) -> Iterator[tuple[Columns, int]]:

@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import ReshardError, SourceError, UsageError
+from reshard.errors import GoneError, ReshardError, SourceError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,19 @@ _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 _LOCAL = ("file://", "local://")
 
 # What tells that a file is another than before, the surest first; which of them there is depends on the file system.
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "created",
+    "modificationTime",
+    "modify",
+)
 
 
 class Status(NamedTuple):
@@ -90,6 +102,7 @@ def telling(url: str, what: str, kind: type[ReshardError] = SourceError) -> Iter
     except ReshardError:
         raise
     except FileNotFoundError:
+        kind = GoneError if kind is SourceError else kind
         raise kind(f"{url}: cannot be {what}: it is not there") from None
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
@@ -99,7 +112,7 @@ def telling(url: str, what: str, kind: type[ReshardError] = SourceError) -> Iter
 def status_of(info: Mapping[str, Any]) -> Status:
     """Return what a file system's description of a file says about its state."""
     version = next((str(info[key]).strip('"') for key in _VERSIONS if info.get(key)), "")
-    return Status(int(info["size"]), int.from_bytes(sha256(version.encode()).digest()[:7]))
+    return Status(int(info["size"]), int.from_bytes(sha256(version.encode()).digest()[:7]) if version else 0)
 
 
 def forget_listings(url: str) -> None:

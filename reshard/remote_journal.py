@@ -19,6 +19,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from reshard.errors import TargetError
 from reshard.journal import DIRECTORY, VERSION, Journal, Record, record_name, record_of
 from reshard.remote import RemotePath, forget_listings, is_url
 from reshard.remote_store import REQUESTS, remote_store
@@ -77,14 +78,23 @@ class RemoteJournal:
         return self._records.get(file, Record())
 
     def read_now(self, file: str) -> Record:
-        """Return what is known of a target file; what cannot be read is not known."""
+        """Return what is known of a target file; what is not sound is not known.
+
+        Raises:
+            SourceError: its record cannot be read.
+        """
         content = remote_store().contents(self.path(file))
         return record_of([content] if content is not None else [])
 
     def _brief(self, file: str) -> Record:
-        """Return a record without its ranges: those of thousands of files would take much memory."""
+        """Return a record without its ranges: those of thousands of files would take much memory.
+
+        Where the store says nothing of versions, a file of the same size may be another: it is not taken for finished.
+        """
         record = self.read_now(file)
         record.wrote = []
+        if record.ready and not record.ready[1]:
+            record.ready = None
         return record
 
     def found(self, file: str) -> Status | None:
@@ -113,13 +123,17 @@ class RemoteJournal:
             SourceError, TargetError: the file is gone, or its record cannot be written.
         """
         begun = self.read_now(file)
+        if not begun.digest:
+            raise TargetError(
+                f"{self.path(file)}: is gone since the run began; do other runs write the same files? start again"
+            )
         record = {"reshard": VERSION, "digest": begun.digest, "size": begun.size, "ready": remote_store().status(path)}
         remote_store().put(self.path(file), _content(record | {"wrote": list(wrote)}))
 
     def forget(self, file: str) -> None:
         """Remove the record of a file, if `look` saw one."""
         if self._records.pop(file, None) is not None:
-            remote_store().discard(self.path(file))
+            remote_store().erase(self.path(file))
 
     def verified(self, file: str, record: Record, size: int) -> list[Range]:  # noqa: ARG002
         """Return nothing: files are written from their first byte."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import SourceError, TargetError
+from reshard.errors import GoneError, SourceError, TargetError
 from reshard.remote import Status, filesystem, is_url, status_of, telling
 from reshard.store import PARTIAL, LocalStore, Stream, local_store
 
@@ -197,12 +197,16 @@ class RemoteStore:
             fs, name = filesystem(path)
             fs.rm_file(name)
 
+    def discard(self, path: str) -> None:
+        """Remove what a run wrote of a file before it gets its name; where files appear whole, the file."""
+        self.erase(_unfinished(path))
+
     def discard_unfinished(self, path: str) -> None:
         """Remove what a run wrote of a file beside it, if it is there."""
         if not appears_whole(path):
-            self.discard(path + PARTIAL)
+            self.erase(path + PARTIAL)
 
-    def discard(self, path: str) -> None:
+    def erase(self, path: str) -> None:
         """Remove a file, if it is there; never raises."""
         with suppress(Exception):  # nothing that fails here may hide why the file is removed
             fs, name = filesystem(path)
@@ -220,8 +224,12 @@ class RemoteStore:
             fs.pipe_file(name, content)
 
     def contents(self, path: str) -> bytes | None:
-        """Return what is in a small file; None where it cannot be read."""
-        with suppress(Exception):  # each library has errors of its own
+        """Return what is in a small file; None where it is not there.
+
+        Raises:
+            SourceError: it cannot be read.
+        """
+        with suppress(GoneError), telling(path, "read"):
             fs, name = filesystem(path)
             return bytes(fs.cat_file(name))
         return None

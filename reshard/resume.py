@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.checkpoint import ranges
-from reshard.errors import BudgetError, ChangedError, ReshardError, SourceError, TargetError, names
+from reshard.errors import BudgetError, ChangedError, ReshardError, TargetError, names
 from reshard.journal import digests, joined
 from reshard.ownership import group_plan
 from reshard.receipts import in_files
@@ -113,13 +113,13 @@ class Session:
             for file in self._whole.files:
                 self._journal.forget(file.path)
 
-    def failed(self, error: BaseException, changed: Mapping[int, Status | SourceError]) -> None:
+    def failed(self, error: BaseException, changed: Mapping[int, Status | None]) -> None:
         """Leave what another run can go on from, and tell in a note of the error what to type.
 
         Args:
             error: why the run failed.
-            changed: the source files that are not what was opened, by number, and their state now. What is unfinished
-                is worth nothing then, nor where one was another for a while.
+            changed: the source files that are not what was opened, by number, and their state now; None of one that is
+                gone. What is unfinished is worth nothing then, nor where one was another for a while.
         """
         with suppress(ReshardError):  # a full disk, perhaps: what is not noted is written again
             self.flush()
@@ -144,11 +144,11 @@ class Session:
         elif isinstance(error, KeyboardInterrupt):
             error.add_note("unfinished files are removed; the same command starts from the beginning")
 
-    def _how_to_begin_anew(self, error: BaseException, changed: Mapping[int, Status | SourceError]) -> str:
+    def _how_to_begin_anew(self, error: BaseException, changed: Mapping[int, Status | None]) -> str:
         """Tell what to type where a source changed: files that were made of it before are refused without an option."""
         files = list(self._whole.source.files)
         for number, status in changed.items():
-            nbytes, mtime_ns = (0, 0) if isinstance(status, SourceError) else status
+            nbytes, mtime_ns = status or (0, 0)
             files[number] = replace(files[number], nbytes=nbytes, mtime_ns=mtime_ns)
         now = digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
         held = [self._journal.read(file.path).digest for file in self._whole.files]

@@ -23,7 +23,7 @@ from reshard.journal import discard
 from reshard.ownership import owned
 from reshard.receipts import Checksums
 from reshard.remote import RemotePath, as_path, existing, forget_listings, is_url
-from reshard.remote_store import remote_store
+from reshard.remote_store import REQUESTS, remote_store
 from reshard.resume import Session, exists
 from reshard.store import PARTIAL, local_store
 
@@ -198,6 +198,11 @@ def run(
     threads = _threads(threads, scheduler, plan.threads)
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
+    cached = ""
+    if client is not None:
+        from reshard.cluster import check_workers, work_on
+
+        cached = check_workers(plan, root, client)
     session = None
     if journal and not (plan.alone and is_url(root)):
         session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads)
@@ -206,17 +211,16 @@ def run(
     if checksums is None:
         checksums = fsync and session is not None
     checksums = checksums and plan.coding is None  # the bytes on the disk are others
-    how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, journal=session is not None)
+    how = How(
+        fsync, drop_cache, apart=client is not None, checksums=checksums, journal=session is not None, cached=cached
+    )
     left = session.plan if session else plan
     told = _Told(plan.stats.bytes_written, progress, began, session)
     try:
+        graph = Graph(left, root, how)
         if client is not None:
-            from reshard.cluster import check_workers, work_on
-
-            graph = Graph(left, root, how._replace(cached=check_workers(left, root, client)))
             receipts = _here(graph, graph.naming(work_on(client, graph, told.add)), threads, told)
         else:
-            graph = Graph(left, root, how)
             receipts = _here(graph, graph.__dask_graph__(), threads, told)
         if session:
             session.finished()
@@ -319,10 +323,11 @@ def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> None:
     """Do what a session does where there is a journal: refuse what is there, forget what is unfinished."""
     if not overwrite:
         _refuse_existing(plan, root)
-    for file in plan.files if plan.alone else ():
-        if not is_url(root):  # beyond the end of a tensor nothing is written, and there shall be zeros
-            local_store().discard(f"{root}/{file.path}")
-        elif file.last and overwrite:  # a store with a group is complete, and at URLs files may have their names early
+    for file in plan.files:
+        if not is_url(root):
+            if plan.alone:  # beyond the end of a tensor nothing is written, and there shall be zeros
+                local_store().discard(f"{root}/{file.path}")
+        elif file.last and overwrite:  # a set with an index is complete, and at URLs files have their names early
             remote_store().remove(f"{root}/{file.path}")
 
 
@@ -346,11 +351,12 @@ def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
         root: the URL.
         finished: the groups of files that were finished; None where none of the files was there before.
     """
-    for file in plan.files:
-        remote_store().discard_unfinished(f"{root}/{file.path}")
+    paths = [f"{root}/{file.path}" for file in plan.files]
     every = finished is None or plan.alone
-    for number in range(len(plan.files)) if every else (n for group in finished or () for n in plan.groups[group]):
-        remote_store().discard(f"{root}/{plan.files[number].path}")
+    named = paths if every else [paths[n] for group in finished or () for n in plan.groups[group]]
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        list(pool.map(remote_store().discard_unfinished, paths))
+        list(pool.map(remote_store().erase, named))
 
 
 def _check_alone(plan: Plan, root: str) -> None:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from reshard.errors import BudgetError, SourceError, TargetError
+from reshard.errors import BudgetError, GoneError, SourceError, TargetError
 from reshard.remote import Status
 from reshard.untrusted import open_regular
 
@@ -143,6 +143,8 @@ class LocalStore:
         """Return the state of a file as it is now."""
         try:
             status = os.stat(path)
+        except FileNotFoundError:
+            raise GoneError(f"{path}: cannot be read: it is not there") from None
         except OSError as error:
             raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
         return Status(status.st_size, status.st_mtime_ns)

@@ -12,6 +12,7 @@ Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `p
 from __future__ import annotations
 
 import json
+import os
 import re
 from contextlib import suppress
 from math import prod
@@ -26,7 +27,6 @@ from reshard.strategy import MERGED_NAME, Operator, Placed, Strategy, agreed_dev
 from reshard.untrusted import is_text, parse_json, read_small, reading
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Sequence
 
     from google.protobuf.message import Message
@@ -127,6 +127,8 @@ def write_whole(place: Path, content: bytes | Iterable[bytes]) -> None:
         beside.unlink(missing_ok=True)  # what is there may be a link to elsewhere
         with beside.open("xb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
+            file.flush()
+            os.fsync(file.fileno())  # or the name may be there after a power failure, and nothing in the file
         beside.replace(place)
     except BaseException as error:
         with suppress(OSError):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reshard.plan import Plan
+    from reshard.remote import Status
 
 FULL = numbers({"w": (48, 16), "b": (24,), "c": (12, 8)})
 SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1]), "c": Layout.of([4], [-1, 0])})
@@ -611,7 +612,7 @@ def test_finished_files_of_a_source_that_changes_are_told(
 def test_a_source_that_was_another_for_a_while(source: reshard.Checkpoint, tmp_path: Path) -> None:
     """It is as it was when the run has failed; but what was read meanwhile is not of it."""
     plan, path = reshard.plan(source, TARGET), Path(source.files[1].path)
-    error = ChangedError(f"{path}: changed since it was opened; no target file was made; start again")
+    error = ChangedError(f"{path}: changed since it was opened; start again")
     stopped(plan, tmp_path / "out")
     session = resume.Session(plan, str(tmp_path / "out"), overwrite=False, restart=False, threads=1)
     assert session.resumed > 0
@@ -620,6 +621,35 @@ def test_a_source_that_was_another_for_a_while(source: reshard.Checkpoint, tmp_p
     assert not hasattr(error, "__notes__")
     assert tree(tmp_path / "out") == {}
     assert plan.run(tmp_path / "out").resumed == 0
+
+
+def test_a_source_out_of_reach_has_not_changed(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system that is gone for a while: what is written is kept, and the same command goes on."""
+    plan = reshard.plan(source, TARGET)
+    real, gone = LocalStore.status, False
+
+    def status(store: LocalStore, path: str) -> Status:
+        if gone:
+            raise SourceError(f"{path}: cannot be read: Stale file handle")
+        return real(store, path)
+
+    def away(event: Any) -> None:
+        nonlocal gone
+        gone = event.written == event.total
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "status", status)
+        with pytest.raises(SourceError, match="Stale file handle") as caught:
+            plan.run(tmp_path / "out", progress=away)
+    assert not isinstance(caught.value, ChangedError)
+    total = plan.stats.bytes_written
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"{total} of {total} bytes are written and kept; the same command goes on from there")
+    assert plan.run(tmp_path / "out").resumed == total
+    plan.run(tmp_path / "undisturbed")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
 def test_a_source_cut_short_is_refused_afterwards(source: reshard.Checkpoint, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -547,6 +548,38 @@ def test_the_index_of_a_set_is_there_when_all_is(
         assert get(f"{root}/out") == tree(tmp_path / "out")
 
 
+def test_an_older_index_goes_first_without_a_journal_too(
+    root: str, source: reshard.Checkpoint, several_groups: None
+) -> None:
+    plan = reshard.plan(source, files=reshard.HuggingFaceSet(9000), format="safetensors")
+    plan.run(f"{root}/out", journal=False)
+    (index,) = (file.path for file in plan.files if file.last)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run(f"{root}/out", scheduler="synchronous", journal=False, overwrite=True, progress=stop_after(1))
+    assert index not in get(f"{root}/out")
+
+
+def test_what_a_group_replaces_stays_until_all_of_it_is_sent(
+    source: reshard.Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file gets its name after it is sent."""
+    plan = reshard.plan(source, COLUMNS)
+    url = f"memory://{uuid.uuid4().hex}"
+    plan.run(url)
+    before = get(url)
+    real, left = remote_store._RemoteStream.finish, iter(range(1))
+
+    def finish(*arguments: Any, **options: Any) -> None:
+        if next(left, None) is None:
+            raise TargetError("the network is gone")
+        real(*arguments, **options)
+
+    monkeypatch.setattr(remote_store._RemoteStream, "finish", finish)
+    with pytest.raises(TargetError, match="the network is gone"):
+        plan.run(url, scheduler="synchronous", restart=True)
+    assert get(url) == before
+
+
 def test_links_are_gone_on_with(
     root: str, source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -598,7 +631,7 @@ def test_on_a_cluster(
     distributed = pytest.importorskip("distributed")
     plan = reshard.plan(source, COLUMNS)
     with distributed.Client(
-        processes=False, n_workers=1, threads_per_worker=1, dashboard_address=None, set_as_default=False
+        processes=False, n_workers=1, threads_per_worker=1, dashboard_address=":0", set_as_default=False
     ) as client:
         with pytest.raises(KeyboardInterrupt):
             plan.run(f"{root}/out", client=client, progress=stop_after(1))

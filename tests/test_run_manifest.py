@@ -285,7 +285,9 @@ def test_a_manifest_that_cannot_be_written_is_not_there_in_parts(folder: Path) -
     result = call(*SET, "--write-manifest", "file/m.json")
     assert result.exit_code == 6
     assert result.stderr.startswith("error: file/m.json: cannot be written: ")
-    assert result.stderr.endswith("; the target files are complete; the same command makes the manifest alone\n")
+    assert result.stderr.endswith(
+        "; the target files are complete; the same command, without --restart, makes the manifest alone\n"
+    )
     assert ran(*SET, *MANIFEST).startswith("nothing is left to do: ")
     assert_as_read("dst")
 
