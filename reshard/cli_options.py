@@ -370,8 +370,8 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--write-manifest",
             type=PATH,
             metavar="FILE",
-            help="Write checksums of the target files into FILE, for `reshard verify --manifest`; what is written is not "
-            "read for it.",
+            help="Write checksums of the target files into FILE, for `reshard verify --manifest`; what is written now "
+            "is not read for it.",
         ),
         click.option("--overwrite", is_flag=True, help="Replace target files that exist, and FILE."),
         click.option(
