@@ -143,10 +143,9 @@ class LocalStore:
         """Return the state of a file as it is now."""
         try:
             status = os.stat(path)
-        except FileNotFoundError:
-            raise GoneError(f"{path}: cannot be read: it is not there") from None
         except OSError as error:
-            raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
+            kind = GoneError if isinstance(error, FileNotFoundError) else SourceError
+            raise kind(f"{path}: cannot be read: {error.strerror}") from None
         return Status(status.st_size, status.st_mtime_ns)
 
     def size(self, path: str) -> int:
