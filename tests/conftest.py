@@ -1,4 +1,4 @@
-"""Fixtures: MindSpore's own files, unpacked once a session (and once a worker of pytest-xdist); and URLs."""
+"""Fixtures: MindSpore's own files, unpacked once a session (and once a worker of pytest-xdist); URLs; and a summary."""
 
 from __future__ import annotations
 
@@ -28,3 +28,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def mindspore_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree of `tests/data/README.md`: `cases`, `real`, `strategies` and so on. Read only."""
     return helpers.unpack(tmp_path_factory.mktemp("mindspore"))
+
+
+_COLUMNS = ("faults", "not finished", "gone on with", "told to add an option")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what came of the faults, by kind. Here, since the controller of pytest-xdist loads no conftest below."""
+    rows = [
+        value
+        for report in terminalreporter.getreports("passed")
+        for name, value in report.user_properties
+        if name == "faults"
+    ]
+    if not rows:
+        return
+    terminalreporter.section("faults on purpose")
+    terminalreporter.write_line(f"{'kind':36}" + "".join(f"{column:>24}" for column in _COLUMNS))
+    for kind, *numbers in [*rows, ("in all", *(sum(column) for column in list(zip(*rows, strict=True))[1:]))]:
+        terminalreporter.write_line(f"{kind:36}" + "".join(f"{number:>24}" for number in numbers))
