@@ -75,24 +75,21 @@ def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading
     all that the row stands for. Without a strategy, several ranks are shown as their files are.
     """
     from reshard import show
-    from reshard.source import open_headers, read_headers
-    from reshard.zarr_source import is_store
+    from reshard.source import has_several_ranks, read_headers
 
-    if source_strategy is None and not reading["layouts"] and reading["stage"] is None and not is_store(source):
-        found = read_headers(source, rank_pattern=reading.pop("rank_pattern"), suffix=reading.pop("suffix"))
-        files, ranks, notices = found
-        if len(set(ranks)) > 1:
-            say_notices(
-                [*notices, "these are shapes of parts; a strategy (--source-strategy) would tell the whole tensors"]
-            )
-            if as_json:
-                print_json(show.rank_files_data(str(source), files, ranks))
-            else:
-                click.echo(show.rank_files_text(str(source), files, ranks, width=width()))
-            return
-        checkpoint = open_headers(source, found, **reading)
-    else:
-        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    found_by = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
+    unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
+    if unruled and has_several_ranks(source, **found_by):
+        files, ranks, notices = read_headers(source, **found_by)
+        say_notices(
+            [*notices, "these are shapes of parts; a strategy (--source-strategy) would tell the whole tensors"]
+        )
+        if as_json:
+            print_json(show.rank_files_data(str(source), files, ranks))
+        else:
+            click.echo(show.rank_files_text(str(source), files, ranks, width=width()))
+        return
+    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     say_notices(checkpoint.notices)
     if as_json:
         print_json(show.checkpoint_data(checkpoint))

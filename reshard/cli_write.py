@@ -99,9 +99,9 @@ def transform(
     SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a zarr store, or one file of whole tensors. Target
     files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
     """
-    cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)
     words = [*strategy_words("source", source_strategy), *reading_words(reading)]
     if via_zarr is not None:
+        cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
         if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading, words):
             return
         source, source_strategy, reading, words = via_zarr, None, {}, []

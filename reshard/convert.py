@@ -22,7 +22,7 @@ from reshard.remote_store import LIBRARY_BYTES, fetched_bytes
 from reshard.selection import Selection
 from reshard.source import read_headers
 from reshard.target_files import NamedFile
-from reshard.zarr_source import is_store
+from reshard.zarr_files import is_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

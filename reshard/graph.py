@@ -44,8 +44,9 @@ from reshard.store import PARTIAL, local_store, page_cache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reshard.plan import Plan, TargetFile
+    from reshard.plan import Move, Plan, TargetFile
     from reshard.remote import Status
+    from reshard.remote_store import AnyStore
 
 _KIND = re.compile("reshard-([a-z]+)--[0-9]{6}|reshard-(check)-")
 
@@ -175,9 +176,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
         if writer:
             writer.close()
         if how.drop_cache:
-            moves = [plan.moves[piece.move] for piece in plan.tasks[number]]
-            for holder in {holder for move in moves for holder in move.holders}:
-                store.drop_cache(plan.source.files[holder].path)
+            _drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], store)
             for path in written:
                 store.drop_cache(path, written=True)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
@@ -195,6 +194,12 @@ def _targets(plan: Plan, number: int) -> set[int]:
     return found
 
 
+def _drop_sources(plan: Plan, moves: Sequence[Move], store: AnyStore) -> None:
+    """Leave nothing in the page cache of the source files of some moves."""
+    for holder in {holder for move in moves for holder in move.holders}:
+        store.drop_cache(plan.source.files[holder].path)
+
+
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
     """Write one group of files, each from its first byte to its last."""
     began = time.perf_counter()
@@ -204,9 +209,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
             for target in plan.groups[number]:
                 remote_store().commit(f"{directory}/{plan.files[target].path}", sync=how.fsync)
             if how.drop_cache:
-                moves = [plan.moves[piece.move] for piece in plan.tasks[number]]
-                for holder in {holder for move in moves for holder in move.holders}:
-                    any_store().drop_cache(plan.source.files[holder].path)
+                _drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], any_store())
         return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
     group = group_plan(plan, plan.groups[number])
     store = remote_store()
@@ -229,8 +232,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
                     journal = journal_at(directory)
                     journal.ready(plan.files[target].path, path, wrote=wrote.get(target, ()), sync=how.fsync)
         if how.drop_cache:
-            for holder in {holder for move in group.moves for holder in move.holders}:
-                any_store().drop_cache(plan.source.files[holder].path)
+            _drop_sources(plan, group.moves, any_store())
             for target in plan.groups[number]:
                 any_store().drop_cache(f"{directory}/{plan.files[target].path}", written=True)
     return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)

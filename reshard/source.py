@@ -23,7 +23,7 @@ from reshard.remote_store import REQUESTS, store_at
 from reshard.strategy import Strategy
 from reshard.strategy_file import read_strategy
 from reshard.untrusted import reading
-from reshard.zarr_source import is_store, open_store
+from reshard.zarr_files import is_store
 
 if TYPE_CHECKING:
     import os
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from reshard.remote import Status
 
     AnyName = str | os.PathLike[str] | RemotePath
-
-Found = tuple[tuple["SourceFile", ...], tuple[int, ...], list[str]]
-"""The files of a checkpoint, the rank of each, and what was noticed."""
 
 COPY = "copy"
 """The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
@@ -79,33 +76,10 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             raise UsageError(
                 f"{path}: is a zarr store of whole tensors; give no strategy, layout, stage, suffix or key"
             )
+        from reshard.zarr_source import open_store  # not on every start
+
         return open_store(place)
-    found = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
-    return open_headers(
-        path,
-        found,
-        strategy=strategy,
-        layouts=layouts,
-        stage=stage,
-        partial=partial,
-        cipher=cipher,
-        contents=contents,
-    )
-
-
-def open_headers(
-    path: AnyName | Mapping[int, AnyName],
-    found: Found,
-    *,
-    strategy: Strategy | AnyName | None = None,
-    layouts: Mapping[str, str] | None = None,
-    stage: int | None = None,
-    partial: bool = False,
-    cipher: Cipher | None = None,
-    contents: bool = True,
-) -> Checkpoint:
-    """Open a checkpoint whose headers are read; see `open` and `read_headers`, but for zarr stores."""
-    files, ranks, notices = found
+    files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     root = str(as_path(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_path(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
@@ -159,13 +133,26 @@ def reopen(
 
 
 @reading(SourceError)
+def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
+    """Tell whether a checkpoint is of several ranks, by the names of its files; no header is read.
+
+    Raises:
+        SourceError: no files, no step that every rank has.
+    """
+    root = as_path(path)
+    if is_store(root) or (root.is_dir() and read_index(root)):
+        return False
+    return len(rank_files(root, rank_pattern, suffix, [])) > 1
+
+
+@reading(SourceError)
 def read_headers(
     path: AnyName | Mapping[int, AnyName],
     *,
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
     cipher: Cipher | None = None,
-) -> Found:
+) -> tuple[tuple[SourceFile, ...], tuple[int, ...], list[str]]:
     """Return the files of a checkpoint, the rank of each, and what was noticed; no strategy is needed for that.
 
     Raises:
@@ -178,6 +165,8 @@ def read_headers(
     if isinstance(root, RemotePath):
         forget_listings(root.url)
     if is_store(root):
+        from reshard.zarr_source import open_store  # likewise
+
         store = open_store(root)
         return store.files, store.ranks, notices
     unified = read_index(root) if root.is_dir() else None

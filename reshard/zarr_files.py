@@ -10,6 +10,7 @@ import json
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,7 @@ from reshard.errors import SourceError
 from reshard.formats.zarr import ATTRIBUTES, METADATA
 from reshard.remote import RemotePath, Status, forget_listings
 from reshard.remote_store import REQUESTS
+from reshard.store import PARTIAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +26,24 @@ if TYPE_CHECKING:
     from reshard.rank_files import AnyPath
 
 LARGEST_METADATA = 1 << 28
+
+V2 = (".zgroup", ".zarray", ".zmetadata")
+"""By these files a store of the older format is told."""
+
+
+def is_store(root: AnyPath) -> bool:
+    """Tell whether a directory, or what is at a URL, is a zarr store, be it unfinished or of the older format.
+
+    Raises:
+        SourceError: what is at the URL cannot be looked at.
+    """
+    signs = {METADATA, METADATA + PARTIAL, *V2}
+    if isinstance(root, RemotePath):
+        forget_listings(root.url)
+        return root.is_dir() and not signs.isdisjoint(path.name for path in root.iterdir())
+    with suppress(OSError):  # a directory that cannot be read is no store; whoever reads it next says so
+        return any((root / name).exists() for name in signs)
+    return False
 
 
 class StoreFiles(Protocol):

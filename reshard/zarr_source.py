@@ -11,7 +11,6 @@ Nothing is believed: extents, sizes of files, indexes of shards, nor what files 
 from __future__ import annotations
 
 import struct
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -24,11 +23,10 @@ from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError
 from reshard.formats import zarr
 from reshard.formats.zarr import ABSENT, METADATA, follows, grid, part
-from reshard.remote import RemotePath, forget_listings
+from reshard.remote import RemotePath
 from reshard.remote_store import any_store
-from reshard.store import PARTIAL
 from reshard.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
-from reshard.zarr_files import files_of, own_notes, read_metadata
+from reshard.zarr_files import V2, files_of, own_notes, read_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,24 +42,8 @@ _MOST_DIMS = 32
 _MOST_CHUNKS = 1 << 20
 _MOST_RUNS = 1 << 12  # of a chunk that goes beyond the tensor; one of more is cut out by zarr
 _DEEPEST = 32
-_V2 = (".zgroup", ".zarray", ".zmetadata")
 
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-
-
-def is_store(root: AnyPath) -> bool:
-    """Tell whether a directory, or what is at a URL, is a zarr store, be it unfinished or of the older format.
-
-    Raises:
-        SourceError: what is at the URL cannot be looked at.
-    """
-    signs = {METADATA, METADATA + PARTIAL, *_V2}
-    if isinstance(root, RemotePath):
-        forget_listings(root.url)
-        return root.is_dir() and not signs.isdisjoint(path.name for path in root.iterdir())
-    with suppress(OSError):  # a directory that cannot be read is no store; whoever reads it next says so
-        return any((root / name).exists() for name in signs)
-    return False
 
 
 def open_store(root: AnyPath) -> Checkpoint:
@@ -73,7 +55,7 @@ def open_store(root: AnyPath) -> Checkpoint:
     files = files_of(root)
     top = files.base / METADATA
     if files.status(top) is None:
-        older = any(files.status(files.base / name) for name in _V2)
+        older = any(files.status(files.base / name) for name in V2)
         why = "of zarr's format 2; expected 3" if older else f"unfinished: it has no {METADATA} at its root"
         raise SourceError(f"{root}: is a zarr store {why}; write it again")
     metadata = read_metadata(files, top)

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from reshard.journal import DIRECTORY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -127,3 +127,14 @@ def records(url: str) -> list[str]:
     fs, root = fsspec.core.url_to_fs(f"{url}/{DIRECTORY}")
     fs.invalidate_cache()
     return sorted(name[len(root) + 1 :] for name in fs.find(root)) if fs.exists(root) else []
+
+
+def changing(url: str) -> Callable[[Any], None]:
+    """What to tell progress to, so that a file changes as soon as something is written."""
+    fs, path = fsspec.core.url_to_fs(url)
+
+    def change(event: Any) -> None:
+        if event.written:
+            fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
+
+    return change

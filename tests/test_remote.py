@@ -13,7 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
-from remotes import Requests, get, put, records
+from remotes import Requests, changing, get, put, records
 
 import reshard
 from reshard import Layout, Strategy, remote_store
@@ -171,13 +171,8 @@ def test_a_source_that_changes_is_refused(root: str, tmp_path: Path, several_gro
     put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
     fs, path = fsspec.core.url_to_fs(plan.source.files[1].path)
-
-    def change(event: Any) -> None:
-        if event.written:
-            fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
-
     with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: changed since it was opened"):
-        plan.run(f"{root}/out", scheduler="synchronous", progress=change)
+        plan.run(f"{root}/out", scheduler="synchronous", progress=changing(plan.source.files[1].path))
     assert get(f"{root}/out") == {}
     fs.rm_file(path)
     with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: cannot be looked at: it is not there; it was"):

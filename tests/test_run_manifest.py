@@ -13,10 +13,10 @@ from generators import Model, models
 from hypothesis import given, settings
 from remotes import get
 from test_cli import call
-from test_journal import stopped
+from test_journal import small_tasks, stopped  # noqa: F401 -- a fixture that is used by all
 
 import reshard
-from reshard import Layout, Strategy, planner, resume, run_manifest
+from reshard import Layout, Strategy, run_manifest
 from reshard.errors import UsageError
 from reshard.journal import Journal
 
@@ -35,14 +35,6 @@ TARGET = Strategy.of({
     "moments.w": Layout.of([2, 2], [-1, 0], opt_weight_shard_size=2),
 })  # fmt: skip
 SAME = Strategy.of({name: Layout.of([2], [-1] * array.ndim) for name, array in FULL.items()})
-
-
-@pytest.fixture(autouse=True)
-def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the work so fine that a small model has many bands and tasks."""
-    monkeypatch.setattr(planner, "TASK_BYTES", 512)
-    monkeypatch.setattr(planner, "BAND_BYTES", 256)
-    monkeypatch.setattr(resume, "FLUSH_SECONDS", 0)
 
 
 @pytest.fixture

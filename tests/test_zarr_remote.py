@@ -7,13 +7,12 @@ import shlex
 import shutil
 from typing import TYPE_CHECKING, Any
 
-import fsspec
 import numpy as np
 import pytest
 import zarr
 from checkpoints import tree, write_file, write_ranks
 from click.testing import CliRunner
-from remotes import Requests, get, put
+from remotes import Requests, changing, get, put
 from test_zarr import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same
 
 import reshard
@@ -156,14 +155,8 @@ def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str)
 def test_a_source_that_changes_is_refused(root: str, tmp_path: Path) -> None:
     put(write_ranks(tmp_path / "src", FULL, SOURCE), f"{root}/src")
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=SOURCE), files=ZarrGroup())
-    fs, path = fsspec.core.url_to_fs(plan.source.files[1].path)
-
-    def change(event: Any) -> None:
-        if event.written:
-            fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
-
     with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: changed since it was opened"):
-        plan.run(f"{root}/z", scheduler="synchronous", progress=change)
+        plan.run(f"{root}/z", scheduler="synchronous", progress=changing(plan.source.files[1].path))
     assert get(f"{root}/z") == {}
 
 

@@ -34,6 +34,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from checkpoints import blocks_of
+from measure import RESHARD, Measured, measured
 
 import reshard
 from reshard import Layout, Strategy
@@ -41,7 +42,6 @@ from reshard.dtypes import BFLOAT16
 from reshard.formats import Content, by_name
 
 HIDDEN, INNER, VOCABULARY = 2112, 5760, 24000  # multiples of 48, so that 8 and 6 ranks divide them
-RESHARD = [sys.executable, "-m", "reshard"]
 
 # On all processors: the host takes back in the meantime what the first pages freed. Not in large pages, which it takes
 # back at once.
@@ -149,36 +149,12 @@ ROWS = [
 ]
 
 
-@dataclass
-class Timing:
-    """What one arm took."""
-
-    seconds: float
-    cpu: float
-    peak: int
-
-
-# A process starts with the peak memory of the one that started it; so a small one does.
-LAUNCH = """
-import os, sys, time
-began = time.perf_counter()
-child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
-_, status, usage = os.wait4(child, 0)
-seconds = time.perf_counter() - began
-print("FIGURES", seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, flush=True)
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
-
-def timed(command: list[str], *, log: Path) -> Timing:
+def timed(command: list[str]) -> Measured:
     """Run a command as a whole process, with the operating system's own account of it."""
-    launch = [sys.executable, "-I", "-S", "-c", LAUNCH, *command]
-    done = subprocess.run(launch, capture_output=True, text=True, check=False)
-    log.write_text(done.stdout + done.stderr)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{log.read_text()[-2000:]}")
-    figures = next(line for line in done.stdout.splitlines() if line.startswith("FIGURES")).split()
-    return Timing(float(figures[1]), float(figures[2]), int(figures[3]))
+    took = measured(*command)
+    if took.code:
+        sys.exit(f"{' '.join(command)} failed:\n{(took.out + took.err)[-2000:]}")
+    return took
 
 
 def prepare(job: int, *, source: Path, cold: bool) -> None:
@@ -217,16 +193,16 @@ def arms(row: Row, root: Path, out: Path) -> dict[str, list[str]]:
     return {"reshard": ours, "cp": ["sh", "-c", copy]}
 
 
-def measure(row: Row, root: Path, job: int, rounds: int) -> dict[str, list[Timing]]:
+def measure(row: Row, root: Path, job: int, rounds: int) -> dict[str, list[Measured]]:
     """Time the arms of a row in random order, round after round."""
-    out, log = root / "out", root / "log"
-    found: dict[str, list[Timing]] = {"reshard": [], "cp": []}
+    out = root / "out"
+    found: dict[str, list[Measured]] = {"reshard": [], "cp": []}
     for turn in range(rounds + 1):
         for name, command in random.sample(list(arms(row, root, out).items()), 2):
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
             prepare(job, source=root / row.source, cold=row.cold)
-            timing = timed(command, log=log)
+            timing = timed(command)
             if turn:
                 found[name].append(timing)
     shutil.rmtree(out, ignore_errors=True)
@@ -253,7 +229,7 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
-def tell(row: Row, found: dict[str, list[Timing]], moved: tuple[float, float]) -> dict[str, object]:
+def tell(row: Row, found: dict[str, list[Measured]], moved: tuple[float, float]) -> dict[str, object]:
     """Print a row of the table; return it as values."""
     ours, copy = found["reshard"], found["cp"]
     ratios = [a.seconds / b.seconds for a, b in zip(ours, copy, strict=True)]

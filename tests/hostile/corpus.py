@@ -156,6 +156,15 @@ class Item:
         return path
 
 
+def not_to_be_read(make: Callable[..., Item]) -> list[Item]:
+    """Whatever small file is expected."""
+    return [
+        make("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
+        make("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
+        make("a file without permission", unreadable, "cannot be read: Permission denied"),
+    ]
+
+
 # fmt: off
 # --- checkpoint files --------------------------------------------------------------------------------------------
 
@@ -584,9 +593,7 @@ RULES_FILES = [
     rules("a key twice", b"mesh: {mp: 2}\nmesh: {mp: 4}\nrules: {}\n", "line 2: has the key 'mesh' a second time"),
     rules("empty", b"", "is a YAML NoneType; expected a mapping with the keys mesh and rules"),
     rules("a file of 2 GB", sparse(b"mesh: {}", 2 << 30), "has more than 1048576 bytes, which no rules file has"),
-    rules("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
-    rules("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
-    rules("a file without permission", unreadable, "cannot be read: Permission denied"),
+    *not_to_be_read(rules),
 ]
 
 NAME_MAPS = [
@@ -597,9 +604,7 @@ NAME_MAPS = [
     a_map("not UTF-8", b'{"w": "\xff"}', "is not JSON:"),
     a_map("a list", b"[]", "is a JSON list; expected {\"old name\": \"new name\"}"),
     a_map("a file of 2 GB", sparse(b"{", 2 << 30), "has more than 67108864 bytes, which no name map has"),
-    a_map("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
-    a_map("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
-    a_map("a file without permission", unreadable, "cannot be read: Permission denied"),
+    *not_to_be_read(a_map),
 ]
 
 # --- plan files, and manifests -----------------------------------------------------------------------------------
@@ -642,10 +647,8 @@ PLANS = [
     a_plan("an axis twice", a_plan_file(strategy=planned_strategy(axes=[[0], [0]])), "is no sound plan file: tensor_map[1] uses device axis 0 a second time"),
     a_plan("a file of 2 GB", sparse(b"{", 2 << 30), "has more than 268435456 bytes, which no plan file has"),
     a_plan("a file of 200 MB of nothing", sparse(b"{", 200_000_000), "is no sound plan file: it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)", commands=PLAN[:1], headroom=1_500_000_000, slow=True),
-    a_plan("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
+    *not_to_be_read(a_plan),
     a_plan("a directory", tree({"a": b""}), "is no regular file but a directory, a pipe or a device"),
-    a_plan("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
-    a_plan("a file without permission", unreadable, "cannot be read: Permission denied"),
 ]
 
 MANIFESTS = [
@@ -675,10 +678,8 @@ MANIFESTS = [
     a_manifest("not UTF-8", b'{"\xff":1}', "is not JSON: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"),
     a_manifest("a checkpoint", proto(), "is not JSON: Expecting value: line 2 column 1 (char 1)"),
     a_manifest("a file of 2 GB", sparse(b"{", 2 << 30), "has more than 268435456 bytes, which no manifest has"),
-    a_manifest("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
+    *not_to_be_read(a_manifest),
     a_manifest("a directory", tree({"a": b""}), "is no regular file but a directory, a pipe or a device"),
-    a_manifest("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
-    a_manifest("a file without permission", unreadable, "cannot be read: Permission denied"),
     a_manifest("files that are not there", sums("rank_9/a.ckpt"), "is not what /item/bad.json says: 1 difference, in rank_9/a.ckpt", code=3),
     a_manifest("a huge size", sums("file.ckpt", '{"nbytes": 4611686018427387903, "tensors": {"w": ["int8", [4611686018427387903], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 1 difference, in file.ckpt", commands=MANIFEST[:1], code=3),
     a_manifest("tensors of other shapes", sums("file.ckpt", '{"nbytes": 21, "tensors": {"w": ["int8", [4611686018427387903], "00000000"], "\\u001b[2J\\nerror: no": ["int8", [], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 2 differences, in w, '\\x1b[2J\\nerror: no', in file.ckpt", commands=MANIFEST[:1], code=3),
