@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
+from operator import sub
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.block import Block, Shape
 
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+VIEWS = 0.375
+"""What a thread may keep of bands that it has worked out, with views of its buffers: so much of the bytes of a band."""
+
 _ROWS = slice(None)  # all rows of a band
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Columns that one source block gives to one target block.
 
     Attributes:
@@ -44,8 +47,7 @@ class Part:
     put: tuple[slice, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(NamedTuple):
     """What happens in every row of a segment.
 
     Attributes:
@@ -69,8 +71,7 @@ class Columns:
         return sum(map(prod, self.source_shapes))
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of rows with the same columns.
 
     Attributes:
@@ -262,9 +263,11 @@ def _inner(block: Block, axis: int) -> Block:
 def _offset(block: Block, prefix: Shape, row: int) -> int:
     """Return where a row begins in a block, in elements from the block's first."""
     position = 0
-    for index, start, extent in zip((*prefix, row), block.start, block.shape, strict=False):
-        position = position * extent + index - start
-    return position * prod(block.shape[len(prefix) + 1 :])
+    for index, start, stop in zip((*prefix, row), block.start, block.stop, strict=False):
+        position = position * (stop - start) + index - start
+    inner = len(prefix) + 1
+    size: int = prod(map(sub, block.stop[inner:], block.start[inner:]))
+    return position * size
 
 
 def _unravel(position: int, shape: Shape) -> Shape:

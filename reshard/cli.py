@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -123,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # What is imported and planned is no garbage: looking through it takes a tenth of a short command.
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may be of any script, terminals may not
             stream.reconfigure(errors="backslashreplace")

@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from reshard.bands import VIEWS
 from reshard.checkpoint import ranges
 from reshard.checksum import crc32c
 from reshard.remote import is_url
@@ -23,12 +24,11 @@ from reshard.remote_store import FETCH_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from reshard.bands import Columns, Recipe, Segment
+    from reshard.bands import Columns, Part, Recipe, Segment
     from reshard.checkpoint import Runs
-    from reshard.plan import Piece, Plan
+    from reshard.plan import Move, Piece, Plan
     from reshard.remote_store import Range
     from reshard.store import Writer
 
@@ -56,24 +56,43 @@ class Rows(NamedTuple):
     rows: int
 
 
-_VIEWS_KEPT = 1024
-"""How many views of its buffers a thread keeps with their bands, at most: half a megabyte."""
+class Read(NamedTuple):
+    """A source block's part of a band: which block, where in its contents in bytes, and the buffer for it."""
+
+    source: int
+    begin: int
+    view: memoryview
 
 
-class Band(list[Rows]):
-    """Rows that are read, and then written, at once.
+class Write(NamedTuple):
+    """A target block's part of a band.
 
     Attributes:
-        copies: for target blocks whose columns are put together, by place and bytes of an element: the buffers, and
-            views of them, what is put where. Making the views takes as long as copying what they show; tensors alike
-            have the same. None where they are not kept.
+        target: which block.
+        begin: where in its contents, in bytes.
+        content: what is written, or cast before: a part that is read, or the buffer that columns are put together in.
+        copies: what is put where for that, in the order of the columns.
     """
 
-    __slots__ = ("copies",)
+    target: int
+    begin: int
+    content: memoryview
+    copies: Sequence[tuple[Array, Array]]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: dict[tuple[int, int], tuple[memoryview, memoryview, list[tuple[Array, Array]]]] | None = None
+
+class Band(NamedTuple):
+    """Rows of a tensor that are read, and then written, at once."""
+
+    reads: Sequence[Read]
+    writes: Sequence[Write]
+
+    @property
+    def views(self) -> int:
+        """How many views of buffers it has, and one for itself."""
+        return 1 + len(self.reads) + sum(1 + 2 * len(write.copies) for write in self.writes)
+
+
+_VIEW_BYTES = 288  # with its share of what holds it; measured
 
 
 class Moved(NamedTuple):
@@ -93,40 +112,51 @@ class Moved(NamedTuple):
 class _Buffers(threading.local):
     """Three buffers a thread, kept from band to band: memory touched for the first time costs more than the copy.
 
-    With them, the bands of the last few shapes of tensors: layers repeat, and to work their bands out, with the views
-    of the buffers, takes as long as to put their columns together.
+    With them, the bands of the last few shapes of tensors: layers repeat, and to work bands out, with the views of the
+    buffers, takes as long as to put their columns together.
     """
 
     _threads = itertools.count()
 
     def __init__(self) -> None:
         self.thread = next(self._threads)
-        self.held = [memoryview(b"")] * 3
+        self._held = [memoryview(b"")] * 3
         self._bands: OrderedDict[tuple[object, ...], tuple[Recipe, list[Band]]] = OrderedDict()
         self._views = 0
 
     def get(self, which: int, nbytes: int) -> memoryview:
-        if len(self.held[which]) < nbytes:
+        """Return a buffer of at least so many bytes."""
+        if len(self._held[which]) < nbytes:
             self._bands.clear()  # their views would keep the buffer that is too small
             self._views = 0
-            self.held[which] = memoryview(bytearray(nbytes))
-        return self.held[which][:nbytes]
+            self._held[which] = memoryview(bytearray(nbytes))
+        return self._held[which]
 
-    def bands(self, recipe: Recipe, axis: int, start: int, stop: int, most_elements: int) -> list[Band]:
-        """Return the bands of some rows."""
-        key = (id(recipe), axis, start, stop, most_elements)
+    def bands(self, piece: Piece, move: Move, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
+        """Return the bands of some rows, in another order in every thread unless `in_order`."""
+        itemsizes = move.dtype.itemsize, move.target_dtype.itemsize
+        key = (id(move.recipe), move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
         if key in self._bands:
             self._bands.move_to_end(key)
             return self._bands[key][1]
-        found = list(_bands(recipe.segments(axis, start, stop), most_elements))
-        if _views(found) <= _VIEWS_KEPT:
-            for band in found:
-                band.copies = {}
-            self._bands[key] = recipe, found
-            self._views += _views(found)
-            while self._views > _VIEWS_KEPT:
-                _, (_, old) = self._bands.popitem(last=False)
-                self._views -= _views(old)
+        cut = list(_cut(move.recipe.segments(move.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
+        buffers = [
+            self.get(which, itemsizes[0] * max(map(elements, cut), default=0))
+            for which, elements in enumerate((_elements_read, _elements_put))
+        ]
+        made = (_band(rows, move, *buffers) for rows in (cut if in_order else _turned(cut)))
+        found = []
+        views = 0
+        for band in made:
+            found.append(band)
+            views += band.views
+            if views * _VIEW_BYTES > band_bytes * VIEWS:
+                return itertools.chain(found, made)
+        self._bands[key] = move.recipe, found
+        self._views += views
+        while self._views * _VIEW_BYTES > band_bytes * VIEWS:
+            _, (_, old) = self._bands.popitem(last=False)
+            self._views -= sum(band.views for band in old)
         return found
 
 
@@ -179,9 +209,8 @@ def _all_bands(
     """Yield the bands of all pieces, each with what moves it."""
     for piece in pieces:
         mover = _Mover(plan, piece.move, directory, store, writer)
-        recipe, axis, most_elements = mover.move.recipe, mover.move.axis, plan.band_bytes // mover.width
-        bands = _buffers.bands(recipe, axis, piece.start, piece.stop, most_elements)
-        for band in bands if in_order or plan.coding else _turned(bands):  # whole chunks are compressed
+        in_order = in_order or plan.coding is not None  # whole chunks are compressed
+        for band in _buffers.bands(piece, mover.move, plan.band_bytes, in_order=in_order):
             yield mover, band
 
 
@@ -193,9 +222,10 @@ def _ahead(bands: Iterable[tuple[_Mover, Band]], store: Files) -> Iterator[tuple
     for mover, band in bands:
         waiting.append((mover, band))
         if mover.is_remote:
-            for _, path, runs, begin, nbytes in mover.reads(band):
-                wanted += [(path, offset, stop - start) for offset, start, stop in ranges(runs, begin, nbytes)]
-                room -= nbytes
+            for source, begin, view in band.reads:
+                path, runs = mover.sources[source]
+                wanted += [(path, offset, stop - start) for offset, start, stop in ranges(runs, begin, len(view))]
+                room -= len(view)
             if room > 0:
                 continue
         if wanted:
@@ -214,9 +244,9 @@ def _turned(some: list[Any]) -> list[Any]:
     return some[start:] + some[:start]
 
 
-def _bands(segments: Iterable[Segment], most_elements: int) -> Iterator[Band]:
+def _cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]]:
     """Cut segments into bands, and join short ones that have the same targets: long writes are quicker than many."""
-    band = Band()
+    band: list[Rows] = []
     room = most_elements
     for segment in segments:
         row = segment.columns.row_elements
@@ -224,7 +254,7 @@ def _bands(segments: Iterable[Segment], most_elements: int) -> Iterator[Band]:
         while start < segment.stop:
             if band and (row > room or not _goes_on(band[-1], segment, start)):
                 yield band
-                band, room = Band(), most_elements
+                band, room = [], most_elements
             rows = min(segment.stop - start, max(1, room // row))
             band.append(Rows(segment, start, rows))
             room -= rows * row
@@ -236,25 +266,87 @@ def _bands(segments: Iterable[Segment], most_elements: int) -> Iterator[Band]:
 def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
     """Tell whether rows are put together with those before them, in each target block."""
     before, columns = last.segment.columns, segment.columns
-    gathered = not any(len(parts) == 1 and not parts[0].taken for some in (before, columns) for parts in some.parts)
+    gathered = not any(_is_whole(parts) for some in (before, columns) for parts in some.parts)
     follows = last.start + last.rows == start and before.targets == columns.targets
     return gathered and follows and before.target_shapes == columns.target_shapes
 
 
-def _views(bands: Iterable[Band]) -> int:
-    """Return how many views of buffers some bands have at most, and one for themselves."""
-    return 1 + sum(len(parts) for band in bands for part in band for parts in part.segment.columns.parts)
+def _elements_read(parts: Sequence[Rows]) -> int:
+    """Return how many elements are read for a band."""
+    return sum(rows * segment.columns.row_elements for segment, _, rows in parts)
 
 
-def _alike(band: Band, place: int) -> Iterator[tuple[Columns, int]]:
+def _elements_put(parts: Sequence[Rows]) -> int:
+    """Return how many elements the largest target block has whose columns are put together; 0 where none are."""
+    columns = parts[0].segment.columns
+    every = zip(columns.parts, columns.target_shapes, strict=True)
+    row = max((prod(shape) for some, shape in every if not _is_whole(some)), default=0)
+    return row * sum(rows for _, _, rows in parts)
+
+
+def _is_whole(parts: Sequence[Part]) -> bool:
+    """Tell whether a target block's columns are just those of one source block."""
+    return len(parts) == 1 and not parts[0].taken
+
+
+def _band(parts: Sequence[Rows], move: Move, read: memoryview, put: memoryview) -> Band:
+    """Lay a band out in two buffers: what is read one after the other, and in the other one, columns put together."""
+    itemsize = move.dtype.itemsize
+    reads = []
+    place = 0
+    for segment, start, rows in parts:
+        columns = segment.columns
+        for source, offset, shape in zip(columns.sources, segment.source_offsets, columns.source_shapes, strict=True):
+            row = prod(shape) * itemsize
+            begin = offset * itemsize + (start - segment.start) * row
+            reads.append(Read(source, begin, read[place : place + rows * row]))
+            place += rows * row
+    segment, start, _ = parts[0]
+    columns = segment.columns
+    writes = []
+    for number, (target, offset, shape) in enumerate(
+        zip(columns.targets, segment.target_offsets, columns.target_shapes, strict=True)
+    ):
+        begin = (offset + (start - segment.start) * prod(shape)) * move.target_dtype.itemsize
+        if _is_whole(columns.parts[number]):
+            writes.append(Write(target, begin, reads[columns.parts[number][0].read].view, ()))
+            continue
+        content = put[: sum(rows for _, _, rows in parts) * prod(shape) * itemsize]
+        writes.append(Write(target, begin, content, _copies(parts, number, move, read[:place], content)))
+    return Band(reads, _turned(writes))
+
+
+def _copies(
+    parts: Sequence[Rows], number: int, move: Move, given: memoryview, content: memoryview
+) -> list[tuple[Array, Array]]:
+    """Return views of where one target block's columns go, and of where they are taken from."""
+    import numpy as np  # a quarter of the start-up of a command; rows that stay whole need none of it
+
+    carrier = move.dtype.carrier()
+    elements = np.frombuffer(given, carrier)
+    shape = parts[0].segment.columns.target_shapes[number]
+    gathered = np.frombuffer(content, carrier).reshape(sum(part.rows for part in parts), *shape)
+    found = []
+    begin = done = 0  # in the elements that were read, and in the rows
+    for columns, rows in _alike(parts, number):
+        starts = list(accumulate((rows * prod(shape) for shape in columns.source_shapes), initial=begin))
+        for read, taken, put in columns.parts[number]:
+            block = elements[starts[read] : starts[read + 1]].reshape(rows, *columns.source_shapes[read])
+            found.append((gathered[done : done + rows][put or ...], block[taken or ...]))
+        begin = starts[-1]
+        done += rows
+    return found
+
+
+def _alike(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
     """Yield the columns of rows, and how many: those of several source blocks at once, where all is alike in them."""
-    first, rows = band[0].segment.columns, 0
-    for segment, _, some in band:
+    first, rows = parts[0].segment.columns, 0
+    for segment, _, some in parts:
         columns = segment.columns
         if rows and not (
             len(first.sources) == len(columns.sources) == 1
             and first.source_shapes == columns.source_shapes
-            and first.parts[place] == columns.parts[place]
+            and first.parts[number] == columns.parts[number]
         ):
             yield first, rows
             rows = 0
@@ -297,7 +389,6 @@ class _Mover:
     def __init__(self, plan: Plan, number: int, directory: str, store: Files, writer: Files | Writer) -> None:
         self.number = number
         self.move = move = plan.moves[number]
-        self.width = max(move.dtype.itemsize, move.target_dtype.itemsize)
         self.store, self.writer = store, writer
         self.sources = [
             (plan.source.files[holder].path, plan.source.entry(holder, move.source_name).runs)
@@ -309,89 +400,23 @@ class _Mover:
         ]
         self.is_remote = any(is_url(path) for path, _ in self.sources)
         self.read = self.written = 0
-        self.carrier: np.dtype[Any] | None = None
 
     def band(self, band: Band, sums: _Sums | None) -> None:
         """Move the rows of one band."""
         self.read = self.written = 0
-        first = band[0]
-        columns = first.segment.columns
-        target_itemsize = self.move.target_dtype.itemsize
-        given = self._gathered(band)
-        rows = sum(part.rows for part in band)
-        for place in _turned(list(range(len(columns.targets)))):
-            content = self._content(band, place, given, rows)
+        for source, begin, view in band.reads:
+            self._read(*self.sources[source], begin, view)
+        for write in band.writes:
+            for put, taken in write.copies:
+                put[...] = taken
+            target, content = write.target, write.content
             if self.move.dtype is not self.move.target_dtype:
                 content = self._cast(content)
-            done = (first.start - first.segment.start) * prod(columns.target_shapes[place])
-            begin = (first.segment.target_offsets[place] + done) * target_itemsize
-            target = columns.targets[place]
-            if self.move.starts:
-                begin += self.move.starts[target]
+            begin = write.begin + self.move.starts[target] if self.move.starts else write.begin
             for path, runs in self.targets[target]:
                 self._write(path, runs, begin, content)
             if sums and self.targets[target]:
                 sums.add(self.number, target, self.targets[target][0][1], begin, content)
-
-    def _gathered(self, band: Band) -> list[list[memoryview]]:
-        """Read the rows of every source block of every part into one buffer; return where each is."""
-        itemsize = self.move.dtype.itemsize
-        buffer = _buffers.get(0, itemsize * sum(part.rows * part.segment.columns.row_elements for part in band))
-        found: list[list[memoryview]] = [[] for _ in band]
-        place = 0
-        for part, path, runs, begin, nbytes in self.reads(band):
-            view = buffer[place : place + nbytes]
-            self._read(path, runs, begin, view)
-            found[part].append(view)
-            place += nbytes
-        return found
-
-    def reads(self, band: Band) -> Iterator[tuple[int, str, Runs, int, int]]:
-        """Yield what is read for a band: for which part, of which file's contents, from where, how many bytes."""
-        itemsize = self.move.dtype.itemsize
-        for part, (segment, start, rows) in enumerate(band):
-            columns = segment.columns
-            for source, offset, shape in zip(
-                columns.sources, segment.source_offsets, columns.source_shapes, strict=True
-            ):
-                row = prod(shape) * itemsize
-                path, runs = self.sources[source]
-                yield part, path, runs, offset * itemsize + (start - segment.start) * row, rows * row
-
-    def _content(self, band: Band, place: int, given: Sequence[Sequence[memoryview]], rows: int) -> memoryview:
-        """Return the rows of one target block: a source block's as they are, or columns put together."""
-        parts = band[0].segment.columns.parts[place]
-        if len(parts) == 1 and not parts[0].taken:
-            return given[0][parts[0].read]
-        itemsize = self.move.dtype.itemsize
-        buffer = _buffers.get(1, rows * prod(band[0].segment.columns.target_shapes[place]) * itemsize)
-        read, put, copies = (band.copies or {}).get((place, itemsize), (None, None, []))
-        if read is not _buffers.held[0] or put is not _buffers.held[1]:
-            copies = self._copies(band, place, rows, buffer)
-            if band.copies is not None:
-                band.copies[place, itemsize] = _buffers.held[0], _buffers.held[1], copies
-        for gathered, taken in copies:
-            gathered[...] = taken
-        return buffer
-
-    def _copies(self, band: Band, place: int, rows: int, buffer: memoryview) -> list[tuple[Array, Array]]:
-        """Return views of what is put together, and of where it is taken from."""
-        import numpy as np  # a quarter of the start-up of a command; rows that stay whole need none of it
-
-        carrier = self.carrier = self.carrier or self.move.dtype.carrier()
-        count = sum(part.rows * part.segment.columns.row_elements for part in band)
-        read = np.frombuffer(_buffers.held[0], carrier, count)
-        gathered = np.frombuffer(buffer, carrier).reshape(rows, *band[0].segment.columns.target_shapes[place])
-        found = []
-        begin = done = 0  # in the elements that were read, and in the rows
-        for columns, some in _alike(band, place):
-            starts = list(accumulate((some * prod(shape) for shape in columns.source_shapes), initial=begin))
-            for part in columns.parts[place]:
-                given = read[starts[part.read] : starts[part.read + 1]].reshape(some, *columns.source_shapes[part.read])
-                found.append((gathered[done : done + some][part.put or ...], given[part.taken or ...]))
-            begin = starts[-1]
-            done += some
-        return found
 
     def _cast(self, content: memoryview) -> memoryview:
         """Return the elements as the target's dtype; rounding is numpy's and ml_dtypes', to nearest, ties to even."""
@@ -399,7 +424,7 @@ class _Mover:
 
         elements = np.frombuffer(content, self.move.dtype.numpy())
         dtype = self.move.target_dtype
-        buffer = _buffers.get(2, len(elements) * dtype.itemsize)
+        buffer = _buffers.get(2, len(elements) * dtype.itemsize)[: len(elements) * dtype.itemsize]
         with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
             np.copyto(np.frombuffer(buffer, dtype.numpy()), elements, casting="unsafe")
         return buffer

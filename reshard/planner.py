@@ -14,10 +14,10 @@ Such things are remembered by identity: to hash a grid of 4,096 blocks for every
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from reshard.bands import Recipe, is_grid
+from reshard.bands import VIEWS, Recipe, is_grid
 from reshard.block import Block, shape_text
 from reshard.checkpoint import Shard
 from reshard.errors import BudgetError, Faults, LayoutError, SourceError, UsageError, names
@@ -220,19 +220,19 @@ class Planner:
         plain = self._fixed_bytes()
         for fewer in range(threads, 0, -1):
             fixed = plain + self._coding_bytes(fewer)
-            band = min(BAND_BYTES, (memory - fixed) // (self._buffers() * fewer))
+            band = min(BAND_BYTES, int((memory - fixed) / (self._buffers() * fewer)))
             if band >= (BAND_BYTES if fewer > 1 else LEAST_BAND_BYTES):
                 return fewer, band
-        least = fixed + LEAST_BAND_BYTES * self._buffers()
+        least = fixed + ceil(LEAST_BAND_BYTES * self._buffers())
         stored = [tensor for _, tensor in sorted((t.spec.nbytes, t.spec.name) for t in self.source.tensors.values())]
         raise BudgetError(
             f"{memory} bytes of memory are too little; the least that works is {least}: {fixed} for the program and "
             f"its plan of {len(stored)} tensors, and the rest to hold a band of tensor {stored[-1] if stored else ''!r}"
         )
 
-    def _buffers(self) -> int:
-        """Return how many bands a thread holds: as read, as put together, and cast."""
-        return 3 if self.wishes.cast else 2
+    def _buffers(self) -> float:
+        """Return how many bands a thread holds: as read, as put together, and cast; with the views of them."""
+        return (3 if self.wishes.cast else 2) + VIEWS
 
     def _fixed_bytes(self) -> int:
         """Return about how much memory a run takes beside the bands: the program, the source's indexes, the plan."""
@@ -461,7 +461,7 @@ class Planner:
             tasks=tasks,
             peak_memory=self._fixed_bytes()
             + self._coding_bytes(min(self.threads, max(tasks, 1)))
-            + min(self.threads, tasks) * self._buffers() * band,
+            + ceil(min(self.threads, tasks) * self._buffers() * band),
         )
 
 

@@ -164,7 +164,7 @@ class LocalStore:
             done = 0
             while done < len(buffer):
                 try:
-                    count = os.preadv(fd, [buffer[done:]], offset + done)
+                    count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
                 except OSError as error:
                     raise SourceError(f"{path}: cannot be read at byte {offset + done}: {error.strerror}") from error
                 if not count:
