@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError, names
 
@@ -61,8 +61,7 @@ def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """What a tensor is: its name, the kind of its elements and its whole shape."""
 
     name: str
@@ -75,8 +74,7 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor's part in one file, as the file's header describes it.
 
     Attributes:
@@ -97,8 +95,7 @@ class Entry:
         return sum(nbytes for _, nbytes in self.runs)
 
 
-@dataclass(frozen=True, slots=True)
-class FileIndex:
+class FileIndex(NamedTuple):
     """What a checkpoint file holds, from its header alone.
 
     Attributes:
@@ -128,8 +125,7 @@ class SourceFile:
     index: FileIndex
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """One block of a tensor and the files that hold it: replicas of one another.
 
     Attributes:
@@ -142,8 +138,7 @@ class Shard:
     holders: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor of a checkpoint.
 
     Attributes:

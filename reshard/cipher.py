@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.remote_store import AnyStore, any_store
@@ -181,8 +181,7 @@ class _Block:
         return b"".join((head, *self.parts))
 
 
-@dataclass(frozen=True, slots=True)
-class _Sealed:
+class _Sealed(NamedTuple):
     """An encrypted block in a file: where its plaintext begins in the whole, its size, and where its bytes are."""
 
     start: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -311,7 +310,7 @@ def _make_store(
     # What is unfinished is of no use but to go on from. The report is that of the second step.
     quiet = running.quiet or (running.as_json and not running.dry_run)
     as_json = running.as_json and running.dry_run
-    first = replace(running, overwrite=True, ownership=None, write_manifest=None, quiet=quiet, as_json=as_json)
+    first = running._replace(overwrite=True, ownership=None, write_manifest=None, quiet=quiet, as_json=as_json)
     carry_out(plan, store, first, found_by=list, source=source, asked=[*words, *selected(wishes)])
     return not running.dry_run
 

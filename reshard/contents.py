@@ -11,7 +11,6 @@ compared whole between the ranks when a checkpoint is opened, and of larger ones
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import ranges
@@ -69,7 +68,7 @@ def compare_contents(
 def own_value(tensor: Tensor, ruled: Mapping[str, str]) -> Tensor:
     """Return a tensor without looking at it: `varies` is set where its copies may be values of their ranks' own."""
     is_own = not tensor.listed and (is_single(tensor) or ruled.get(tensor.spec.name) == "copy")
-    return replace(tensor, varies=True) if is_own and tensor.text is None else tensor
+    return tensor._replace(varies=True) if is_own and tensor.text is None else tensor
 
 
 def is_single(tensor: Tensor) -> bool:
@@ -110,7 +109,7 @@ class _Look:
                 f"tensor {name!r}",
                 f"differs between the ranks and no strategy lists it; {UNLISTED.format(name=name)}",
             )
-        return replace(tensor, varies=True)
+        return tensor._replace(varies=True)
 
     def replicas(self, tensor: Tensor) -> None:
         """Look whether a layout given by hand makes replicas of what differs."""

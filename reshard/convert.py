@@ -83,7 +83,7 @@ def plan_convert(
             remove_redundancy=file.index.deduplicated,
             threads=threads,
         )
-        plans.append(replace(one, files=tuple(replace(written, rank=rank) for written in one.files)))
+        plans.append(replace(one, files=tuple(written._replace(rank=rank) for written in one.files)))
     return _joined(plans, Checkpoint(str(path), {}, files, ranks, notices=tuple(notices)))
 
 
@@ -100,8 +100,8 @@ def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
     tasks: list[tuple[Piece, ...]] = []
     for number, one in enumerate(plans):
         first = len(moves)
-        moves += [replace(move, holders=(number,), targets=((number,),)) for move in one.moves]
-        tasks += [tuple(replace(piece, move=first + piece.move) for piece in task) for task in one.tasks]
+        moves += [move._replace(holders=(number,), targets=((number,),)) for move in one.moves]
+        tasks += [tuple(piece._replace(move=first + piece.move) for piece in task) for task in one.tasks]
     every = [one.stats for one in plans]
     largest = max(every, key=lambda stats: stats.peak_memory)
     threads, band = plans[0].threads, max(one.band_bytes for one in plans)

@@ -7,8 +7,7 @@ the same bytes everywhere outside of contents, has the same index: to compare ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats import RangeReader, index_file
 from reshard.remote import is_url
@@ -24,11 +23,10 @@ if TYPE_CHECKING:
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; what cannot be converted, such as a hash table, may be huge
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
+class _Header(NamedTuple):
     """The index of a file, and all of its bytes that are not contents, with their offsets."""
 
-    index: FileIndex
+    found: FileIndex
     pieces: list[tuple[int, bytes]]
 
     def is_of(self, path: str, store: Readable) -> bool:
@@ -54,7 +52,7 @@ class Headers:
         size = self._store.size(path)
         known = self._known.get(size)
         if known is not None and known.is_of(path, self._store):
-            return known.index
+            return known.found
         index = self._with_shared_entries(index_file(path, store=self._store))
         gaps = list(_gaps(index, size))
         if sum(nbytes for _, nbytes in gaps) <= _MOST_HELD:
@@ -67,7 +65,7 @@ class Headers:
         alike = self._entries.setdefault(len(index.entries), [])
         if index.entries not in alike:
             alike.append(index.entries)
-        return replace(index, entries=alike[alike.index(index.entries)])
+        return index._replace(entries=alike[alike.index(index.entries)])
 
 
 def _gaps(index: FileIndex, size: int) -> Iterator[tuple[int, int]]:

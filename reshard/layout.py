@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, combinations, product
 from math import comb, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.block import Block, Shape, is_possible, shape_text
 from reshard.errors import LayoutError
@@ -289,8 +289,7 @@ class Layout:
         return text + (f" opt {self.opt_weight_shard_size}" if self.opt_weight_shard_size else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """The distinct blocks of one tensor, in row-major order, and the ranks that hold each.
 
     Attributes:

@@ -62,8 +62,7 @@ def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     numbers = [number for number, other in enumerate(checkpoint.ranks) if other == rank]
     files = [checkpoint.files[number] for number in numbers]
     tensors = {
-        name: replace(
-            tensor,
+        name: tensor._replace(
             shards=tuple(Shard(s.block, tuple(numbers[holder] for holder in s.holders)) for s in tensor.shards),
         )
         for name, tensor in join(checkpoint.root, files, (rank,) * len(files), None, partial=False).items()

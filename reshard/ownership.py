@@ -79,8 +79,7 @@ def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
     groups = _groups(readers, numbers, STREAMS_AT_ONCE if is_url(directory) else FILES_AT_ONCE)
     of = {number: group for group, some in enumerate(groups) for number in some}
-    stats = replace(
-        plan.stats,
+    stats = plan.stats._replace(
         bytes_read=sum(nbytes * len({of[number] for number in files}) for files, nbytes in readers.items()),
         tasks=len(groups),
         peak_memory=plan.stats.peak_memory + _held(plan, groups, directory),
@@ -100,7 +99,7 @@ def group_plan(plan: Plan, group: Sequence[int]) -> Plan:
         recipe, sources, targets = known[key]
         if targets:
             holders = tuple(move.holders[number] for number in sources)
-            moves.setdefault(move.name, []).append(replace(move, recipe=recipe, holders=holders, targets=targets))
+            moves.setdefault(move.name, []).append(move._replace(recipe=recipe, holders=holders, targets=targets))
     ordered = tuple(move for name in _order(plan, group) for move in moves[name])
     pieces = tuple(Piece(number, 0, move.recipe.rows(move.axis)) for number, move in enumerate(ordered))
     return replace(plan, moves=ordered, tasks=(pieces,), groups=())
@@ -126,7 +125,7 @@ def _with_whole_chunks(plan: Plan) -> Plan:
         sent, held = max(sent, one_sent), max(held, one_held)
     more = 2 * plan.band_bytes  # a part is sent when a band has made it longer than it need be
     memory = _library_bytes(plan) + min(plan.threads, max(len(tasks), 1)) * (sent + held + more)
-    stats = replace(plan.stats, tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
+    stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     return replace(plan, groups=tuple(map(tuple, groups)), tasks=tasks, stats=stats)
 
 

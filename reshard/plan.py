@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.block import Block
 from reshard.errors import UsageError, names
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from reshard.target_files import TargetFiles
 
 
-@dataclass(frozen=True, slots=True)
-class TargetFile:
+class TargetFile(NamedTuple):
     """A file to be written.
 
     Attributes:
@@ -55,8 +54,7 @@ class TargetFile:
     done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One tensor's way from source files to target files.
 
     Attributes:
@@ -85,8 +83,7 @@ class Move:
     grain: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """What a target rank will hold of a tensor.
 
     Attributes:
@@ -102,8 +99,7 @@ class Held:
     holder: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Some rows of one move: the part of a task."""
 
     move: int
@@ -111,8 +107,7 @@ class Piece:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(NamedTuple):
     """What a plan costs. Sizes are in bytes.
 
     Attributes:

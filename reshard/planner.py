@@ -13,9 +13,9 @@ Such things are remembered by identity: to hash a grid of 4,096 blocks for every
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.bands import VIEWS, Recipe, is_grid
 from reshard.block import Block, shape_text
@@ -77,8 +77,7 @@ CHUNK_BYTES = 650
 """Resident memory of a chunk of a zarr store that is read; measured."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class Wanted(NamedTuple):
     """The blocks of a tensor that are wanted, and the target files that get each."""
 
     blocks: tuple[Block, ...]
@@ -423,7 +422,7 @@ class Planner:
         for number, file in enumerate(files):
             original = files[self.first_files[self.originals[file.rank]] + number % count]
             found.append(
-                file if original is file else replace(original, path=file.path, rank=file.rank, link=original.path)
+                file if original is file else original._replace(path=file.path, rank=file.rank, link=original.path)
             )
         return found
 
@@ -477,7 +476,7 @@ def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Map
     for rank, (_, name, number) in sorted(smallest.items()):
         stored = list(kept[name].ranks)
         stored[number] = tuple(sorted((*stored[number], rank)))
-        kept[name] = replace(kept[name], ranks=tuple(stored))
+        kept[name] = kept[name]._replace(ranks=tuple(stored))
     return kept
 
 

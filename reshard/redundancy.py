@@ -18,7 +18,6 @@ Source: MindSpore 2.10 `train/_utils.py` (`get_parameter_redundancy`, `remove_pa
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import groupby, product
@@ -165,7 +164,7 @@ def stored_once(
         keepers = iter(chosen[name])
         ranks = tuple(tuple(rank for _ in held for rank in next(keepers)) for held in split[id(grid)])
         if (id(grid), ranks) not in made:
-            made[id(grid), ranks] = grid if ranks == grid.ranks else replace(grid, ranks=ranks)
+            made[id(grid), ranks] = grid if ranks == grid.ranks else grid._replace(ranks=ranks)
         found[name] = made[id(grid), ranks]
     return found
 

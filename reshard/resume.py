@@ -286,9 +286,9 @@ def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans],
     done = frozenset(finished)
     if not done and not written:
         return plan
-    files = tuple(replace(file, done=True) if number in done else file for number, file in enumerate(plan.files))
+    files = tuple(file._replace(done=True) if number in done else file for number, file in enumerate(plan.files))
     moves = tuple(
-        replace(move, targets=tuple(tuple(file for file in files if file not in done) for files in move.targets))
+        move._replace(targets=tuple(tuple(file for file in files if file not in done) for files in move.targets))
         if done
         else move
         for move in plan.moves

@@ -12,8 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.cipher import store_of
 from reshard.errors import TargetError, UsageError, names
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from reshard.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a run is: bytes of contents written, of how many, since how many seconds."""
 
     written: int
@@ -43,8 +41,7 @@ class Progress:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """What a run did.
 
     Attributes:

@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, SourceError, UsageError, names
@@ -169,8 +169,7 @@ def _cast_fault(old: DType, new: DType) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
+class Selected(NamedTuple):
     """Which tensors go to a target.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -127,7 +126,7 @@ def reopen(
     """
     files, ranks = _indexed(paths, cipher)
     joined = join(root, files, ranks, strategy, partial=partial)
-    tensors = {name: replace(tensor, varies=name in varying and not tensor.listed) for name, tensor in joined.items()}
+    tensors = {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in joined.items()}
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     return Checkpoint(root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.block import shape_text
 from reshard.errors import Faults, LayoutError, StrategyError, names
@@ -28,8 +28,7 @@ MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
 """A tensor's name in a file that has several pipeline stages: the stage, a dash, the name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A tensor's layout in one pipeline stage.
 
     Attributes:
@@ -47,8 +46,7 @@ class Placed:
     expanded: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
+class Operator(NamedTuple):
     """An operator's strategy, kept for writing; only its stage matters here."""
 
     name: str
@@ -244,7 +242,7 @@ class Strategy:
             StrategyError: there is no such stage.
         """
         if len(self.stages) == 1 and not self.merged:
-            moved = {name: (replace(places[0], stage=stage),) for name, places in self.tensors.items()}
+            moved = {name: (places[0]._replace(stage=stage),) for name, places in self.tensors.items()}
             return replace(self, tensors=moved, stages=range(stage, stage + 1))
         if stage not in self.stages:
             raise StrategyError(f"stage {stage} is asked for; the strategy has stages {names(self.stages)}")

@@ -118,12 +118,12 @@ class ZarrPlanner(Planner):
         # A file of compressed chunks, or one at a URL, is written by one task: tasks are cut where files are, along
         # the first axis.
         rows = prod(move.recipe.shape[1 : move.axis + 1])
-        return replace(move, starts=starts, grain=rows * array.unit[0] if array.unit else 1)
+        return move._replace(starts=starts, grain=rows * array.unit[0] if array.unit else 1)
 
     def _copies(self, tensor: Tensor, new: str, read_for: Mapping[int, set[int]]) -> list[tuple[Move, _Way]]:  # noqa: ARG002
         """Plan a copy that differs between source ranks: there is one of each tensor, that of the lowest rank."""
         shard = tensor.shards[0]
-        alone = replace(tensor, shards=(Shard(shard.block, shard.holders[:1]),))
+        alone = tensor._replace(shards=(Shard(shard.block, shard.holders[:1]),))
         self._kept_alive.append(alone)  # what is planned is remembered by identity
         return self._moves(alone, new)
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -551,7 +550,7 @@ def test_a_header_that_is_shared_is_digested_once(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fingerprint, "_entries_digest", entries_digest)
     digests(reshard.plan(source, TARGET))
     assert len(digested) == 1
-    assert len({*fingerprint.index_digests([replace(source.files[0].index, crc=crc) for crc in (1, 2, 3)])}) == 3
+    assert len({*fingerprint.index_digests([source.files[0].index._replace(crc=crc) for crc in (1, 2, 3)])}) == 3
     assert len(digested) == 2
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -524,18 +523,18 @@ def test_a_header_digest_is_of_all_that_the_header_says(root: Path) -> None:
     index = reshard.open(root, strategy=SOURCE).files[0].index
     entry = index.entries["note"]
     others = [
-        replace(index, format="ckpt"),
-        replace(index, crc=1),
-        replace(index, deduplicated=True),
-        replace(index, metadata=(("a", "b"),)),
-        replace(index, unreadable=(("a", "b"),)),
-        replace(index, entries={**index.entries, "note": replace(entry, text="other")}),
-        replace(index, entries={**index.entries, "note": replace(entry, shape=(1,))}),
-        replace(index, entries={**index.entries, "note": replace(entry, runs=((1, 2),))}),
-        replace(index, entries=dict(reversed(index.entries.items()))),
+        index._replace(format="ckpt"),
+        index._replace(crc=1),
+        index._replace(deduplicated=True),
+        index._replace(metadata=(("a", "b"),)),
+        index._replace(unreadable=(("a", "b"),)),
+        index._replace(entries={**index.entries, "note": entry._replace(text="other")}),
+        index._replace(entries={**index.entries, "note": entry._replace(shape=(1,))}),
+        index._replace(entries={**index.entries, "note": entry._replace(runs=((1, 2),))}),
+        index._replace(entries=dict(reversed(index.entries.items()))),
     ]
     assert len({index_digest(index), *map(index_digest, others)}) == 1 + len(others)
-    assert index_digest(replace(index, entries=dict(index.entries))) == index_digest(index)
+    assert index_digest(index._replace(entries=dict(index.entries))) == index_digest(index)
 
 
 def test_pages_are_spread_over_the_file(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,7 +65,7 @@ def test_memory_is_measured(report: Report) -> None:
 
 
 def test_in_words(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
-    report = replace(report, seconds=0.5, peak_memory=48_000_000)
+    report = report._replace(seconds=0.5, peak_memory=48_000_000)
     assert report_text(plan, report, "reshard verify dst") == (
         f"wrote 4 files (safetensors) for 4 ranks (0-3) to {tmp_path}/dst\n"
         f"read 260 B from 4 files, wrote {report.target_bytes / 1000:.1f} kB in 0.50 s (1.1 kB/s)\n"
@@ -81,15 +80,15 @@ def test_in_words(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
 
 def test_it_fits_on_one_screen_and_shows_no_control_characters(plan: reshard.Plan, report: Report) -> None:
     many = tuple(f"n{k}.x{k % 7}\x1b.{'w' * (k % 5)}" for k in range(10_000))
-    text = report_text(plan, replace(report, dropped=many, missing=many), "reshard verify dst")
+    text = report_text(plan, report._replace(dropped=many, missing=many), "reshard verify dst")
     assert sum(-(-len(line) // 80) for line in text.splitlines()) <= 24
     assert all(line.isprintable() for line in text.splitlines())
 
 
 def test_checksums_have_their_place(plan: reshard.Plan, report: Report) -> None:
     sums = {"rank_0/checkpoint_0.safetensors": {"w": 0x1A2B, "global_step": 0xFFFFFFFF}}
-    summed = replace(report, checksums=sums)
-    assert "checksums: none made\n" in report_text(plan, replace(report, checksums=None))
+    summed = report._replace(checksums=sums)
+    assert "checksums: none made\n" in report_text(plan, report._replace(checksums=None))
     data = report_data(plan, "dst", summed)
     assert data["checksums"] == {"rank_0/checkpoint_0.safetensors": {"w": "00001a2b", "global_step": "ffffffff"}}
 

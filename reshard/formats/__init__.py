@@ -10,8 +10,7 @@ be written:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import SourceError, UsageError
 from reshard.remote import is_url
@@ -30,8 +29,7 @@ _REMOTE_HEADER = 1 << 20
 _REMOTE_WINDOW = 16 << 10  # a .ckpt file has no index: each large tensor is a request, whose answer should be short
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """A tensor to be written into one file: its name, dtype and the shape of the part; `text` for a `str` entry."""
 
     name: str
@@ -40,8 +38,7 @@ class Content:
     text: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
+class FileLayout(NamedTuple):
     """Where everything of a file to be written goes.
 
     Attributes:

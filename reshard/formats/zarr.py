@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.block import Block
 from reshard.checksum import crc32c
@@ -150,8 +150,7 @@ class ZarrGroup:
         return tuple(map(int.__mul__, counts, chunk)) if prod(counts) > 1 else None
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """A file of an array: a chunk, or a shard.
 
     Attributes:

@@ -63,7 +63,7 @@ def strategy_of(argument: str, given: StrategyLike | None) -> Strategy | None:
             shapes[own_name] = shape
     strategy = Strategy.of(layouts, shapes=shapes)
     tensors = {  # a shape may be expanded, as JSON files have it
-        name: tuple(replace(placed, expanded=placed.shape is not None) for placed in places)
+        name: tuple(placed._replace(expanded=placed.shape is not None) for placed in places)
         for name, places in strategy.tensors.items()
     }
     return replace(strategy, tensors=tensors, merged=merged)

@@ -471,7 +471,7 @@ def _open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> C
         raise SourceError(
             f"without src_strategy_file each of the {len(ranks)} source ranks must hold the same whole tensors; {error}"
         ) from error
-    tensors = {name: replace(tensor, listed=False) for name, tensor in source.tensors.items()}
+    tensors = {name: tensor._replace(listed=False) for name, tensor in source.tensors.items()}
     return replace(source, tensors=tensors, strategy=None)
 
 

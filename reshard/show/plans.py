@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from reshard.show.checkpoints import files_text
@@ -52,7 +51,7 @@ def plan_text(plan: Plan, directory: str) -> str:
 
 def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[str, object]:
     """Return a plan, and what came of it, for `--json`: the same keys before a run (`seconds` is null) and after."""
-    stats = asdict(plan.stats)
+    stats = plan.stats._asdict()
     if report is not None:
         stats["bytes_read"] = report.bytes_read
     return {
