@@ -51,6 +51,7 @@ def cli() -> None:
 
     No framework and no accelerator is needed, and no tensor is ever whole in memory.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
 
 
 @cli.command(
@@ -124,7 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # What is imported and planned is no garbage: looking through it takes a tenth of a short command.
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may be of any script, terminals may not
             stream.reconfigure(errors="backslashreplace")

@@ -7,8 +7,10 @@ plans are joined into one, so that a run of it is one run: its files get their n
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
+from reshard.bands import VIEWS
 from reshard.checkpoint import Checkpoint
 from reshard.errors import UsageError
 from reshard.formats import by_name
@@ -107,7 +109,7 @@ def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
     threads, band = plans[0].threads, max(one.band_bytes for one in plans)
     more_threads = min(threads, len(tasks)) - min(threads, largest.tasks)
     remote = any(is_url(file.path) for file in source.files)
-    thread_bytes = 2 * band + (fetched_bytes(1, band) - LIBRARY_BYTES if remote else 0)
+    thread_bytes = ceil((2 + VIEWS) * band) + (fetched_bytes(1, band) - LIBRARY_BYTES if remote else 0)
     stats = Stats(
         tensors=len({move.name for move in moves}),
         bytes_needed=sum(stats.bytes_needed for stats in every),

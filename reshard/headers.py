@@ -24,7 +24,7 @@ _MOST_HELD = 32 << 20  # an entry has some hundred bytes; what cannot be convert
 
 
 class _Header(NamedTuple):
-    """The index of a file, and all of its bytes that are not contents, with their offsets."""
+    """What was found in a file, and all of its bytes that are not contents, with their offsets."""
 
     found: FileIndex
     pieces: list[tuple[int, bytes]]

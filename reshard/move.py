@@ -8,6 +8,7 @@ release the interpreter's lock, so threads run side by side.
 from __future__ import annotations
 
 import itertools
+import mmap
 import threading
 from array import array
 from collections import OrderedDict
@@ -84,15 +85,10 @@ class Band(NamedTuple):
     """Rows of a tensor that are read, and then written, at once."""
 
     reads: Sequence[Read]
-    writes: Sequence[Write]
-
-    @property
-    def views(self) -> int:
-        """How many views of buffers it has, and one for itself."""
-        return 1 + len(self.reads) + sum(1 + 2 * len(write.copies) for write in self.writes)
+    writes: Iterable[Write]
 
 
-_VIEW_BYTES = 288  # with its share of what holds it; measured
+_VIEW_BYTES = 200  # of a view of a buffer in a band that is kept, with its share of what holds it; measured
 
 
 class Moved(NamedTuple):
@@ -114,49 +110,49 @@ class _Buffers(threading.local):
 
     With them, the bands of the last few shapes of tensors: layers repeat, and to work bands out, with the views of the
     buffers, takes as long as to put their columns together.
+
+    Attributes:
+        read: for what is read of a band.
+        put: for the columns of one target block, put together.
+        cast: for these elements in another dtype.
     """
 
     _threads = itertools.count()
 
     def __init__(self) -> None:
         self.thread = next(self._threads)
-        self._held = [memoryview(b"")] * 3
-        self._bands: OrderedDict[tuple[object, ...], tuple[Recipe, list[Band]]] = OrderedDict()
+        self.read = self.put = self.cast = memoryview(b"")
+        self._bands: OrderedDict[tuple[object, ...], tuple[Recipe, int, list[Band]]] = OrderedDict()
         self._views = 0
 
-    def get(self, which: int, nbytes: int) -> memoryview:
-        """Return a buffer of at least so many bytes."""
-        if len(self._held[which]) < nbytes:
-            self._bands.clear()  # their views would keep the buffer that is too small
+    def hold(self, nbytes: int) -> None:
+        """Have buffers of so many bytes; what is not used of them takes no memory."""
+        if len(self.read) < nbytes:
+            self._bands.clear()  # their views would keep the buffers that are too small
             self._views = 0
-            self._held[which] = memoryview(bytearray(nbytes))
-        return self._held[which]
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self.read, self.put, self.cast = (memoryview(mmap.mmap(-1, nbytes, flags=private)) for _ in range(3))
 
     def bands(self, piece: Piece, move: Move, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
         """Return the bands of some rows, in another order in every thread unless `in_order`."""
+        self.hold(band_bytes)
         itemsizes = move.dtype.itemsize, move.target_dtype.itemsize
         key = (id(move.recipe), move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
         if key in self._bands:
             self._bands.move_to_end(key)
-            return self._bands[key][1]
+            return self._bands[key][-1]
         cut = list(_cut(move.recipe.segments(move.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
-        buffers = [
-            self.get(which, itemsizes[0] * max(map(elements, cut), default=0))
-            for which, elements in enumerate((_elements_read, _elements_put))
-        ]
-        made = (_band(rows, move, *buffers) for rows in (cut if in_order else _turned(cut)))
-        found = []
-        views = 0
-        for band in made:
-            found.append(band)
-            views += band.views
-            if views * _VIEW_BYTES > band_bytes * VIEWS:
-                return itertools.chain(found, made)
-        self._bands[key] = move.recipe, found
+        made = (_band(rows, move) for rows in (cut if in_order else _turned(cut)))
+        views = 1 + sum(map(_views, cut))
+        most = int(band_bytes * VIEWS) // _VIEW_BYTES
+        if views > most:
+            return made
+        while self._views + views > most:
+            _, (_, fewer, _) = self._bands.popitem(last=False)
+            self._views -= fewer
+        found = [Band(band.reads, list(band.writes)) for band in made]
+        self._bands[key] = move.recipe, views, found
         self._views += views
-        while self._views * _VIEW_BYTES > band_bytes * VIEWS:
-            _, (_, old) = self._bands.popitem(last=False)
-            self._views -= sum(band.views for band in old)
         return found
 
 
@@ -207,9 +203,9 @@ def _all_bands(
     plan: Plan, pieces: Sequence[Piece], directory: str, store: Files, writer: Files | Writer, *, in_order: bool
 ) -> Iterator[tuple[_Mover, Band]]:
     """Yield the bands of all pieces, each with what moves it."""
+    in_order = in_order or plan.coding is not None  # whole chunks are compressed
     for piece in pieces:
         mover = _Mover(plan, piece.move, directory, store, writer)
-        in_order = in_order or plan.coding is not None  # whole chunks are compressed
         for band in _buffers.bands(piece, mover.move, plan.band_bytes, in_order=in_order):
             yield mover, band
 
@@ -271,26 +267,21 @@ def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
     return gathered and follows and before.target_shapes == columns.target_shapes
 
 
-def _elements_read(parts: Sequence[Rows]) -> int:
-    """Return how many elements are read for a band."""
-    return sum(rows * segment.columns.row_elements for segment, _, rows in parts)
-
-
-def _elements_put(parts: Sequence[Rows]) -> int:
-    """Return how many elements the largest target block has whose columns are put together; 0 where none are."""
-    columns = parts[0].segment.columns
-    every = zip(columns.parts, columns.target_shapes, strict=True)
-    row = max((prod(shape) for some, shape in every if not _is_whole(some)), default=0)
-    return row * sum(rows for _, _, rows in parts)
-
-
 def _is_whole(parts: Sequence[Part]) -> bool:
     """Tell whether a target block's columns are just those of one source block."""
     return len(parts) == 1 and not parts[0].taken
 
 
-def _band(parts: Sequence[Rows], move: Move, read: memoryview, put: memoryview) -> Band:
-    """Lay a band out in two buffers: what is read one after the other, and in the other one, columns put together."""
+def _views(parts: Sequence[Rows]) -> int:
+    """Return about how many views of buffers a band has; what a write has beside its copies counts as four."""
+    gathered = 2 * sum(1 for _ in _alike(parts, 0))
+    every = parts[0].segment.columns.parts
+    writes = sum(1 if _is_whole(some) else 4 + len(some) * gathered for some in every)
+    return 1 + sum(len(segment.columns.sources) for segment, _, _ in parts) + writes
+
+
+def _band(parts: Sequence[Rows], move: Move) -> Band:
+    """Lay a band out in this thread's buffers: what is read lies one after the other; columns are put together."""
     itemsize = move.dtype.itemsize
     reads = []
     place = 0
@@ -299,21 +290,24 @@ def _band(parts: Sequence[Rows], move: Move, read: memoryview, put: memoryview) 
         for source, offset, shape in zip(columns.sources, segment.source_offsets, columns.source_shapes, strict=True):
             row = prod(shape) * itemsize
             begin = offset * itemsize + (start - segment.start) * row
-            reads.append(Read(source, begin, read[place : place + rows * row]))
+            reads.append(Read(source, begin, _buffers.read[place : place + rows * row]))
             place += rows * row
+    return Band(reads, _writes(parts, move, reads, _buffers.read[:place]))
+
+
+def _writes(parts: Sequence[Rows], move: Move, reads: Sequence[Read], given: memoryview) -> Iterator[Write]:
+    """Yield what is written of a band, from another target block on in every thread."""
     segment, start, _ = parts[0]
     columns = segment.columns
-    writes = []
-    for number, (target, offset, shape) in enumerate(
-        zip(columns.targets, segment.target_offsets, columns.target_shapes, strict=True)
-    ):
-        begin = (offset + (start - segment.start) * prod(shape)) * move.target_dtype.itemsize
+    rows = sum(rows for _, _, rows in parts)
+    for number in _turned(list(range(len(columns.targets)))):
+        row = prod(columns.target_shapes[number])
+        begin = (segment.target_offsets[number] + (start - segment.start) * row) * move.target_dtype.itemsize
         if _is_whole(columns.parts[number]):
-            writes.append(Write(target, begin, reads[columns.parts[number][0].read].view, ()))
-            continue
-        content = put[: sum(rows for _, _, rows in parts) * prod(shape) * itemsize]
-        writes.append(Write(target, begin, content, _copies(parts, number, move, read[:place], content)))
-    return Band(reads, _turned(writes))
+            yield Write(columns.targets[number], begin, reads[columns.parts[number][0].read].view, ())
+        else:
+            content = _buffers.put[: rows * row * move.dtype.itemsize]
+            yield Write(columns.targets[number], begin, content, _copies(parts, number, move, given, content))
 
 
 def _copies(
@@ -325,7 +319,7 @@ def _copies(
     carrier = move.dtype.carrier()
     elements = np.frombuffer(given, carrier)
     shape = parts[0].segment.columns.target_shapes[number]
-    gathered = np.frombuffer(content, carrier).reshape(sum(part.rows for part in parts), *shape)
+    gathered = np.frombuffer(content, carrier).reshape(sum(rows for _, _, rows in parts), *shape)
     found = []
     begin = done = 0  # in the elements that were read, and in the rows
     for columns, rows in _alike(parts, number):
@@ -424,7 +418,7 @@ class _Mover:
 
         elements = np.frombuffer(content, self.move.dtype.numpy())
         dtype = self.move.target_dtype
-        buffer = _buffers.get(2, len(elements) * dtype.itemsize)[: len(elements) * dtype.itemsize]
+        buffer = _buffers.cast[: len(elements) * dtype.itemsize]
         with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
             np.copyto(np.frombuffer(buffer, dtype.numpy()), elements, casting="unsafe")
         return buffer

@@ -357,7 +357,7 @@ def plan(
         remove_redundancy: store each block of a listed tensor on one of the ranks that would hold it.
         link_replicas: make target files that are equal in every byte links to one file: copies that share their
             blocks where the file system has them, else hard links.
-        memory: resident memory in bytes that a run may take at its peak; by default about 90 MB are enough, and some
+        memory: resident memory in bytes that a run may take at its peak; by default about 100 MB are enough, and some
             kB a tensor.
         threads: the most threads that a run may have, fewer where `memory` is for fewer; by default 4.
 

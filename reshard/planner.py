@@ -219,19 +219,19 @@ class Planner:
         plain = self._fixed_bytes()
         for fewer in range(threads, 0, -1):
             fixed = plain + self._coding_bytes(fewer)
-            band = min(BAND_BYTES, int((memory - fixed) / (self._buffers() * fewer)))
+            band = min(BAND_BYTES, int((memory - fixed) / ((self._buffers() + VIEWS) * fewer)))
             if band >= (BAND_BYTES if fewer > 1 else LEAST_BAND_BYTES):
                 return fewer, band
-        least = fixed + ceil(LEAST_BAND_BYTES * self._buffers())
+        least = fixed + ceil(LEAST_BAND_BYTES * (self._buffers() + VIEWS))
         stored = [tensor for _, tensor in sorted((t.spec.nbytes, t.spec.name) for t in self.source.tensors.values())]
         raise BudgetError(
             f"{memory} bytes of memory are too little; the least that works is {least}: {fixed} for the program and "
             f"its plan of {len(stored)} tensors, and the rest to hold a band of tensor {stored[-1] if stored else ''!r}"
         )
 
-    def _buffers(self) -> float:
-        """Return how many bands a thread holds: as read, as put together, and cast; with the views of them."""
-        return (3 if self.wishes.cast else 2) + VIEWS
+    def _buffers(self) -> int:
+        """Return how many bands a thread holds: as read, as put together, and cast."""
+        return 3 if self.wishes.cast else 2
 
     def _fixed_bytes(self) -> int:
         """Return about how much memory a run takes beside the bands: the program, the source's indexes, the plan."""
@@ -460,7 +460,7 @@ class Planner:
             tasks=tasks,
             peak_memory=self._fixed_bytes()
             + self._coding_bytes(min(self.threads, max(tasks, 1)))
-            + ceil(min(self.threads, tasks) * self._buffers() * band),
+            + min(self.threads, tasks) * (self._buffers() * band + ceil(VIEWS * self.band_bytes)),
         )
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import resource
 import threading
 from collections import OrderedDict
 from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from reshard.errors import BudgetError, GoneError, SourceError, TargetError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 """What the name of an unfinished target file ends with."""
 
+_READERS = 4  # threads with handles of their own for reading: the kernel reads ahead of each handle's last read
 _SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
 _MOST_HANDLES = 1024
 _FICLONE = 0x40049409  # linux/fs.h
@@ -128,6 +129,21 @@ class Writer(Protocol):
         """See that every file is whole."""
 
 
+_Key = tuple[str, int, int]  # of a handle: path, flags, and which reader it is of
+
+
+class _Reader(threading.local):
+    """Which of the readers a thread is."""
+
+    _threads = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self._threads) % _READERS
+
+
+_reader = _Reader()
+
+
 class LocalStore:
     """The files of this machine. Safe to use from several threads."""
 
@@ -137,7 +153,7 @@ class LocalStore:
             limit = _MOST_HANDLES + _SPARE_HANDLES
         self._most_open = most_open or max(8, min(limit - _SPARE_HANDLES, _MOST_HANDLES))
         self._lock = threading.Lock()
-        self._handles: OrderedDict[tuple[str, int], _Handle] = OrderedDict()
+        self._handles: OrderedDict[_Key, _Handle] = OrderedDict()
 
     def status(self, path: str) -> Status:
         """Return the state of a file as it is now."""
@@ -291,14 +307,14 @@ class LocalStore:
 
     def _opened(self, path: str, flags: int) -> _Opened:
         """Return a context in which a file is open; its value is the descriptor."""
-        return _Opened(self, (path, flags))
+        return _Opened(self, (path, flags, _reader.number if flags == os.O_RDONLY else 0))
 
-    def _acquire(self, key: tuple[str, int]) -> _Handle:
+    def _acquire(self, key: _Key) -> _Handle:
         with self._lock:
             handle = self._handles.get(key)
             if handle is None:
                 self._make_room()
-                handle = self._handles[key] = _Handle(_open(*key))
+                handle = self._handles[key] = _Handle(_open(*key[:2]))
             else:
                 self._handles.move_to_end(key)
             handle.users += 1
@@ -315,14 +331,14 @@ class LocalStore:
         if excess <= 0:
             return
         unused = (key for key, handle in self._handles.items() if not handle.users)
-        for key in list(islice(unused, excess)):
+        for key in list(itertools.islice(unused, excess)):
             os.close(self._handles.pop(key).fd)
 
     def _forget(self, path: str) -> None:
         """Close a file, or have its last user close it."""
         with self._lock:
-            for flags in (os.O_RDONLY, os.O_RDWR):
-                handle = self._handles.pop((path, flags), None)
+            for key in ((path, os.O_RDWR, 0), *((path, os.O_RDONLY, number) for number in range(_READERS))):
+                handle = self._handles.pop(key, None)
                 if handle is not None:
                     handle.forgotten = True
                     if not handle.users:
@@ -356,7 +372,7 @@ class _Opened:
 
     __slots__ = ("_handle", "_key", "_store")
 
-    def __init__(self, store: LocalStore, key: tuple[str, int]) -> None:
+    def __init__(self, store: LocalStore, key: _Key) -> None:
         self._store, self._key = store, key
 
     def __enter__(self) -> int:
@@ -378,7 +394,10 @@ class _Handle:
 
 def _open(path: str, flags: int) -> int:
     if flags == os.O_RDONLY:
-        return open_regular(path, SourceError)
+        fd = open_regular(path, SourceError)
+        with suppress(OSError):  # it is advice: read further ahead
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return fd
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:

@@ -42,6 +42,7 @@ def strategies(model: hollow.Shapes) -> dict[str, Strategy]:
         "rows": cut(model, Layout.of([8], [0, -1]), eight),
         "four": cut(model, Layout.of([4], [0, -1]), Layout.of([4], [-1])),
         "columns": cut(model, Layout.of([8], [-1, 0]), eight),
+        "many": cut(model, Layout.of([64], [-1, 0]), Layout.of([64], [-1])),
         "optimizer": cut(model, Layout.of([8], [-1, -1], -1), eight),
         "replicas": cut(model, Layout.of([4, 2], [0, -1]), Layout.of([4, 2], [-1])),
     }
@@ -99,6 +100,7 @@ RUNS = {
     "columns": ("large", "columns"),
     "columns, 1 thread": ("large", "columns", "--threads", "1"),
     "columns, 4 threads": ("large", "columns", "--threads", "4"),
+    "many columns": ("large", "many", "--threads", "4"),
     "cast": ("large", "four", "--threads", "4", *CAST),
     "columns and cast": ("large", "columns", "--threads", "4", *CAST),
     "optimizer": ("large", "optimizer", "--threads", "4"),
@@ -144,8 +146,8 @@ def test_a_budget_is_obeyed_however_many_threads_are_asked_for(
 
 @pytest.mark.parametrize(
     ("source", "target", "options"),
-    [("large", "four", []), ("large", "columns", []), ("large", "columns", CAST), ("ckpt", "columns", []),
-     ("small", "columns", [])],
+    [("large", "four", []), ("large", "columns", []), ("large", "many", []), ("large", "columns", CAST),
+     ("ckpt", "columns", []), ("small", "columns", [])],
 )  # fmt: skip
 def test_the_least_budget_that_is_told_works_and_a_byte_less_does_not(
     sources: Sources, source: str, target: str, options: list[str]

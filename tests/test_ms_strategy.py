@@ -18,6 +18,7 @@ from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
 import reshard.mindspore as ms
+from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.mindspore.strategy import ParallelLayouts, layout_of
 from reshard.proto import message_class
@@ -188,6 +189,11 @@ def test_groups_of_ranks_that_hold_the_same(tmp_path: Path) -> None:
 def test_ranks_are_those_of_this_process_s_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK_ID", "6")
     assert ms.get_parameter_redundancy({"b": Layout.of([4], [-1])}) == {"b": ((4, 5, 6, 7),)}
+
+
+def test_what_is_no_layout_of_mindspore_s_is_refused() -> None:
+    with pytest.raises(StrategyError, match="lacks"):
+        ms.get_parameter_redundancy({"b": Placed(0, Layout.of([4], [-1]))}, 0)
 
 
 def test_the_stages_of_a_merged_file_have_ranks_of_their_own(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from generators import Model, models
 from hypothesis import HealthCheck, given, settings
 
 import reshard
-from reshard import Layout, Strategy, graph, plan, planner, store
+from reshard import Layout, Strategy, graph, move, plan, planner, store
 from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.formats import Content, ckpt
@@ -52,6 +52,37 @@ def test_the_bytes_are_the_same_on_every_scheduler(
         made.run(tmp_path / f"{threads}", threads=threads)
         assert tree(tmp_path / f"{threads}") == tree(tmp_path / "sync")
     assert_rank_files(tmp_path / "sync", FULL, TARGET)
+
+
+@pytest.mark.parametrize("cast", [None, "float32"])
+def test_bands_are_worked_out_anew_where_they_are_not_kept(
+    tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch, cast: str | None
+) -> None:
+    """Layers alike share the bands that a thread keeps, beside others of their shapes with other dtypes."""
+    shapes = {f"{name}.{i}": FULL[name].shape for name in FULL for i in range(3)}
+    full = numbers(shapes, "float64") | {f"half.{i}": numbers({"w": FULL["w"].shape})["w"] for i in range(3)}
+    before, after = (
+        Strategy.of({name: strategy.tensors[name[0] if name[0] in FULL else "w"][0].layout for name in full})
+        for strategy in (ROWS, TARGET)
+    )
+    opened = reshard.open(write_ranks(tmp_path / "src", full, before), strategy=before)
+    made = reshard.plan(opened, after, selection=reshard.Selection(cast={"float64": cast} if cast else {}))
+    full = {name: array.astype(cast) if cast and array.dtype == np.float64 else array for name, array in full.items()}
+    lay_out, calls = move._band, []
+
+    def counted(*given: Any) -> move.Band:
+        calls.append(given)
+        return lay_out(*given)
+
+    monkeypatch.setattr(move, "_band", counted)
+    laid_out = []
+    for kept in (0, 40, 1 << 20):
+        monkeypatch.setattr(move, "VIEWS", kept)
+        calls.clear()
+        made.run(tmp_path / f"{kept}", threads=1)
+        laid_out.append(len(calls))
+        assert_rank_files(tmp_path / f"{kept}", full, after)
+    assert laid_out == sorted(set(laid_out), reverse=True)
 
 
 def test_on_a_distributed_client(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:

@@ -257,7 +257,7 @@ def test_the_files_used_last_stay_open(store: LocalStore, tmp_path: Path) -> Non
         (tmp_path / str(number)).write_bytes(b"x")
     for number in [0, 1, 2, 3, 0, 4, 5]:
         read(store, tmp_path / str(number), 0, 1)
-    assert [Path(path).name for path, _ in store._handles] == ["3", "0", "4", "5"]
+    assert [Path(path).name for path, *_ in store._handles] == ["3", "0", "4", "5"]
 
 
 def test_discarding_while_somebody_writes_closes_the_file_after_him(

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.block import Shape, shape_text
 from reshard.cipher import MAGICS
@@ -31,12 +31,9 @@ from reshard.formats import index_file
 from reshard.layout import Layout
 from reshard.mindspore.launch import get_group_size, get_rank
 from reshard.redundancy import Group, by_turns, replica_groups
-from reshard.strategy import MERGED_NAME
+from reshard.strategy import MERGED_NAME, Placed
 from reshard.strategy_file import read_strategy, write_strategy
 from reshard.untrusted import read_small
-
-if TYPE_CHECKING:
-    from reshard.strategy import Placed
 
 PathLike = str | os.PathLike[str]
 
@@ -333,7 +330,7 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: Path
 
 def any_layout(given: Any) -> Layout:
     """Return a layout of any of the kinds that `get_parameter_redundancy` takes."""
-    if not isinstance(given, list | tuple):
+    if not isinstance(given, list | tuple) or isinstance(given, Placed):
         return layout_of(given)[0]
     if len(given) < 2:
         raise LayoutError(f"its layout is {given!r:.60}; expected (dev_matrix, tensor_map, slice_shape, …)")
