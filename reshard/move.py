@@ -125,23 +125,15 @@ class _Buffers(threading.local):
         self._bands: OrderedDict[tuple[object, ...], tuple[Recipe, int, list[Band]]] = OrderedDict()
         self._views = 0
 
-    def hold(self, nbytes: int) -> None:
-        """Have buffers of so many bytes; what is not used of them takes no memory."""
-        if len(self.read) < nbytes:
-            self._bands.clear()  # their views would keep the buffers that are too small
-            self._views = 0
-            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self.read, self.put, self.cast = (memoryview(mmap.mmap(-1, nbytes, flags=private)) for _ in range(3))
-
     def bands(self, piece: Piece, move: Move, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
         """Return the bands of some rows, in another order in every thread unless `in_order`."""
-        self.hold(band_bytes)
         itemsizes = move.dtype.itemsize, move.target_dtype.itemsize
         key = (id(move.recipe), move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
         if key in self._bands:
             self._bands.move_to_end(key)
             return self._bands[key][-1]
         cut = list(_cut(move.recipe.segments(move.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
+        self._hold(max([band_bytes, *(max(itemsizes) * _elements(rows) for rows in cut)]))
         made = (_band(rows, move) for rows in (cut if in_order else _turned(cut)))
         views = 1 + sum(map(_views, cut))
         most = int(band_bytes * VIEWS) // _VIEW_BYTES
@@ -154,6 +146,14 @@ class _Buffers(threading.local):
         self._bands[key] = move.recipe, views, found
         self._views += views
         return found
+
+    def _hold(self, nbytes: int) -> None:
+        """Have buffers of so many bytes; what is not used of them takes no memory."""
+        if len(self.read) < nbytes:
+            self._bands.clear()  # their views would keep the buffers that are too small
+            self._views = 0
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self.read, self.put, self.cast = (memoryview(mmap.mmap(-1, nbytes, flags=private)) for _ in range(3))
 
 
 _buffers = _Buffers()
@@ -270,6 +270,11 @@ def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
 def _is_whole(parts: Sequence[Part]) -> bool:
     """Tell whether a target block's columns are just those of one source block."""
     return len(parts) == 1 and not parts[0].taken
+
+
+def _elements(parts: Sequence[Rows]) -> int:
+    """Return how many elements are read for a band; no target block has more of them."""
+    return sum(rows * segment.columns.row_elements for segment, _, rows in parts)
 
 
 def _views(parts: Sequence[Rows]) -> int:
