@@ -71,21 +71,18 @@ def main() -> None:
             as_weights(root / "st")
         commands = arms(root)
         for name in STORES:
-            bench.timed(
-                [str(root / name) if word == str(out) else word for word in commands[f"unify to {name}"]],
-                log=root / "log",
-            )
+            bench.timed([str(root / name) if word == str(out) else word for word in commands[f"unify to {name}"]])
             nbytes = sum(path.stat().st_size for path in (root / name).rglob("*") if path.is_file())
             files = sum(path.is_file() for path in (root / name).rglob("*"))
             print(f"{name}: {files} files, {nbytes / job:.3f} of the source's bytes")
-        found: dict[str, list[bench.Timing]] = {name: [] for name in commands}
+        found: dict[str, list[bench.Measured]] = {name: [] for name in commands}
         for turn in range(options.rounds + 1):
             for name, command in random.sample(list(commands.items()), len(commands)):
                 shutil.rmtree(out, ignore_errors=True)
                 os.sync()
                 read = root / name.removeprefix("split from ") if name.startswith("split") else root / "st"
                 bench.prepare(job, source=read, cold=False)
-                timing = bench.timed(command, log=root / "log")
+                timing = bench.timed(command)
                 if turn:
                     found[name].append(timing)
         copy = statistics.median(timing.seconds for timing in found["cp -r"])
