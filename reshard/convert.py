@@ -7,17 +7,15 @@ plans are joined into one, so that a run of it is one run: its files get their n
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
 from typing import TYPE_CHECKING
 
-from reshard.bands import VIEWS
 from reshard.checkpoint import Checkpoint
 from reshard.errors import UsageError
 from reshard.formats import by_name
 from reshard.formats.unified import read_index
 from reshard.join import join
 from reshard.plan import Plan, Stats, plan
-from reshard.planner import TENSOR_BYTES
+from reshard.planner import TENSOR_BYTES, thread_bytes
 from reshard.rank_files import RANK_PATTERN
 from reshard.remote import is_url
 from reshard.remote_store import LIBRARY_BYTES, fetched_bytes
@@ -109,7 +107,7 @@ def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
     threads, band = plans[0].threads, max(one.band_bytes for one in plans)
     more_threads = min(threads, len(tasks)) - min(threads, largest.tasks)
     remote = any(is_url(file.path) for file in source.files)
-    thread_bytes = ceil((2 + VIEWS) * band) + (fetched_bytes(1, band) - LIBRARY_BYTES if remote else 0)
+    more = more_threads * (thread_bytes(band) + (fetched_bytes(1, band) - LIBRARY_BYTES if remote else 0))
     stats = Stats(
         tensors=len({move.name for move in moves}),
         bytes_needed=sum(stats.bytes_needed for stats in every),
@@ -119,7 +117,7 @@ def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
         source_files=len(plans),
         target_files=len(plans),
         tasks=len(tasks),
-        peak_memory=largest.peak_memory + TENSOR_BYTES * len(moves) + thread_bytes * more_threads,
+        peak_memory=largest.peak_memory + TENSOR_BYTES * len(moves) + more,
     )
     return replace(
         plans[0],

@@ -7,7 +7,6 @@ release the interpreter's lock, so threads run side by side.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import threading
 from array import array
@@ -21,6 +20,7 @@ from reshard.checkpoint import ranges
 from reshard.checksum import crc32c
 from reshard.remote import is_url
 from reshard.remote_store import FETCH_BYTES
+from reshard.store import thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -117,10 +117,7 @@ class _Buffers(threading.local):
         cast: for these elements in another dtype.
     """
 
-    _threads = itertools.count()
-
     def __init__(self) -> None:
-        self.thread = next(self._threads)
         self.read = self.put = self.cast = memoryview(b"")
         self._bands: OrderedDict[tuple[object, ...], tuple[Recipe, int, list[Band]]] = OrderedDict()
         self._views = 0
@@ -236,7 +233,7 @@ def _ahead(bands: Iterable[tuple[_Mover, Band]], store: Files) -> Iterator[tuple
 
 def _turned(some: list[Any]) -> list[Any]:
     """Begin in another place in every thread: two that write to one file wait for each other."""
-    start = len(some) * (_buffers.thread % 4) // 2 % len(some) if some else 0
+    start = len(some) * thread.number // 2 % len(some) if some else 0
     return some[start:] + some[:start]
 
 

@@ -222,7 +222,7 @@ class Planner:
             band = min(BAND_BYTES, int((memory - fixed) / ((self._buffers() + VIEWS) * fewer)))
             if band >= (BAND_BYTES if fewer > 1 else LEAST_BAND_BYTES):
                 return fewer, band
-        least = fixed + ceil(LEAST_BAND_BYTES * (self._buffers() + VIEWS))
+        least = fixed + thread_bytes(LEAST_BAND_BYTES, self._buffers())
         stored = [tensor for _, tensor in sorted((t.spec.nbytes, t.spec.name) for t in self.source.tensors.values())]
         raise BudgetError(
             f"{memory} bytes of memory are too little; the least that works is {least}: {fixed} for the program and "
@@ -462,6 +462,11 @@ class Planner:
             + self._coding_bytes(min(self.threads, max(tasks, 1)))
             + min(self.threads, tasks) * (self._buffers() * band + ceil(VIEWS * self.band_bytes)),
         )
+
+
+def thread_bytes(band: int, buffers: int = 2) -> int:
+    """Return the memory that a thread takes for bands of so many bytes: its buffers, and what it keeps of bands."""
+    return ceil((buffers + VIEWS) * band)
 
 
 def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:

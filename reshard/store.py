@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 """What the name of an unfinished target file ends with."""
 
-_READERS = 4  # threads with handles of their own for reading: the kernel reads ahead of each handle's last read
 _SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
 _MOST_HANDLES = 1024
 _FICLONE = 0x40049409  # linux/fs.h
@@ -129,19 +128,26 @@ class Writer(Protocol):
         """See that every file is whole."""
 
 
-_Key = tuple[str, int, int]  # of a handle: path, flags, and which reader it is of
+NUMBERS = 4
+"""How many threads are told from each other."""
+
+_Key = tuple[str, int, int]  # of a handle: path, flags, and the number of the thread that reads through it
 
 
-class _Reader(threading.local):
-    """Which of the readers a thread is."""
+class _Thread(threading.local):
+    """Numbers the threads of this process, in turns.
+
+    Those that work side by side read through handles of their own, since the kernel reads ahead of a handle's last
+    read, and begin in different places.
+    """
 
     _threads = itertools.count()
 
     def __init__(self) -> None:
-        self.number = next(self._threads) % _READERS
+        self.number = next(self._threads) % NUMBERS
 
 
-_reader = _Reader()
+thread = _Thread()
 
 
 class LocalStore:
@@ -307,7 +313,7 @@ class LocalStore:
 
     def _opened(self, path: str, flags: int) -> _Opened:
         """Return a context in which a file is open; its value is the descriptor."""
-        return _Opened(self, (path, flags, _reader.number if flags == os.O_RDONLY else 0))
+        return _Opened(self, (path, flags, thread.number if flags == os.O_RDONLY else 0))
 
     def _acquire(self, key: _Key) -> _Handle:
         with self._lock:
@@ -337,7 +343,7 @@ class LocalStore:
     def _forget(self, path: str) -> None:
         """Close a file, or have its last user close it."""
         with self._lock:
-            for key in ((path, os.O_RDWR, 0), *((path, os.O_RDONLY, number) for number in range(_READERS))):
+            for key in ((path, os.O_RDWR, 0), *((path, os.O_RDONLY, number) for number in range(NUMBERS))):
                 handle = self._handles.pop(key, None)
                 if handle is not None:
                     handle.forgotten = True
@@ -395,7 +401,7 @@ class _Handle:
 def _open(path: str, flags: int) -> int:
     if flags == os.O_RDONLY:
         fd = open_regular(path, SourceError)
-        with suppress(OSError):  # it is advice: read further ahead
+        with suppress(OSError, AttributeError):  # advice to read further ahead, which not every system takes
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return fd
     try:

@@ -330,7 +330,7 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: Path
 
 def any_layout(given: Any) -> Layout:
     """Return a layout of any of the kinds that `get_parameter_redundancy` takes."""
-    if not isinstance(given, list | tuple) or isinstance(given, Placed):
+    if isinstance(given, Placed) or not isinstance(given, list | tuple):
         return layout_of(given)[0]
     if len(given) < 2:
         raise LayoutError(f"its layout is {given!r:.60}; expected (dev_matrix, tensor_map, slice_shape, …)")
