@@ -1,7 +1,9 @@
 """The one dask graph of a plan: make the target files, move the bytes, give the files their names.
 
 Tasks are few and fat, carry no arrays and return receipts. The plan itself is one node, which a cluster sends to each
-worker once. Independent tasks run in reverse key order, so keys are numbered downwards for sequential reading.
+worker once. Keys are numbered downwards, since dask begins with the last of tasks that wait for nothing; those that
+wait for the same one are in no order for it (its dependents are a set), so `run` sorts those of this machine. Files are
+then read from their first byte to their last, which is what the kernel reads ahead for.
 
 A cluster that loses a worker runs its tasks again elsewhere, and those whose receipts it had. So whatever a working
 task does may be done twice, at the same time even: making a file leaves what is in it, and the same bytes go to the
@@ -42,7 +44,7 @@ from reshard.remote_store import any_store, remote_store, store_at
 from reshard.store import PARTIAL, local_store, page_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from reshard.plan import Move, Plan, TargetFile
     from reshard.remote import Status
@@ -163,23 +165,47 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     together = how.drop_cache or how.apart
     targets = _targets(plan, number) if together else ()
     written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)]
+    spans = _Spans(store) if how.drop_cache and plan.source.coding is None else None
     with _working(how, directory, written):
         moved = move_pieces(
             plan,
             plan.tasks[number],
             directory,
-            store,
+            spans or store,
             writer,
             checksums=how.checksums,
             go_on=lambda: running.go_on(how.run),
         )
         if writer:
             writer.close()
+        if spans:
+            spans.drop()
+        elif how.drop_cache:
+            drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], store)
         if how.drop_cache:
-            _drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], store)
             for path in written:
-                store.drop_cache(path, written=True)
+                local_store().drop_cache(path, written=True, wait=how.apart)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
+
+
+class _Spans:
+    """A store that notes what a task reads of each file: the page cache has what is read next beside it."""
+
+    def __init__(self, store: AnyStore) -> None:
+        self._store = store
+        self._spans: dict[str, tuple[int, int]] = {}
+        self.fetch, self.write_at = store.fetch, store.write_at
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file."""
+        self._store.read_into(path, offset, buffer)
+        first, last = self._spans.get(path, (offset, 0))
+        self._spans[path] = min(first, offset), max(last, offset + len(buffer))
+
+    def drop(self) -> None:
+        """Leave nothing in the page cache from the first byte that was read of a file to the last."""
+        for path, (first, last) in self._spans.items():
+            self._store.drop_cache(path, first, last)
 
 
 def _targets(plan: Plan, number: int) -> set[int]:
@@ -194,7 +220,7 @@ def _targets(plan: Plan, number: int) -> set[int]:
     return found
 
 
-def _drop_sources(plan: Plan, moves: Sequence[Move], store: AnyStore) -> None:
+def drop_sources(plan: Plan, moves: Iterable[Move], store: AnyStore) -> None:
     """Leave nothing in the page cache of the source files of some moves."""
     for holder in {holder for move in moves for holder in move.holders}:
         store.drop_cache(plan.source.files[holder].path)
@@ -209,7 +235,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
             for target in plan.groups[number]:
                 remote_store().commit(f"{directory}/{plan.files[target].path}", sync=how.fsync)
             if how.drop_cache:
-                _drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], any_store())
+                drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], any_store())
         return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
     group = group_plan(plan, plan.groups[number])
     store = remote_store()
@@ -232,7 +258,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
                     journal = journal_at(directory)
                     journal.ready(plan.files[target].path, path, wrote=wrote.get(target, ()), sync=how.fsync)
         if how.drop_cache:
-            _drop_sources(plan, group.moves, any_store())
+            drop_sources(plan, group.moves, any_store())
             for target in plan.groups[number]:
                 any_store().drop_cache(f"{directory}/{plan.files[target].path}", written=True)
     return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
@@ -303,6 +329,8 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
         by_file = plan.groups or is_url(directory)
         if by_file and (file.last or (plan.alone and not file.layout.places)):
             write_literals(file.layout, path, sync=how.fsync)
+        if how.drop_cache and not by_file:
+            local_store().drop_cache(path, written=True)  # what tasks did not wait for
         if how.journal and not journal.early:
             journal.ready(file.path, path + PARTIAL, sync=how.fsync)
         store.commit(path, sync=how.fsync)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.cipher import store_of
 from reshard.errors import TargetError, UsageError, names
-from reshard.graph import Graph, How, Receipt, changed_sources, check_sources, running
+from reshard.graph import Graph, How, Receipt, changed_sources, check_sources, drop_sources, running
 from reshard.journal import DIRECTORY as JOURNALS
 from reshard.journal import discard
 from reshard.ownership import owned
 from reshard.receipts import Checksums
 from reshard.remote import RemotePath, as_path, existing, forget_listings, is_url
-from reshard.remote_store import REQUESTS, remote_store
+from reshard.remote_store import REQUESTS, any_store, remote_store
 from reshard.resume import Session, exists
 from reshard.store import PARTIAL, local_store
 
@@ -192,6 +192,7 @@ def run(
     if plan.alone:
         _check_alone(plan, root)
     check_sources(plan, None)
+    local_store().drop_glances()
     threads = _threads(threads, scheduler, plan.threads)
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
@@ -219,6 +220,7 @@ def run(
             receipts = _here(graph, graph.naming(work_on(client, graph, told.add)), threads, told)
         else:
             receipts = _here(graph, graph.__dask_graph__(), threads, told)
+        drop_sources(plan, plan.moves if drop_cache else (), any_store())  # what was read ahead, and nobody read
         if session:
             session.finished()
     except BaseException as error:
@@ -399,8 +401,10 @@ def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: _Told) -> lis
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
 
-    def posttask(_key: str, result: object, _dsk: object, _state: object, _worker: object) -> None:
+    def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
         told.add(result)
+        if isinstance(result, list):  # all of some tasks are done, and others wait for no more
+            state["ready"].sort()  # the last one runs first
 
     found: list[Receipt]
     with Callback(posttask=posttask):

@@ -85,6 +85,26 @@ def test_bands_are_worked_out_anew_where_they_are_not_kept(
     assert laid_out == sorted(set(laid_out), reverse=True)
 
 
+@pytest.mark.parametrize("scheduler", ["synchronous", "threads"])
+def test_files_are_read_in_order(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    """dask alone would take the tasks as they come out of a set, and the disk would wait for each of them."""
+    move_task, begun = graph.move_task, []
+
+    def noted(plan: Any, number: int, *given: Any) -> graph.Receipt:
+        begun.append(number)
+        assert dropped
+        return move_task(plan, number, *given)
+
+    dropped: list[object] = []
+    monkeypatch.setattr(graph, "move_task", noted)
+    monkeypatch.setattr(store.LocalStore, "drop_glances", lambda _: dropped.append(1))
+    made = reshard.plan(source, TARGET)
+    made.run(tmp_path / "out", scheduler=scheduler, threads=1)
+    assert begun == list(range(len(made.tasks)))
+
+
 def test_on_a_distributed_client(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:
     from distributed import Client
 
@@ -350,7 +370,21 @@ def test_the_page_cache_is_left_as_it_was(source: reshard.Checkpoint, tmp_path: 
     made = reshard.plan(source, TARGET)
     made.run(tmp_path / "kept")
     made.run(tmp_path / "dropped", drop_cache=True)
+    files = [Path(file.path) for file in source.files] + list((tmp_path / "dropped").rglob("*.ckpt"))
+    assert len(files) == 8 + 6
+    assert not any(map(is_cached, files))
     assert tree(tmp_path / "dropped") == tree(tmp_path / "kept")
+
+
+def is_cached(path: Path) -> bool:
+    """Tell whether the page cache has the beginning of a file; a file system that cannot tell is taken to say no."""
+    with path.open("rb") as file:
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError:
+            return False
+        filesystem = subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=True).stdout
+        return filesystem.strip() != "tmpfs"  # which has nothing else
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_short_reads_and_writes_go_on_where_they_stopped(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preadv, pwrite = os.preadv, os.pwrite
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:3]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, *how: preadv(fd, [buffers[0][:3]], *how))
     monkeypatch.setattr(os, "pwrite", lambda fd, buffer, at: pwrite(fd, buffer[:2], at))
     path = tmp_path / "a"
     content = bytes(range(100))
@@ -285,3 +285,67 @@ def test_a_store_travels_without_its_handles(store: LocalStore, tmp_path: Path) 
     assert read(other, tmp_path / "a", 0, 3) == b"abc"
     other.close()
     assert local_store() is local_store()
+
+
+def evict(path: Path) -> None:
+    """Leave nothing of a file in the page cache; skip where the file system does not, as tmpfs, or cannot tell."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+            pytest.skip("the file system keeps it")
+        except BlockingIOError:  # which may have begun to read it
+            while not file.read(1):
+                pass
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError:
+            pytest.skip("the file system cannot tell")
+
+
+@pytest.mark.parametrize("how", ["read", "compared"])
+def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStore, tmp_path: Path, how: str) -> None:
+    path, content = tmp_path / "a", os.urandom(1 << 20)
+
+    def glance() -> set[tuple[str, int]]:
+        if how == "read":
+            assert read(store, path, 700_000, 4096) == content[700_000:704_096]
+        else:
+            assert store.holds(str(path), [(700_000, content[700_000:704_096])])
+        return set(store._glanced)
+
+    path.write_bytes(content)
+    evict(path)
+    assert glance() == {(str(path), 10)}
+    store.drop_glances()
+    assert glance() == {(str(path), 10)}  # from the disk again
+    store._glanced.clear()
+    assert not glance()  # in the cache now
+    store.drop_glances()
+    assert not glance()  # and left there, since it had it
+
+
+def test_glances_where_the_cache_cannot_be_asked(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.store._NOWAIT", 1 << 30)  # a flag that no kernel knows
+    path = tmp_path / "a"
+    path.write_bytes(b"abcdef")
+    assert read(store, path, 2, 3) == b"cde"
+    assert store.holds(str(path), [(0, b"ab"), (4, b"ef")])
+    assert not store.holds(str(path), [(0, b"ab"), (4, b"e!")])
+    assert not store.holds(str(path), [(4, b"efg")])
+    with pytest.raises(SourceError, match="ends at byte 6"):
+        read(store, path, 4, 3)
+
+
+def test_a_part_of_a_file_leaves_the_page_cache(store: LocalStore, tmp_path: Path) -> None:
+    path, content = tmp_path / "a", os.urandom(1 << 20)
+    path.write_bytes(content)
+    evict(path)
+    assert read(store, path, 0, len(content)) == content
+    store.drop_cache(str(path), 500_000, 600_000)
+    assert read(store, path, 0, 4096) + read(store, path, 900_000, 4096) == content[:4096] + content[900_000:904_096]
+    assert not store._glanced
+    assert read(store, path, 550_000, 100) == content[550_000:550_100]
+    assert store._glanced == {(str(path), 550_000 >> 16)}
