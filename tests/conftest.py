@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import helpers
 import pytest
+from commands import case  # noqa: F401 -- a fixture of several test files
 from hypothesis import HealthCheck, settings
-from remotes import asked, bucket, root, server  # noqa: F401 -- fixtures of several test files, with one server
+from remotes import asked, bucket, root, server, several_groups  # noqa: F401 -- likewise; they have one server
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
-from checkpoints import tree
+from checkpoints import numbers, tree
 from fsspec.implementations.memory import MemoryFileSystem
 
+from reshard import Layout, Strategy
 from reshard.journal import DIRECTORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+ROWS = Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
+COLUMNS = Strategy.of({"w": Layout.of([3], [-1, 0]), "v": Layout.of([3], [0, -1]), "b": Layout.of([3], [0])})
+FULL = numbers({"w": (64, 48), "v": (24, 12), "b": (12,)})
 
 
 class Requests:
@@ -104,6 +109,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
     monkeypatch.setattr(client, "_make_api_call", called)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
     return found
+
+
+@pytest.fixture
+def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams in groups of one, so that a run has several groups."""
+    monkeypatch.setattr("reshard.ownership.STREAMS_AT_ONCE", 1)
 
 
 def put(local: Path, url: str) -> str:

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import tree, write_file
-from test_cli import Case, call, case, done
+from commands import Case, call, done
 
 import reshard
 from reshard import Selection
 from reshard.formats import index_file
-
-__all__ = ["case"]
 
 
 def saved(case: Case, tmp_path: Path, *options: str | Path) -> Path:

@@ -1,12 +1,15 @@
-"""`reshard strategy make`, `diff` and `check`: on the tutorial's files, by MindSpore."""
+"""`reshard strategy show`, `merge`, `make`, `diff` and `check`: on the tutorial's files, by MindSpore."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-from test_cli import call, done
+from checkpoints import write_file
+from commands import Case, call, done
 
 import reshard
 from reshard.layout import Layout
@@ -50,6 +53,60 @@ def source(real: Path) -> list[str | Path]:
 def written(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+# show and merge
+
+
+def test_strategy_show_of_what_is_none(case: Case, tmp_path: Path) -> None:
+    write_file(tmp_path / "x.safetensors", {"w": np.ones(2, np.float32)})
+    for path in (case.source / "rank_0" / "net.ckpt", tmp_path / "x.safetensors"):
+        refused = call("strategy", "show", path)
+        assert refused.exit_code == 4
+        assert "looks like a checkpoint, no strategy file; `reshard inspect` shows" in refused.stderr
+    refused = call("strategy", "show", "/dev/zero")
+    assert refused.exit_code == 4
+    assert "is no regular file" in refused.stderr
+    with (tmp_path / "huge.ckpt").open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    refused = call("strategy", "show", tmp_path / "huge.ckpt")
+    assert refused.exit_code == 4
+    assert "has more than 67108864 bytes" in refused.stderr
+
+
+def test_strategy_show_explains_its_words(case: Case) -> None:
+    shown = done("strategy", "show", case.target_strategy).stdout
+    assert "map [-1, 0] opt -1" in shown
+    assert "-1 none] opt N: rows are cut once more for the optimizer" in shown
+
+
+def test_strategy_show(case: Case) -> None:
+    result = done("strategy", "show", case.target_strategy)
+    assert "12 tensors over 4 ranks (0-3): 1 stage of 4 devices" in result.stdout
+    data = json.loads(done("strategy", "show", case.target_strategy, "--json").stdout)
+    assert data["ranks"] == [0, 1, 2, 3]
+    assert {tensor["layout"]["opt_weight_shard_size"] for tensor in data["tensors"]} == {-1}
+
+
+def test_strategy_merge(mindspore_data: Path, tmp_path: Path) -> None:
+    parts = mindspore_data / "strategies" / "pipe_tut8_ckpt"
+    output = tmp_path / "merged.ckpt"
+    result = done("strategy", "merge", parts, "-o", output)
+    assert result.stdout.startswith(f"wrote {output}: ")
+    assert "8 ranks in 2 stages" in result.stdout
+    reference = reshard.read_strategy(mindspore_data / "merged" / "pipe_tut8.ckpt")
+    assert reshard.read_strategy(output).tensors == reference.tensors
+    refused = call("strategy", "merge", parts, "-o", output)
+    assert refused.exit_code == 6
+    assert "--overwrite" in refused.stderr
+    done("strategy", "merge", parts, "-o", output, "--overwrite")
+
+
+def test_a_merged_file_may_not_lie_among_its_parts(mindspore_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(mindspore_data / "strategies" / "pipe_tut8_ckpt", tmp_path / "parts")
+    refused = call("strategy", "merge", tmp_path / "parts", "-o", tmp_path / "parts" / "merged.ckpt")
+    assert refused.exit_code == 2
+    assert not (tmp_path / "parts" / "merged.ckpt").exists()
 
 
 # make

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import write_file, write_ranks
-from test_cli import call
+from commands import call
 from test_verify import AFTER, BEFORE, FULL, flip, rank_file
 
 import reshard

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import numbers, write_ranks
+from commands import call
 from generators import Model, models
 from hypothesis import given, settings
 from remotes import get
-from test_cli import call
-from test_journal import small_tasks, stopped  # noqa: F401 -- a fixture that is used by all
+from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture that is used by all
 
 import reshard
 from reshard import Layout, Strategy, run_manifest

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import zarr
 from checkpoints import tree, write_file, write_ranks
-from click.testing import CliRunner
 from remotes import Requests, changing, get, put
-from test_zarr import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same
+from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source
 
 import reshard
 from reshard import Layout, Strategy, ZarrGroup, planner, remote_store
-from reshard.cli import cli
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.ownership import owned
 from reshard.remote_store import LEAST_PART_BYTES
@@ -25,14 +23,7 @@ from reshard.remote_store import LEAST_PART_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-
-@pytest.fixture
-def source(tmp_path: Path) -> reshard.Checkpoint:
-    return reshard.open(write_ranks(tmp_path / "src", FULL, SOURCE, also=ALSO), strategy=SOURCE)
-
-
-def invoke(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+__all__ = ["source"]  # fixtures, for pytest to find
 
 
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)

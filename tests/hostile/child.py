@@ -22,6 +22,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 import corpus
+from item import Item
 from makers import proto, strategy
 
 import reshard
@@ -84,7 +85,7 @@ def main(group: str, slow: bool) -> None:
         shutil.rmtree(directory)
 
 
-def prepare(item: corpus.Item, directory: Path) -> Path:
+def prepare(item: Item, directory: Path) -> Path:
     """Make the item, two rank directories that both have it, and a directory that has it alone."""
     (directory / "outside").mkdir(parents=True)
     (directory / "outside/keep").write_text("kept")
@@ -122,12 +123,12 @@ def warm_up(sound: dict[str, Path]) -> None:
         "verify {file} --write-manifest {out}/m.json", "verify {file} --manifest {out}/m.json",
         "plan {ranks} -o {out}/plan.json --source-strategy {strategy}", "run {out}/plan.json {out}/planned",
     ):  # fmt: skip
-        code, said, _ = run(command, names, corpus.Item("", b"", "", headroom=1 << 34))
+        code, said, _ = run(command, names, Item("", b"", "", headroom=1 << 34))
         assert code == 0, said
     shutil.rmtree(out)
 
 
-def run(command: str, names: dict[str, str], item: corpus.Item) -> tuple[int, str, str]:
+def run(command: str, names: dict[str, str], item: Item) -> tuple[int, str, str]:
     """Run a command; return its exit code, what it said on stderr, and what it showed on stdout."""
     words = [word.format(**names) for word in command.split()]
     out, err = io.StringIO(), io.StringIO()

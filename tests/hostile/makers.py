@@ -47,6 +47,10 @@ def tensor(begin: int, end: int, shape: Iterable[Any] | None = None, dtype: str 
     return {"dtype": dtype, "shape": [end - begin] if shape is None else list(shape), "data_offsets": [begin, end]}
 
 
+W = proto()
+TENSORS = {"w": tensor(0, 4)}
+
+
 def strategy(**tensors: tuple[list[int], list[int]]) -> Any:
     """A protobuf strategy: device matrix and tensor map of each tensor."""
     message: Any = message_class("mindspore.straspb.ParallelStrategyMap")(current_stage=2)

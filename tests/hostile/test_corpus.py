@@ -11,10 +11,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import corpus
 import pytest
+
+if TYPE_CHECKING:
+    from item import Item
 
 HERE = Path(__file__).parent
 MOST_CHARACTERS = 20_000  # of one message, for a terminal
@@ -40,7 +43,7 @@ def commands(group: str, directory: Path, *, slow: bool) -> dict[tuple[str, str]
     return met
 
 
-def faults_of(item: corpus.Item, found: dict[str, Any]) -> list[str]:
+def faults_of(item: Item, found: dict[str, Any]) -> list[str]:
     """What is wrong with how a command met an item."""
     said, lines = found["said"], found["said"].splitlines()
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]

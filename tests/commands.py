@@ -1,0 +1,69 @@
+"""Runs commands for tests on the tutorial's files, and looks at what they said and wrote."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import helpers
+import pytest
+from click.testing import CliRunner, Result
+
+from reshard.cli import cli
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# click before 8.2 mixes stderr into stdout unless it is told not to.
+_SEPARATE = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The tutorial's 8 ranks and 4 ranks, from MindSpore."""
+
+    source: Path
+    source_strategy: Path
+    target_strategy: Path
+
+    @property
+    def strategies(self) -> list[str | Path]:
+        return ["--source-strategy", self.source_strategy, "--target-strategy", self.target_strategy]
+
+
+@pytest.fixture(scope="session")
+def case(mindspore_data: Path) -> Case:
+    real = mindspore_data / "real"
+    source = real / "tut_src8"
+    return Case(source / "ckpt", source / "strategy_0.ckpt", real / "tut_dst4_opt" / "strategy_0.ckpt")
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner(**_SEPARATE).invoke(cli, [str(argument) for argument in arguments], prog_name="reshard")
+
+
+def done(*arguments: str | Path) -> Result:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """What is in a directory, but for the journals of runs."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and ".reshard" not in path.relative_to(root).parts
+    }
+
+
+def names_in(root: Path) -> set[str]:
+    files = [path for path in root.rglob("*.*") if path.suffix in {".safetensors", ".ckpt"}]
+    return {name for path in files for name in helpers.read_rank_file(path)}
+
+
+def proposed(result: Result) -> list[str]:
+    """The command that is proposed to look at what was written."""
+    return shlex.split(result.stderr.split("to look at it: reshard ", 1)[1])

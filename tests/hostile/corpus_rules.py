@@ -1,0 +1,48 @@
+"""Hostile rules files."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from item import Item, not_to_be_read
+from makers import sparse
+
+RULES = ("strategy make {bad} --like {file} -o {out}",)
+
+# fmt: off
+
+_LAUGHS = b"a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n".encode() for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+rules = partial(Item, commands=RULES, code=2, file="bad.yaml")
+
+RULES_FILES = [
+    rules("a billion laughs", b"mesh: {mp: 2}\nrules: {w: [mp]}\n" + _LAUGHS, "is not YAML: line 4 has the alias *a; write it out"),
+    rules("a list in itself", b"mesh: &a [*a]\nrules: {}\n", "is not YAML: line 1 has the alias *a; write it out"),
+    rules("merged mappings", b"a: &a {x: 1}\nmesh: {<<: [*a, *a]}\n", "is not YAML: line 2 has the alias *a; write it out"),
+    rules("a Python object", b"mesh: !!python/object/apply:os.system ['echo pwned']\n", "is not YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
+    rules("a Python name", b"mesh: !!python/name:os.system\n", "is not YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/name:os.system'"),
+    rules("an unknown tag", b"mesh: !exec x\n", "is not YAML: could not determine a constructor for the tag '!exec'"),
+    rules("a tag that does not fit", b"mesh: !!int ''\n", "is not YAML: a value does not fit the tag before it"),
+    rules("another tag that does not fit", b"mesh: !!bool x\n", "is not YAML: a value does not fit the tag before it"),
+    rules("a time that is none", b"mesh: !!timestamp x\n", "is not YAML: a value does not fit the tag before it"),
+    rules("deep lists", b"mesh: " + b"[" * 50_000, "is not YAML: it is nested too deeply"),
+    rules("deep blocks", b"- " * 20_000, "is not YAML: it is nested too deeply"),
+    rules("two documents", b"mesh: {mp: 2}\n---\nrules: {}\n", "is not YAML: expected a single document in the stream"),
+    rules("not UTF-8", b"mesh: \xff\n", "is not YAML: unacceptable character #x00ff: invalid start byte"),
+    rules("a list for a key", b"? [a]\n: b\n", "is not YAML: while constructing a mapping"),
+    rules("a huge number", b"mesh: {mp: 0x" + b"f" * 5000 + b"}\nrules: {w: [mp]}\n", "is not YAML: line 1 has a text of 5002 characters"),
+    rules("a large number", b"mesh: {mp: 0x" + b"f" * 1500 + b"}\nrules: {w: [mp]}\n", "$.mesh.mp: is 151347058230423707251341006732939195542348235662207750883638; expected a number from 1 to 131072"),
+    rules("large numbers multiplied", b"mesh: {mp: 0x" + b"f" * 1500 + b", dp: 0x" + b"f" * 1500 + b", pp: 0x" + b"f" * 1500 + b"}\nrules: {w: [mp]}\n", "$.mesh.mp: is 151347058230423707251341006732939195542348235662207750883638; expected a number from 1 to 131072"),
+    rules("no devices", b"mesh: {mp: 0}\nrules: {w: [mp]}\n", "$.mesh.mp: is 0; expected a number from 1 to 131072"),
+    rules("an axis twice", b"mesh: {mp: 2}\nrules: {w: [[mp, mp]]}\n", "$.rules['w'][0]: uses the axis 'mp' a second time"),
+    rules("a stage of one billion", b"mesh: {mp: 2}\nrules: {w: [mp]}\npipeline: {w: 1000000000}\n", "$.pipeline['w']: is 1000000000; expected a stage, counted from 0, or several"),
+    rules("a million devices of an operator", b"devices: 1000000\noperators: {w: {matmul: [[1000000, 1], [1, 1]]}}\n", "$.operators['w']: strategy ((1000000, 1), (1, 1)) of MatMul has to be of integers from 1 to 131072"),
+    rules("operators of huge numbers", b"devices: 8\noperators: {w: {matmul: [[0x" + b"f" * 1500 + b", 1], [1, 0x" + b"f" * 1500 + b"]]}}\n", "of MatMul has to be of integers from 1 to 131072"),
+    rules("a huge number of devices", b"devices: 0x" + b"f" * 1500 + b"\noperators: {w: {matmul: [[2, 1], [1, 1]]}}\n", "$.devices: is 151347058230423707251341006732939195542348235662207750883638; expected a number from 1 to 131072"),
+    rules("a key twice", b"mesh: {mp: 2}\nmesh: {mp: 4}\nrules: {}\n", "line 2: has the key 'mesh' a second time"),
+    rules("empty", b"", "is a YAML NoneType; expected a mapping with the keys mesh and rules"),
+    rules("a file of 2 GB", sparse(b"mesh: {}", 2 << 30), "has more than 1048576 bytes, which no rules file has"),
+    *not_to_be_read(rules),
+]

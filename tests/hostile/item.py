@@ -1,0 +1,83 @@
+"""An item of the corpus: one hostile thing, and the commands that may meet it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from makers import fifo, link, unreadable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# {bad}: the item; {set}: two rank directories that both have it; {dir}: a directory that has it alone; {out}: a target.
+# {file}, {ranks}, {strategy}: a sound checkpoint file, a set of two ranks, and the strategy of the set.
+# What begins with a dot is a function of `child.API`.
+FILE = (
+    "inspect {bad}",
+    "inspect {bad} --json",
+    "inspect {bad} --layout *=whole",
+    "inspect {set} --source-strategy {strategy}",
+    "transform {bad} {out}",
+    "transform {bad} {out} --target-strategy {strategy}",
+    "transform {bad} {out} --dry-run",
+    "transform {set} {out} --source-strategy {strategy}",
+    "unify {bad} {out}",
+    "unify {set} {out} --source-strategy {strategy} --style huggingface",
+    "convert {bad} {out}/a --format ckpt",
+    "convert {set} {out} --format safetensors",
+    "strategy make {rules} --like {bad} -o {out}",
+    "strategy check {strategy} {bad}",
+    "verify {bad}",
+    "verify {file} --against {bad}",
+    ".open {bad}",
+    ".open_rank {bad}",
+    ".load_checkpoint {bad}",
+    ".convert_file {bad} {out}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One hostile thing.
+
+    Attributes:
+        name: what it is.
+        content: its bytes, or what makes it at a path.
+        says: what every command must say, after the path of the file; empty where the item is accepted.
+        commands: what meets it.
+        code: the exit code of the commands.
+        file: what it is called.
+        slow: for the slow suite.
+        headroom: bytes of address space that a command may take.
+        seconds: how long a command may take, on a machine that does other things too.
+    """
+
+    name: str
+    content: bytes | Callable[[Path], None]
+    says: str
+    commands: tuple[str, ...] = FILE
+    code: int = 4
+    file: str = "bad.ckpt"
+    slow: bool = False
+    headroom: int = 250_000_000
+    seconds: int = 10
+
+    def make(self, directory: Path) -> Path:
+        """Make the item below a directory."""
+        path = directory / self.file
+        if isinstance(self.content, bytes):
+            path.write_bytes(self.content)
+        else:
+            self.content(path)
+        return path
+
+
+def not_to_be_read(make: Callable[..., Item]) -> list[Item]:
+    """Whatever small file is expected."""
+    return [
+        make("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
+        make("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
+        make("a file without permission", unreadable, "cannot be read: Permission denied"),
+    ]

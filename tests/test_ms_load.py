@@ -1,0 +1,183 @@
+"""load_checkpoint: MindSpore's own files, files whole and in part, keys and CRCs, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+import safetensors.numpy
+from checkpoints import write_file
+from ms_files import (
+    KEY,
+    assert_same,
+    ms_arrays,
+    warnings_logged,  # noqa: F401 -- applies to every test here
+)
+
+import reshard.mindspore as ms
+from reshard.errors import SourceError
+
+
+@pytest.fixture
+def recorded(mindspore_data: Path) -> Path:
+    return mindspore_data / "encrypted"
+
+
+def test_mindspores_files_are_loaded_and_saved_again_to_the_byte(recorded: Path, tmp_path: Path) -> None:
+    full = helpers.load_full(recorded)
+    for name, crc in (("plain", False), ("crc", True)):
+        loaded = ms.load_checkpoint(str(recorded / f"{name}.ckpt"), crc_check=crc)
+        assert_same({key: loaded[key] for key in full}, full)
+        ms.save_checkpoint(loaded, str(tmp_path / name), crc_check=crc)
+        assert (tmp_path / f"{name}.ckpt").read_bytes() == (recorded / f"{name}.ckpt").read_bytes()
+
+
+def test_a_safetensors_file_with_a_crc_is_loaded_and_gets_the_same_crc(recorded: Path, tmp_path: Path) -> None:
+    loaded = ms.load_checkpoint(str(recorded / "crc.safetensors"), format="safetensors", crc_check=True)
+    assert list(loaded) == sorted(loaded)
+    assert_same(loaded, helpers.load_full(recorded))
+    ms.save_checkpoint(loaded, str(tmp_path / "again"), crc_check=True, format="safetensors")
+    found, expected = (path.read_bytes() for path in (tmp_path / "again.safetensors", recorded / "crc.safetensors"))
+    length = int.from_bytes(expected[:8], "little")
+    assert json.loads(found[8 : 8 + length]) == json.loads(expected[8 : 8 + length])
+    assert found[8 + length :] == expected[8 + length :]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "key"),
+    [("aes-gcm", "AES-GCM", KEY), ("aes-cbc", "AES-CBC", KEY), ("sm4-cbc", "SM4-CBC", KEY),
+     ("aes-gcm-192", "AES-GCM", bytes(range(24))), ("aes-gcm-256", "AES-GCM", bytes(range(32)))],
+)  # fmt: skip
+def test_mindspores_encrypted_files_are_loaded(recorded: Path, name: str, mode: str, key: bytes) -> None:
+    loaded = ms.load_checkpoint(str(recorded / f"{name}.ckpt"), dec_key=key, dec_mode=mode)
+    full = helpers.load_full(recorded)
+    assert_same({key: loaded[key] for key in full}, full)
+    if "note" in loaded:
+        assert isinstance(loaded["note"], str)
+        assert [loaded[key].dtype for key in ("epoch_num", "lr", "flag")] == [ms.int64, ms.float32, ms.bool_]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    given = {"conv1.w": np.zeros(2, np.float32), "conv2.w": np.ones(2, np.float32), "fc.w": np.ones(1, np.float32)}
+    for format in ("ckpt", "safetensors"):
+        ms.save_checkpoint(given, str(tmp_path / "x"), format=format)
+    return str(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"filter_prefix": "conv1"}, ["conv2.w", "fc.w"]),
+        ({"filter_prefix": ["conv1", "fc"]}, ["conv2.w"]),
+        ({"specify_prefix": ("conv",)}, ["conv1.w", "conv2.w"]),
+        ({"specify_prefix": "conv", "filter_prefix": "conv1"}, ["conv2.w"]),
+        ({"choice_func": lambda name: name.endswith("2.w")}, ["conv2.w"]),
+        ({"choice_func": lambda _: False, "specify_prefix": "fc"}, ["fc.w"]),
+    ],
+)
+def test_part_of_a_file_is_loaded(file: str, arguments: dict[str, Any], names: list[str]) -> None:
+    assert list(ms.load_checkpoint(file, **arguments)) == names
+    other = file.replace(".ckpt", ".safetensors")
+    assert list(ms.load_checkpoint(other, format="safetensors", **arguments)) == names
+
+
+def test_a_file_in_memory_is_loaded(file: str) -> None:
+    content = Path(file).with_suffix(".safetensors").read_bytes()
+    loaded = ms.load_checkpoint(io.BytesIO(content), format="safetensors")
+    assert_same(loaded, ms_arrays(ms.load_checkpoint(file)))
+    with pytest.raises(SourceError, match="cut short or corrupt"):
+        ms.load_checkpoint(io.BytesIO(content[:20]), format="safetensors")
+    with pytest.raises(TypeError, match="BytesIO"):
+        ms.load_checkpoint(io.BytesIO(content))
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments"),
+    [
+        (ValueError, {"ckpt_file_name": "nofile.ckpt"}),
+        (ValueError, {"format": "safetensors"}),
+        (ValueError, {"format": "zarr"}),
+        (TypeError, {"ckpt_file_name": 3}),
+        (TypeError, {"filter_prefix": 3}),
+        (TypeError, {"specify_prefix": ["fc", 3]}),
+        (ValueError, {"filter_prefix": []}),
+        (ValueError, {"filter_prefix": ""}),
+        (ValueError, {"specify_prefix": "nothing"}),
+        (ValueError, {"choice_func": lambda _: False}),
+        (ValueError, {"dec_key": "text"}),
+        (ValueError, {"dec_key": KEY}),  # the file is not encrypted
+        (ValueError, {"crc_check": 3}),
+        (ValueError, {"remove_redundancy": 3}),
+        (TypeError, {"net": 3}),
+    ],
+)
+def test_wrong_arguments_to_load_raise_what_mindspore_raises(
+    file: str, error: type[Exception], arguments: dict[str, Any]
+) -> None:
+    call: dict[str, Any] = {"ckpt_file_name": file, **arguments}
+    with pytest.raises(error):
+        ms.load_checkpoint(call.pop("ckpt_file_name"), **call)
+
+
+def test_an_encrypted_file_without_a_key_says_so(recorded: Path) -> None:
+    with pytest.raises(ValueError, match=r"is encrypted \(AES-GCM\)"):
+        ms.load_checkpoint(str(recorded / "aes-gcm.ckpt"))
+    with pytest.raises(ValueError, match="is encrypted in mode AES-GCM; the mode given is AES-CBC"):
+        ms.load_checkpoint(str(recorded / "aes-gcm.ckpt"), dec_key=KEY, dec_mode="AES-CBC")
+    with pytest.raises(ValueError, match="safetensors files are not encrypted"):
+        ms.load_checkpoint(str(recorded / "crc.safetensors"), dec_key=KEY, format="safetensors")
+
+
+def test_a_wrong_key_never_loads(recorded: Path) -> None:
+    """Of 1,000 wrong keys some pass the padding, and are found by what comes out."""
+    messages = set()
+    for number in range(1000):
+        with pytest.raises(ValueError, match="key") as raised:
+            ms.load_checkpoint(str(recorded / "aes-cbc.ckpt"), dec_key=number.to_bytes(16, "big"), dec_mode="AES-CBC")
+        messages.add("it may be that the key is wrong" in str(raised.value))
+    assert messages == {True, False}
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_a_crc_that_differs_is_an_error_where_it_is_asked_for(tmp_path: Path, format: str) -> None:
+    path = tmp_path / f"x.{format}"
+    ms.save_checkpoint({"w": np.arange(9, dtype=np.float32)}, path, crc_check=True, format=format)
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    assert list(ms.load_checkpoint(str(path), format=format)) == ["w"]
+    with pytest.raises(ValueError, match="do not have the CRC"):
+        ms.load_checkpoint(str(path), crc_check=True, format=format)
+
+
+def test_the_crc_of_an_integer_without_dimensions_is_mindspores_mistake(tmp_path: Path) -> None:
+    """`bytes(np.array(5))` is five zeros: MindSpore 2.10 stores the CRC of those, and compares it."""
+    for value, covered in ((5, bytes(5)), (0, b""), (-1, b"\xff" * 8), (1 << 40, (1 << 40).to_bytes(8, "little"))):
+        ms.save_checkpoint({"s": np.array(value)}, tmp_path / "x", crc_check=True, format="safetensors")
+        with safetensors.safe_open(tmp_path / "x.safetensors", "np") as opened:
+            assert opened.metadata()["crc_num"] == str(zlib.crc32(b"s" + covered))
+        ms.load_checkpoint(tmp_path / "x.safetensors", crc_check=True, format="safetensors")
+    by_bytes = str(zlib.crc32(b"s" + (5).to_bytes(8, "little")))
+    write_file(tmp_path / "y.safetensors", {"s": np.array(5)}, crc_num=by_bytes)  # as anybody else would have it
+    ms.load_checkpoint(tmp_path / "y.safetensors", crc_check=True, format="safetensors")
+
+
+def test_loading_in_a_thread(file: str, tmp_path: Path) -> None:
+    future = ms.load_checkpoint_async(file, choice_func=lambda name: name == "fc.w")
+    assert list(future.result()) == ["fc.w"]
+    assert len(ms.load_checkpoint_async(tmp_path / "x.safetensors").result()) == 3
+    with pytest.raises(ValueError, match="does not exist"):
+        ms.load_checkpoint_async("nofile.ckpt").result()
+
+
+def test_loading_into_a_network(file: str) -> None:
+    net = {"conv1.w": np.ones(2, np.float32), "other": np.zeros(1, np.float32)}
+    ms.load_checkpoint(file, net)
+    assert net["conv1.w"].tolist() == [0, 0]

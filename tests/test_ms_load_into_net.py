@@ -1,0 +1,162 @@
+"""load_param_into_net: parameters go to their names in a network, with the dtypes and shapes that it has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from ms_files import (
+    BFLOAT16,
+    Array,
+    assert_same,
+    warnings_logged,  # noqa: F401 -- applies to every test here
+)
+
+import reshard.mindspore as ms
+from reshard.mindspore import Parameter, Tensor
+from reshard.mindspore.network import NetworkError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Place = Parameter | Array
+
+
+def parameter(value: Any, name: str = "w", dtype: str = "float32") -> Parameter:
+    return Parameter(np.array(value, dtype), name)
+
+
+class Net:
+    """A network of one's own."""
+
+    def __init__(self, **values: Any) -> None:
+        self.parameters = [Parameter(np.array(value, np.float32), name) for name, value in values.items()]
+
+    def parameters_and_names(self) -> list[tuple[str, Parameter]]:
+        return [(f"scope.{parameter.name}", parameter) for parameter in self.parameters]
+
+    def values(self) -> dict[str, Any]:
+        return {parameter.name: parameter.asnumpy().tolist() for parameter in self.parameters}
+
+
+def test_parameters_go_to_their_names_and_two_lists_come_back() -> None:
+    net = Net(w=[0, 0], b=[0])
+    checkpoint = {"w": parameter([1, 2]), "step": parameter(3, "step"), "note": "text"}
+    assert ms.load_param_into_net(net, checkpoint) == (["b"], ["step", "note"])
+    assert net.values() == {"w": [1, 2], "b": [0]}
+
+
+def test_a_longer_name_is_taken_unless_strict() -> None:
+    checkpoint = {"net.w": parameter([1, 2]), "net.b": parameter([3], "net.b"), "ema.x": parameter(4, "ema.x")}
+    net = Net(w=[0, 0], b=[0], x=0)
+    assert ms.load_param_into_net(net, checkpoint) == ([], [])
+    assert net.values() == {"w": [1, 2], "b": [3], "x": 4}
+    net = Net(w=[0, 0], b=[0])
+    assert ms.load_param_into_net(net, checkpoint, strict_load=True) == (["w", "b"], ["net.w", "net.b", "ema.x"])
+    assert net.values() == {"w": [0, 0], "b": [0]}
+
+
+def test_gradient_accumulators_are_not_listed() -> None:
+    class Accumulating(Net):
+        def parameters_and_names(self) -> list[tuple[str, Parameter]]:
+            return [("", parameter(0, "accu_grads.w")), ("", parameter(0, "w"))]
+
+    assert ms.load_param_into_net(Accumulating(), {"x.y": parameter(1, "x.y")}) == (["w"], ["x.y"])
+
+
+def test_shapes_must_agree_but_for_ones_at_the_end() -> None:
+    net = Net(w=[0, 0], b=0)
+    ms.load_param_into_net(net, {"w": parameter([[[1]], [[2]]]), "b": parameter([3], "b")})
+    assert net.values() == {"w": [1, 2], "b": 3}
+    for wrong in ([1, 2, 3], [[1, 2]], [[1], [2], [3]], 1):
+        with pytest.raises(RuntimeError, match=r"'w' has shape \(2,\) in the network and"):
+            ms.load_param_into_net(net, {"w": parameter(wrong), "b": parameter(4, "b")})
+    assert net.values() == {"w": [1, 2], "b": 3}  # all are checked before one is set
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
+def test_floats_are_converted_unless_strict(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = {"w": Parameter(np.array([1.5, 2.5]).astype(getattr(ml_dtypes, dtype, dtype)), "w")}
+    net = Net(w=[0, 0])
+    assert ms.load_param_into_net(net, checkpoint) == ([], [])
+    assert net.parameters[0].dtype == ms.float32
+    assert net.values() == {"w": [1.5, 2.5]}
+    assert f"'w' is {dtype} in the checkpoint; converted to the network's float32" in caplog.text
+    with pytest.raises(NetworkError, match="strict_load converts nothing"):
+        ms.load_param_into_net(net, checkpoint, strict_load=True)
+
+
+def test_integers_do_not_become_floats() -> None:
+    with pytest.raises(NetworkError, match="'w' is float32 in the network and int32 in the checkpoint"):
+        ms.load_param_into_net(Net(w=[0, 0]), {"w": parameter([1, 2], dtype="int32")})
+    net = {"w": np.zeros(2, np.int8)}
+    ms.load_param_into_net(net, {"w": parameter([1, 2], dtype="int64")})
+    assert net["w"].tolist() == [1, 2]
+
+
+def test_a_mapping_of_arrays_is_written_in_place() -> None:
+    array, tensor = np.zeros(2, np.float32), Tensor(np.zeros(2, np.float32))
+    assert ms.load_param_into_net({"a": array, "t": tensor}, {"a": np.ones(2, np.float32), "t": parameter([2, 2])}) == (
+        [], [],
+    )  # fmt: skip
+    assert (array.tolist(), tensor.asnumpy().tolist()) == ([1, 1], [2, 2])
+
+
+def test_an_object_that_only_can_set_data_is_given_a_tensor() -> None:
+    class Own:
+        name, shape, dtype = "w", (2,), "float32"
+
+        def set_data(self, data: Tensor) -> None:
+            self.given = data
+
+    own = Own()
+
+    class Holder:
+        def parameters_and_names(self) -> list[tuple[str, Own]]:
+            return [("w", own)]
+
+    assert ms.load_param_into_net(Holder(), {"w": parameter([1, 2])}, remove_redundancy=True) == ([], [])
+    assert own.given.asnumpy().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments"),
+    [
+        (TypeError, (3, {})),
+        (TypeError, ({}, [])),
+        (TypeError, ({}, {3: parameter(1)})),
+        (TypeError, ({}, {"w": 3})),
+        (TypeError, ({"w": np.zeros(1)}, {"w": object()})),
+        (TypeError, ({}, {}, 3)),
+        (ValueError, ({}, {}, False, 3)),
+    ],
+)
+def test_wrong_arguments_to_load_into_raise_what_mindspore_raises(
+    error: type[Exception], arguments: tuple[Any, ...]
+) -> None:
+    with pytest.raises(error):
+        ms.load_param_into_net(*arguments)
+
+
+def test_a_torch_module_is_loaded_and_saved(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    module[0].to(torch.bfloat16)
+    ms.save_checkpoint(module, tmp_path / "x")
+    saved = ms.load_checkpoint(tmp_path / "x.ckpt")
+    assert saved["0.weight"].dtype == ms.bfloat16
+    assert {"1.running_mean", "1.num_batches_tracked"} <= set(saved)
+    assert_same(saved, {
+        name: t.detach().view(torch.int16).numpy().view(BFLOAT16) if t.dtype == torch.bfloat16 else t.detach().numpy()
+        for name, t in module.state_dict().items()
+    })  # fmt: skip
+    other = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    other[0].to(torch.bfloat16)
+    saved["1.num_batches_tracked"].set_data(5)
+    assert ms.load_param_into_net(other, {f"net.{name}": value for name, value in saved.items()}) == ([], [])
+    assert torch.equal(module[0].weight, other[0].weight)
+    assert int(other[1].num_batches_tracked) == 5
+    assert other[0].weight.requires_grad
+    assert ms.load_param_into_net(other[0].float(), {"weight": saved["0.weight"]}, False) == (["bias"], [])

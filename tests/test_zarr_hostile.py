@@ -1,0 +1,165 @@
+"""zarr stores that lie: each is refused with a sentence, and no link is followed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from typing import TYPE_CHECKING, Any
+
+import google_crc32c
+import numpy as np
+import pytest
+import zarr
+from checkpoints import write_file
+
+import reshard
+from reshard.errors import SourceError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def lying(tmp_path: Path) -> Path:
+    path = write_file(tmp_path / "w.safetensors", {"w": np.arange(48, dtype=np.float32).reshape(8, 6)})
+    reshard.open(path).to_zarr(tmp_path / "plain", chunk_bytes=48, shard_bytes=0)
+    reshard.open(path).to_zarr(tmp_path / "sharded", chunk_bytes=48, shard_bytes=96)
+    reshard.open(path).to_zarr(tmp_path / "zstd", chunk_bytes=48, shard_bytes=0, compression="zstd")
+    return tmp_path
+
+
+def change(path: Path, **keys: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def grid_of(*chunk: Any) -> dict[str, Any]:
+    return {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
+
+
+METADATA_LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "an absurd shape": ({"shape": [1 << 70, 6]}, "which is none"),
+    "a product that overflows": ({"shape": [1 << 40, 1 << 40]}, "more bytes than any disk holds"),
+    "negative": ({"shape": [-8, 6]}, "which is none"),
+    "not numbers": ({"shape": ["8", 6]}, "which is none"),
+    "true": ({"shape": [True, 6]}, "chunks|which is none"),
+    "too many dims": ({"shape": [1] * 99, "chunk_grid": grid_of(*[1] * 99)}, "which is none"),
+    "a chunk of nothing": ({"chunk_grid": grid_of(0, 6)}, "which is none"),
+    "a chunk of another rank": ({"chunk_grid": grid_of(2, 6, 1)}, "do not fit each other"),
+    "too many chunks": ({"shape": [1 << 30, 1 << 20], "chunk_grid": grid_of(1, 1)}, "at most 1048576 are taken"),
+    "another grid": ({"chunk_grid": {"name": "rectilinear"}}, "chunk grid or names of another kind"),
+    "other names": ({"chunk_key_encoding": {"name": "mine"}}, "names of another kind"),
+    "a separator that leads away": (
+        {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/../../"}}}, "separates"),
+    "no codecs": ({"codecs": None}, "lacks what describes an array"),
+    "another format": ({"zarr_format": 2}, "is no metadata of zarr's format 3"),
+    "larger chunks than its files": ({"chunk_grid": grid_of(4, 6)}, "has 48 bytes; a chunk of float32 .* has 96"),
+    "another dtype in the attributes": ({"attributes": {"reshard": {"dtype": "float64"}}}, "says dtype 'float64'"),
+    "a fill value of another kind": ({"fill_value": {"a": 1}}, "which is no float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "match"), METADATA_LIES.values(), ids=METADATA_LIES)
+def test_metadata_that_lie(lying: Path, keys: dict[str, Any], match: str) -> None:
+    change(lying / "plain" / "w" / "zarr.json", **keys)
+    with pytest.raises(SourceError, match=match) as caught:
+        reshard.open(lying / "plain")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_chunk_that_is_cut_short_or_too_long(lying: Path) -> None:
+    path = lying / "plain" / "w" / "c.1.0"
+    for content in (path.read_bytes()[:-1], path.read_bytes() + b"x", b""):
+        path.write_bytes(content)
+        with pytest.raises(SourceError, match=r"c\.1\.0: has \d+ bytes; a chunk of float32 \[2, 6\] has 48"):
+            reshard.open(lying / "plain")
+
+
+def index_of(*spans: tuple[int, int]) -> bytes:
+    content = b"".join(struct.pack("<QQ", *span) for span in spans)
+    return content + struct.pack("<I", google_crc32c.value(content))
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        (index_of((0, 48), (48, 48))[:-1] + b"x", "checksum"),
+        (index_of((0, 48), (60, 48)), "chunk 1 is said to be 48 bytes at 60"),
+        (index_of((0, 47), (48, 48)), "chunk 0 is said to be 47 bytes at 0; expected 48"),
+        (index_of((1 << 63, 48), (48, 48)), "chunk 0 is said"),
+        (index_of((1 << 64) - 1 and ((1 << 64) - 1, 48), (48, 48)), "chunk 0 is said"),
+    ],
+)
+def test_an_index_that_lies(lying: Path, index: bytes, match: str) -> None:
+    path = lying / "sharded" / "w" / "c.0.0"
+    path.write_bytes(path.read_bytes()[:-36] + index)
+    with pytest.raises(SourceError, match=match):
+        reshard.open(lying / "sharded")
+    path.write_bytes(b"short")
+    with pytest.raises(SourceError, match="the index alone of 2 chunks has 36"):
+        reshard.open(lying / "sharded")
+
+
+def compressed(nbytes: int) -> bytes:
+    from numcodecs import zstd
+
+    return bytes(zstd.compress(bytes(nbytes), 1))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not zstd at all", compressed(47), compressed(49), compressed(1 << 28), compressed(48)[:-2],
+     compressed(48)[:5] + b"\xff" * 12],
+    ids=["empty", "noise", "less", "more", "a bomb", "cut short", "damaged"],
+)  # fmt: skip
+def test_compressed_chunks_that_lie(lying: Path, content: bytes) -> None:
+    (lying / "zstd" / "w" / "c.2.0").write_bytes(content)
+    own = reshard.open(lying / "zstd")
+    with pytest.raises(SourceError, match=r"c\.2\.0: chunk 0 cannot be decoded"):
+        reshard.plan(own).run(lying / "out")
+    with pytest.raises(SourceError, match=r"c\.2\.0: chunk 0 cannot be decoded"):
+        own["w"].compute(scheduler="synchronous")
+    assert not list((lying / "out").rglob("*"))
+
+
+def test_a_codec_that_zarr_does_not_know(lying: Path) -> None:
+    change(lying / "plain" / "w" / "zarr.json", codecs=[{"name": "bytes"}, {"name": "nobody.knows"}])
+    with pytest.raises(SourceError, match="chunk 0 cannot be decoded: .*nobody"):
+        reshard.open(lying / "plain")["w"].compute(scheduler="synchronous")
+
+
+@pytest.mark.parametrize("which", ["w", "w/zarr.json", "w/c", "w/c/1", "w/c/1/0", "zarr.json"])
+def test_links_are_not_followed(lying: Path, which: str) -> None:
+    array = zarr.open_group(lying / "slashes", mode="w").create_array("w", shape=(8, 6), chunks=(2, 6), dtype="int8")
+    array[...] = 1
+    path = lying / "slashes" / which
+    path.rename(lying / "outside")
+    path.symlink_to(lying / "outside")
+    with pytest.raises(SourceError, match="is a link; those in a zarr store are not followed"):
+        reshard.open(lying / "slashes")
+
+
+def test_a_group_that_lies_about_its_arrays(lying: Path) -> None:
+    root = lying / "plain" / "zarr.json"
+    whole = json.loads(root.read_text())
+    own = whole["attributes"]["reshard"]
+    for changed, match in (
+        ({"tensors": ["w", "v"]}, "tensor 'v' is in the list of the group, and has no array"),
+        ({"texts": {"w": "text"}}, "is both an array and a text"),
+        ({"texts": {"t": 1}}, "no object of strings"),
+        ({"notes": []}, "no object of strings"),
+    ):
+        root.write_text(json.dumps({**whole, "attributes": {"reshard": own | changed}}))
+        with pytest.raises(SourceError, match=match):
+            reshard.open(lying / "plain")
+    shutil.copytree(lying / "plain" / "w", lying / "plain" / "x")
+    change(lying / "plain" / "x" / "zarr.json", attributes={"reshard": {"name": "w"}})
+    root.write_text(json.dumps(whole))
+    with pytest.raises(SourceError, match="tensor 'w' is there a second time"):
+        reshard.open(lying / "plain")
+    root.write_text("[" * 100_000)
+    with pytest.raises(SourceError, match="cannot be read as JSON"):
+        reshard.open(lying / "plain")
+    root.write_bytes((lying / "plain" / "w" / "zarr.json").read_bytes())
+    with pytest.raises(SourceError, match="is of 'array'; expected the group"):
+        reshard.open(lying / "plain")
