@@ -55,6 +55,9 @@ _KIND = re.compile("reshard-([a-z]+)--[0-9]{6}|reshard-(check)-")
 FILES_A_TASK = 32
 """The most target files that a task makes or finishes."""
 
+SYNC_TASKS = 16
+"""Where the page cache is to stay free: of so many tasks one waits until what it wrote into is on the disk."""
+
 FILE_TASKS = 64
 """Fewer files than this have a task each: to take the space of a large file is work for a thread."""
 
@@ -183,8 +186,9 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
         elif how.drop_cache:
             drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], store)
         if how.drop_cache:
+            wait = how.apart or number % SYNC_TASKS == SYNC_TASKS - 1
             for path in written:
-                local_store().drop_cache(path, written=True, wait=how.apart)
+                local_store().drop_cache(path, written=True, wait=wait)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 
