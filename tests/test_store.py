@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,13 @@ def read(store: LocalStore, path: Path, offset: int, nbytes: int) -> bytes:
     return bytes(buffer)
 
 
-def open_files() -> int:
-    return len(listing(Path("/proc/self/fd")))
+def open_files(directory: Path) -> int:
+    """Return how many files in a directory this process has open."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            count += link.readlink().is_relative_to(directory)
+    return count
 
 
 def listing(directory: Path) -> list[str]:
@@ -230,7 +236,7 @@ def test_many_threads_and_files_share_few_handles(tmp_path: Path) -> None:
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number]) * 64)
     store = LocalStore(most_open=4)
-    before, most, lock = open_files(), 0, threading.Lock()
+    most, lock = 0, threading.Lock()
 
     def work(step: int) -> None:
         nonlocal most
@@ -241,15 +247,15 @@ def test_many_threads_and_files_share_few_handles(tmp_path: Path) -> None:
         store.write_at(str(target), 0, memoryview(step.to_bytes(8, "big")))
         store.commit(str(target), sync=False)
         with lock:
-            most = max(most, open_files())
+            most = max(most, open_files(tmp_path))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(400)))
-    # 4 kept, one more for each of 8 threads in the middle of something, one for looking.
-    assert most - before <= 4 + 2 * 8 + 1
+    # 4 kept, and one more for each of 8 threads in the middle of something.
+    assert 4 <= most <= 4 + 2 * 8
     assert [int.from_bytes((tmp_path / f"t{step}").read_bytes(), "big") for step in range(400)] == list(range(400))
     store.close()
-    assert open_files() == before
+    assert open_files(tmp_path) == 0
 
 
 def test_the_files_used_last_stay_open(store: LocalStore, tmp_path: Path) -> None:
@@ -265,7 +271,7 @@ def test_discarding_while_somebody_writes_closes_the_file_after_him(
 ) -> None:
     path = str(tmp_path / "a")
     store.create(path, 4)
-    before, pwrite = open_files(), os.pwrite
+    pwrite = os.pwrite
 
     def slow(fd: int, buffer: memoryview, at: int) -> int:
         store.discard(path)
@@ -274,7 +280,7 @@ def test_discarding_while_somebody_writes_closes_the_file_after_him(
     monkeypatch.setattr(os, "pwrite", slow)
     store.write_at(path, 0, memoryview(b"abcd"))
     assert listing(tmp_path) == []
-    assert open_files() == before
+    assert open_files(tmp_path) == 0
 
 
 def test_a_store_travels_without_its_handles(store: LocalStore, tmp_path: Path) -> None:
@@ -285,6 +291,9 @@ def test_a_store_travels_without_its_handles(store: LocalStore, tmp_path: Path) 
     assert read(other, tmp_path / "a", 0, 3) == b"abc"
     other.close()
     assert local_store() is local_store()
+
+
+TRIES = 20  # the kernel keeps a page that it uses itself just then, as to write others to the disk
 
 
 def evict(path: Path) -> None:
@@ -315,10 +324,14 @@ def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStor
         return set(store._glanced)
 
     path.write_bytes(content)
-    evict(path)
-    assert glance() == {(str(path), 10)}
-    store.drop_glances()
-    assert glance() == {(str(path), 10)}  # from the disk again
+    for _ in range(TRIES):
+        evict(path)
+        found = [glance()]
+        store.drop_glances()
+        found.append(glance())  # from the disk again
+        if all(found):
+            break
+    assert found == [{(str(path), 10)}] * 2
     store._glanced.clear()
     assert not glance()  # in the cache now
     store.drop_glances()
@@ -342,10 +355,14 @@ def test_glances_where_the_cache_cannot_be_asked(
 def test_a_part_of_a_file_leaves_the_page_cache(store: LocalStore, tmp_path: Path) -> None:
     path, content = tmp_path / "a", os.urandom(1 << 20)
     path.write_bytes(content)
-    evict(path)
-    assert read(store, path, 0, len(content)) == content
-    store.drop_cache(str(path), 500_000, 600_000)
-    assert read(store, path, 0, 4096) + read(store, path, 900_000, 4096) == content[:4096] + content[900_000:904_096]
-    assert not store._glanced
-    assert read(store, path, 550_000, 100) == content[550_000:550_100]
+    for _ in range(TRIES):
+        evict(path)
+        assert read(store, path, 0, len(content)) == content
+        store.drop_cache(str(path), 500_000, 600_000)
+        ends = read(store, path, 0, 4096) + read(store, path, 900_000, 4096)
+        assert ends == content[:4096] + content[900_000:904_096]
+        assert not store._glanced
+        assert read(store, path, 550_000, 100) == content[550_000:550_100]
+        if store._glanced:
+            break
     assert store._glanced == {(str(path), 550_000 >> 16)}
