@@ -58,6 +58,9 @@ FILES_A_TASK = 32
 SYNC_TASKS = 16
 """Where the page cache is to stay free: of so many tasks one waits until what it wrote into is on the disk."""
 
+EARLY_BYTES = 1 << 20
+"""What a task writes of a file, at least, for the disk to begin with it at once."""
+
 FILE_TASKS = 64
 """Fewer files than this have a task each: to take the space of a large file is work for a thread."""
 
@@ -165,7 +168,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     began = time.perf_counter()
     store = store_of(plan.source.coding)
     writer = plan.coding.writer(directory) if plan.coding else None
-    together = how.drop_cache or how.apart
+    together = how.drop_cache or how.apart or how.fsync
     targets = _targets(plan, number) if together else ()
     written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)]
     spans = _Spans(store) if how.drop_cache and plan.source.coding is None else None
@@ -189,6 +192,9 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
             wait = how.apart or number % SYNC_TASKS == SYNC_TASKS - 1
             for path in written:
                 local_store().drop_cache(path, written=True, wait=wait)
+        elif how.fsync and moved.written >= EARLY_BYTES * len(written):
+            for path in written:
+                local_store().begin_sync(path)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 

@@ -9,6 +9,7 @@ file systems.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -25,7 +26,7 @@ from reshard.remote import Status
 from reshard.untrusted import open_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from reshard.remote_store import AnyStore
 
@@ -38,6 +39,7 @@ _GLANCE_BYTES = 64 << 10  # of a read that is noted where the page cache does no
 _MOST_GLANCES = 1 << 14  # noted, in some 150 bytes each
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # only what the page cache has; 0 where the system cannot say, and reads all
 _FICLONE = 0x40049409  # linux/fs.h
+_SYNC_FILE_RANGE_WRITE = 2  # the same
 
 
 class Readable(Protocol):
@@ -310,6 +312,17 @@ class LocalStore:
             first, last = first // page * page, -(-last // page) * page
             os.posix_fadvise(fd, first, max(last - first, 0), os.POSIX_FADV_DONTNEED)
 
+    def begin_sync(self, path: str) -> None:
+        """Have what is written of the unfinished file beside `path` go to the disk, without waiting for it.
+
+        The disk then works while more is written, and `sync` has less to wait for and tells what failed. Where the
+        system has no `sync_file_range`, nothing is done.
+        """
+        begin = _sync_file_range()
+        if begin is not None:
+            with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+                begin(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
     def sync(self, path: str) -> None:
         """Have all bytes of the unfinished file beside `path` on the disk."""
         with self._opened(path + PARTIAL, os.O_RDWR) as fd:
@@ -479,6 +492,15 @@ def _allocate(fd: int, size: int) -> None:
         if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}:
             raise
         os.ftruncate(fd, size)
+
+
+@lru_cache(maxsize=1)
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Return the system call of that name, which Python has not; None where there is none."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+    return call
 
 
 def _sync_directory(path: str) -> None:

@@ -366,6 +366,31 @@ def test_replicas_linked(tmp_path: Path) -> None:
     assert plain.stats.bytes_read == linked.stats.bytes_read  # one read whatever the number of replicas
 
 
+def test_the_disk_begins_while_more_is_moved(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each task that wrote much of its files has them written back; without fsync nobody asks for that."""
+    begin_sync, begun = store.LocalStore.begin_sync, []
+
+    def noted(self: store.LocalStore, path: str) -> None:
+        begun.append(Path(path).relative_to(tmp_path))
+        begin_sync(self, path)
+
+    monkeypatch.setattr(store.LocalStore, "begin_sync", noted)
+    made = reshard.plan(source, TARGET)
+    made.run(tmp_path / "little")
+    monkeypatch.setattr(graph, "EARLY_BYTES", 1)
+    made.run(tmp_path / "not asked", fsync=False)
+    assert not begun
+    made.run(tmp_path / "asked")
+    assert set(begun) == {Path("asked", file.path) for file in made.files}
+    assert len(begun) > len(made.files)
+    assert tree(tmp_path / "asked") == tree(tmp_path / "little")
+    monkeypatch.setattr(store, "_sync_file_range", lambda: None)  # another system
+    made.run(tmp_path / "elsewhere")
+    assert tree(tmp_path / "elsewhere") == tree(tmp_path / "asked")
+
+
 def test_the_page_cache_is_left_as_it_was(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:
     made = reshard.plan(source, TARGET)
     made.run(tmp_path / "kept")
