@@ -56,10 +56,10 @@ FILES_A_TASK = 32
 """The most target files that a task makes or finishes."""
 
 SYNC_TASKS = 16
-"""Where the page cache is to stay free: of so many tasks one waits until what it wrote into is on the disk."""
+"""Where the page cache is to stay free: the last of so many tasks waits until what they wrote into is on the disk."""
 
-EARLY_BYTES = 1 << 20
-"""What a task writes of a file, at least, for the disk to begin with it at once."""
+WRITEBACK_FILES = 64
+"""Where there are more target files, a task writes too little of each for the disk to begin with it at once."""
 
 FILE_TASKS = 64
 """Fewer files than this have a task each: to take the space of a large file is work for a thread."""
@@ -168,11 +168,8 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     began = time.perf_counter()
     store = store_of(plan.source.coding)
     writer = plan.coding.writer(directory) if plan.coding else None
-    together = how.drop_cache or how.apart or how.fsync
-    targets = _targets(plan, number) if together else ()
-    written = [f"{directory}/{plan.files[target].path}" for target in sorted(targets)]
-    spans = _Spans(store) if how.drop_cache and plan.source.coding is None else None
-    with _working(how, directory, written):
+    spans = _Spans(store) if how.drop_cache and not how.apart and plan.source.coding is None else None
+    with _working(how, directory, _written(plan, [number], directory) if how.apart else ()):
         moved = move_pieces(
             plan,
             plan.tasks[number],
@@ -189,12 +186,13 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
         elif how.drop_cache:
             drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], store)
         if how.drop_cache:
-            wait = how.apart or number % SYNC_TASKS == SYNC_TASKS - 1
-            for path in written:
-                local_store().drop_cache(path, written=True, wait=wait)
-        elif how.fsync and moved.written >= EARLY_BYTES * len(written):
-            for path in written:
-                local_store().begin_sync(path)
+            last = number % SYNC_TASKS == SYNC_TASKS - 1
+            tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not how.apart else [number]
+            for path in _written(plan, tasks, directory):
+                local_store().drop_cache(path, written=True, wait=last or how.apart)
+        elif how.fsync and len(plan.files) <= WRITEBACK_FILES:
+            for path in _written(plan, [number], directory):
+                local_store().start_writeback(path)
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 
@@ -218,6 +216,12 @@ class _Spans:
             self._store.drop_cache(path, first, last)
 
 
+def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
+    """Return the paths of the files that some tasks write."""
+    targets = set[int]().union(*(_targets(plan, number) for number in numbers))
+    return [f"{directory}/{plan.files[target].path}" for target in sorted(targets)]
+
+
 def _targets(plan: Plan, number: int) -> set[int]:
     """Return the files that a task writes; of the many of a zarr array, those that its rows are in."""
     found: set[int] = set()
@@ -231,9 +235,10 @@ def _targets(plan: Plan, number: int) -> set[int]:
 
 
 def drop_sources(plan: Plan, moves: Iterable[Move], store: AnyStore) -> None:
-    """Leave nothing in the page cache of the source files of some moves."""
+    """Leave nothing in the page cache of the source files of some moves, as far as they can still be opened."""
     for holder in {holder for move in moves for holder in move.holders}:
-        store.drop_cache(plan.source.files[holder].path)
+        with suppress(OSError, SourceError):
+            store.drop_cache(plan.source.files[holder].path)
 
 
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
@@ -313,11 +318,15 @@ def _statuses(plan: Plan) -> dict[int, Status | SourceError]:
     return dict(zip(numbers, found, strict=True))
 
 
-def sync_files(plan: Plan, files: Sequence[int], directory: str, _moved: object) -> Receipt:
+def sync_files(plan: Plan, files: Sequence[int], directory: str, how: How, _moved: object) -> Receipt:
     """Have finished target files on the disk, before any gets its name: that is slow, and naming all is quick."""
     began = time.perf_counter()
     for number in files:
-        local_store().sync(f"{directory}/{plan.files[number].path}")
+        path = f"{directory}/{plan.files[number].path}"
+        if how.drop_cache:
+            local_store().drop_cache(path, written=True)
+        if how.fsync:
+            local_store().sync(path)
     return Receipt(f"sync {files[0]}", 0, 0, time.perf_counter() - began)
 
 
@@ -339,8 +348,6 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
         by_file = plan.groups or is_url(directory)
         if by_file and (file.last or (plan.alone and not file.layout.places)):
             write_literals(file.layout, path, sync=how.fsync)
-        if how.drop_cache and not by_file:
-            local_store().drop_cache(path, written=True)  # what tasks did not wait for
         if how.journal and not journal.early:
             journal.ready(file.path, path + PARTIAL, sync=how.fsync)
         store.commit(path, sync=how.fsync)
@@ -440,9 +447,11 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             graph[self.ready] = DataNode(self.ready, receipts)
         files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
         done = [TaskRef(self.ready)]
-        if self.how.fsync and not self._by_file and (self.how.cached or not self.how.apart):
+        how = self.how
+        if (how.fsync or how.drop_cache) and not self._by_file and (how.cached or not how.apart):
             written = _batches([number for number, file in files if file.link is None])
-            done.append(self._add(graph, "sync", sync_files, [(some, self.directory, done[-1]) for some in written]))
+            tasks = [(some, self.directory, how, done[-1]) for some in written]
+            done.append(self._add(graph, "sync", sync_files, tasks))
         last = [number for number, file in files if file.last]
         remote = is_url(self.directory)  # there files have their names already, but for those that no task writes
         if last and not remote:
@@ -456,7 +465,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             ("index", last),
         ):
             if numbers:
-                tasks = [(some, self.directory, self.how, done[-1]) for some in _batches(numbers)]
+                tasks = [(some, self.directory, how, done[-1]) for some in _batches(numbers)]
                 done.append(self._add(graph, kind, commit_files, tasks))
         graph[self.key] = Task(self.key, collect, *done)
         return graph

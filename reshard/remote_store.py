@@ -329,8 +329,8 @@ class AnyStore:
         """Write a whole buffer into an unfinished local file."""
         self._local.write_at(path, offset, buffer)
 
-    def drop_cache(self, path: str, first: int = 0, last: int = 0, *, written: bool = False) -> None:
-        """Leave nothing of a local file in the page cache, as `LocalStore.drop_cache`."""
+    def drop_cache(self, path: str, first: int = 0, last: int | None = None, *, written: bool = False) -> None:
+        """Leave nothing of a local file, or of a part of it, in the page cache; see `LocalStore.drop_cache`."""
         if not is_url(path):
             self._local.drop_cache(path, first, last, written=written)
 

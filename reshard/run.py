@@ -192,7 +192,7 @@ def run(
     if plan.alone:
         _check_alone(plan, root)
     check_sources(plan, None)
-    local_store().drop_glances()
+    local_store().drop_glances({file.path for file in plan.source.files})
     threads = _threads(threads, scheduler, plan.threads)
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
@@ -220,7 +220,6 @@ def run(
             receipts = _here(graph, graph.naming(work_on(client, graph, told.add)), threads, told)
         else:
             receipts = _here(graph, graph.__dask_graph__(), threads, told)
-        drop_sources(plan, plan.moves if drop_cache else (), any_store())  # what was read ahead, and nobody read
         if session:
             session.finished()
     except BaseException as error:
@@ -229,6 +228,8 @@ def run(
     finally:
         if session:
             session.close()
+        # What was read ahead, and nobody read; on a cluster tasks leave nothing of a file.
+        drop_sources(plan, plan.moves if drop_cache and client is None else (), any_store())
         local_store().close()
         store_of(plan.source.coding).close()
     return Report(
@@ -403,7 +404,7 @@ def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: _Told) -> lis
 
     def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
         told.add(result)
-        if isinstance(result, list):  # all of some tasks are done, and others wait for no more
+        if isinstance(result, list):  # all of some tasks are done; what waited for them is ready, in no order
             state["ready"].sort()  # the last one runs first
 
     found: list[Receipt]

@@ -26,7 +26,7 @@ from reshard.remote import Status
 from reshard.untrusted import open_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from reshard.remote_store import AnyStore
 
@@ -36,7 +36,7 @@ PARTIAL = ".partial"
 _SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
 _MOST_HANDLES = 1024
 _GLANCE_BYTES = 64 << 10  # of a read that is noted where the page cache does not have it; longer ones are not
-_MOST_GLANCES = 1 << 14  # noted, in some 150 bytes each
+_MOST_GLANCES = 1 << 14  # noted, in some 150 bytes each; then all are forgotten
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # only what the page cache has; 0 where the system cannot say, and reads all
 _FICLONE = 0x40049409  # linux/fs.h
 _SYNC_FILE_RANGE_WRITE = 2  # the same
@@ -208,10 +208,9 @@ class LocalStore:
         with self._opened(path, os.O_RDONLY) as fd:
             try:
                 for offset, piece in pieces:
-                    found = bytearray(min(len(piece), _GLANCE_BYTES))
-                    if len(piece) > len(found) or self._glance(path, fd, offset, found) < len(piece):
-                        found = bytearray(os.pread(fd, len(piece), offset))
-                    if found != piece:
+                    found = bytearray(len(piece) if len(piece) <= _GLANCE_BYTES else 0)
+                    is_there = found and self._glance(path, fd, offset, found) == len(piece)
+                    if (found if is_there else os.pread(fd, len(piece), offset)) != piece:
                         return False
             except OSError as error:
                 raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
@@ -228,21 +227,23 @@ class LocalStore:
         except (OSError, NotImplementedError):  # a file system or a C library that cannot tell
             self._asks = False
             return 0
-        if done < len(buffer) and len(self._glanced) < _MOST_GLANCES:
+        if done < len(buffer):
+            if len(self._glanced) >= _MOST_GLANCES:
+                self._glanced.clear()
             self._glanced.add((path, offset // _GLANCE_BYTES))
         return done
 
-    def drop_glances(self) -> None:
+    def drop_glances(self, paths: Collection[str]) -> None:
         """Before files are read in order: give up what the page cache got of them by reading here and there.
 
         When Linux, reading ahead, comes upon single pages that it has, it reads page by page from there on, which
         takes twice as long. What the cache had before stays, but for up to 128 KB around what it did not have.
         """
-        for path, number in sorted(self._glanced):
+        for path, number in sorted(glance for glance in self._glanced.copy() if glance[0] in paths):
             with suppress(OSError, SourceError), self._opened(path, os.O_RDONLY) as fd:
                 # A read may end in the next piece, and have brought a little more.
                 os.posix_fadvise(fd, number * _GLANCE_BYTES, 3 * _GLANCE_BYTES, os.POSIX_FADV_DONTNEED)
-        self._glanced.clear()
+            self._glanced.discard((path, number))
 
     def create(self, path: str, size: int | None) -> None:
         """Make the unfinished file beside `path`, with its space taken, or without where its size is not known yet.
@@ -292,13 +293,15 @@ class LocalStore:
         with self._opened(path + PARTIAL, os.O_RDWR) as fd:
             os.ftruncate(fd, size)
 
-    def drop_cache(self, path: str, first: int = 0, last: int = 0, *, written: bool = False, wait: bool = True) -> None:
+    def drop_cache(
+        self, path: str, first: int = 0, last: int | None = None, *, written: bool = False, wait: bool = True
+    ) -> None:
         """Leave nothing of a file in the page cache, or of its bytes from `first` to `last`.
 
         Args:
             path: the file.
             first: in bytes.
-            last: in bytes; 0 for all from `first` on.
+            last: in bytes; None for all from `first` on.
             written: of the unfinished file beside it, once what is written is on the disk.
             wait: for that; without, it is begun, and what was on the disk already leaves the cache.
         """
@@ -309,19 +312,20 @@ class LocalStore:
                 except OSError as error:
                     raise write_error(path + PARTIAL, error, 0) from error
             page = resource.getpagesize()  # the kernel leaves one of which it is told only a part
-            first, last = first // page * page, -(-last // page) * page
-            os.posix_fadvise(fd, first, max(last - first, 0), os.POSIX_FADV_DONTNEED)
+            first = first // page * page
+            count = 0 if last is None else max(-(-last // page) * page - first, 1)  # 0 is all
+            os.posix_fadvise(fd, first, count, os.POSIX_FADV_DONTNEED)
 
-    def begin_sync(self, path: str) -> None:
-        """Have what is written of the unfinished file beside `path` go to the disk, without waiting for it.
+    def start_writeback(self, path: str) -> None:
+        """Have what is written of the unfinished file beside `path` go to the disk, without waiting until it is there.
 
         The disk then works while more is written, and `sync` has less to wait for and tells what failed. Where the
         system has no `sync_file_range`, nothing is done.
         """
-        begin = _sync_file_range()
-        if begin is not None:
+        start = _sync_file_range()
+        if start is not None:
             with self._opened(path + PARTIAL, os.O_RDWR) as fd:
-                begin(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+                start(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
     def sync(self, path: str) -> None:
         """Have all bytes of the unfinished file beside `path` on the disk."""
@@ -367,7 +371,6 @@ class LocalStore:
 
     def close(self) -> None:
         """Close every file that nobody uses."""
-        self._glanced.clear()
         with self._lock:
             for key, handle in list(self._handles.items()):
                 if not handle.users:

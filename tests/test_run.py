@@ -99,7 +99,7 @@ def test_files_are_read_in_order(
 
     dropped: list[object] = []
     monkeypatch.setattr(graph, "move_task", noted)
-    monkeypatch.setattr(store.LocalStore, "drop_glances", lambda _: dropped.append(1))
+    monkeypatch.setattr(store.LocalStore, "drop_glances", lambda _, paths: dropped.append(paths))
     made = reshard.plan(source, TARGET)
     made.run(tmp_path / "out", scheduler=scheduler, threads=1)
     assert begun == list(range(len(made.tasks)))
@@ -370,25 +370,47 @@ def test_the_disk_begins_while_more_is_moved(
     source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each task that wrote much of its files has them written back; without fsync nobody asks for that."""
-    begin_sync, begun = store.LocalStore.begin_sync, []
+    start_writeback, begun = store.LocalStore.start_writeback, []
 
     def noted(self: store.LocalStore, path: str) -> None:
         begun.append(Path(path).relative_to(tmp_path))
-        begin_sync(self, path)
+        start_writeback(self, path)
 
-    monkeypatch.setattr(store.LocalStore, "begin_sync", noted)
+    monkeypatch.setattr(store.LocalStore, "start_writeback", noted)
     made = reshard.plan(source, TARGET)
-    made.run(tmp_path / "little")
-    monkeypatch.setattr(graph, "EARLY_BYTES", 1)
     made.run(tmp_path / "not asked", fsync=False)
     assert not begun
     made.run(tmp_path / "asked")
     assert set(begun) == {Path("asked", file.path) for file in made.files}
     assert len(begun) > len(made.files)
-    assert tree(tmp_path / "asked") == tree(tmp_path / "little")
+    monkeypatch.setattr(graph, "WRITEBACK_FILES", len(made.files) - 1)
+    begun.clear()
+    made.run(tmp_path / "many")
+    assert not begun
+    monkeypatch.undo()
     monkeypatch.setattr(store, "_sync_file_range", lambda: None)  # another system
     made.run(tmp_path / "elsewhere")
-    assert tree(tmp_path / "elsewhere") == tree(tmp_path / "asked")
+    assert tree(tmp_path / "elsewhere") == tree(tmp_path / "asked") == tree(tmp_path / "many")
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_the_disk_is_waited_for_now_and_then_where_the_page_cache_is_to_stay_free(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch, fsync: bool
+) -> None:
+    fdatasync, waited = os.fdatasync, 0
+
+    def counted(fd: int) -> None:
+        nonlocal waited
+        waited += 1
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", counted)
+    made = reshard.plan(source, TARGET)
+    for every, times in ((len(made.tasks) + 1, 1), (len(made.tasks), 2)):
+        monkeypatch.setattr(graph, "SYNC_TASKS", every)
+        waited = 0
+        made.run(tmp_path / f"{every}", drop_cache=True, fsync=fsync)
+        assert waited == times * len(made.files)
 
 
 def test_the_page_cache_is_left_as_it_was(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.store import PARTIAL, LocalStore, local_store
+from reshard.store import PARTIAL, LocalStore, _sync_file_range, local_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -251,7 +252,7 @@ def test_many_threads_and_files_share_few_handles(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(400)))
-    # 4 kept, and one more for each of 8 threads in the middle of something.
+    # 4 kept, and up to two more for each of 8 threads in the middle of something.
     assert 4 <= most <= 4 + 2 * 8
     assert [int.from_bytes((tmp_path / f"t{step}").read_bytes(), "big") for step in range(400)] == list(range(400))
     store.close()
@@ -305,8 +306,7 @@ def evict(path: Path) -> None:
             os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
             pytest.skip("the file system keeps it")
         except BlockingIOError:  # which may have begun to read it
-            while not file.read(1):
-                pass
+            file.read(1)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError:
             pytest.skip("the file system cannot tell")
@@ -327,14 +327,14 @@ def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStor
     for _ in range(TRIES):
         evict(path)
         found = [glance()]
-        store.drop_glances()
+        store.drop_glances({str(path)})
         found.append(glance())  # from the disk again
         if all(found):
             break
     assert found == [{(str(path), 10)}] * 2
     store._glanced.clear()
     assert not glance()  # in the cache now
-    store.drop_glances()
+    store.drop_glances({str(path)})
     assert not glance()  # and left there, since it had it
 
 
@@ -353,16 +353,32 @@ def test_glances_where_the_cache_cannot_be_asked(
 
 
 def test_a_part_of_a_file_leaves_the_page_cache(store: LocalStore, tmp_path: Path) -> None:
-    path, content = tmp_path / "a", os.urandom(1 << 20)
+    path, content = tmp_path / "a", os.urandom(8 << 20)
+    middle = 4 << 20
     path.write_bytes(content)
     for _ in range(TRIES):
         evict(path)
         assert read(store, path, 0, len(content)) == content
-        store.drop_cache(str(path), 500_000, 600_000)
-        ends = read(store, path, 0, 4096) + read(store, path, 900_000, 4096)
-        assert ends == content[:4096] + content[900_000:904_096]
+        store.drop_cache(str(path), 2_000_000, 6_500_000)
+        assert (
+            read(store, path, 0, 4096) + read(store, path, 8_000_000, 4096)
+            == content[:4096] + content[8_000_000:][:4096]
+        )
         assert not store._glanced
-        assert read(store, path, 550_000, 100) == content[550_000:550_100]
+        assert read(store, path, middle, 100) == content[middle:][:100]
         if store._glanced:
             break
-    assert store._glanced == {(str(path), 550_000 >> 16)}
+    assert store._glanced == {(str(path), middle >> 16)}
+
+
+def test_writeback_is_started(store: LocalStore, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    store.create(path, 1 << 20)
+    store.write_at(path, 0, memoryview(os.urandom(1 << 20)))
+    start = _sync_file_range()
+    assert (start is not None) == (sys.platform == "linux")
+    if start is not None:
+        with Path(path + PARTIAL).open("rb+") as file:
+            assert start(file.fileno(), 0, 0, 2) == 0
+    store.start_writeback(path)
+    store.discard(path)
