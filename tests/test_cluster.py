@@ -182,12 +182,16 @@ def test_a_failure_on_a_worker_leaves_nothing(
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=BEFORE), AFTER)
     path = Path(plan.source.files[7].path)
 
-    def cut(event: Any) -> None:
-        if event.written:
-            os.truncate(path, 1 << 16)
+    check_workers = reshard_cluster.check_workers
 
+    def then_cut(*given: Any) -> str:
+        cached = check_workers(*given)
+        os.truncate(path, 1 << 16)
+        return cached
+
+    monkeypatch.setattr(reshard_cluster, "check_workers", then_cut)  # just before they begin
     with pytest.raises((SourceError, TargetError), match=r"checkpoint_7\.safetensors: (ends at|changed since)"):
-        plan.run(tmp_path / "out", client=wired[1], progress=cut, ownership=ownership)
+        plan.run(tmp_path / "out", client=wired[1], ownership=ownership)
     assert not (tmp_path / "out").exists()
 
 
