@@ -50,15 +50,6 @@ def done(*arguments: str | Path) -> Result:
     return result
 
 
-def contents(root: Path) -> dict[str, bytes]:
-    """What is in a directory, but for the journals of runs."""
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and ".reshard" not in path.relative_to(root).parts
-    }
-
-
 def names_in(root: Path) -> set[str]:
     files = [path for path in root.rglob("*.*") if path.suffix in {".safetensors", ".ckpt"}]
     return {name for path in files for name in helpers.read_rank_file(path)}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import helpers
 import pytest
-from commands import Case, call, contents, done, names_in, proposed
+from checkpoints import tree
+from commands import Case, call, done, names_in, proposed
 
 import reshard
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def test_transform_writes_files_and_says_so(case: Case, tmp_path: Path) -> None:
     result = done("transform", case.source, tmp_path / "dst", *case.strategies)
-    assert sorted(contents(tmp_path)) == [f"dst/rank_{r}/checkpoint_{r}.ckpt" for r in range(4)]
+    assert sorted(tree(tmp_path)) == [f"dst/rank_{r}/checkpoint_{r}.ckpt" for r in range(4)]
     assert f"wrote 4 files (ckpt) for 4 ranks (0-3) to {tmp_path}/dst\n" in result.stdout
     assert "read 14.9 kB from 2 files, wrote 17.3 kB in " in result.stdout
     assert result.stderr == (
@@ -72,7 +73,7 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
         "manifest",
     }  # fmt: skip
     assert before["files"][3] == {"rank": 3, "path": "rank_3/checkpoint_3.ckpt", "nbytes": 4321}
-    sizes = {name.removeprefix("dst/"): len(content) for name, content in contents(tmp_path).items()}
+    sizes = {name.removeprefix("dst/"): len(content) for name, content in tree(tmp_path).items()}
     assert {file["path"]: file["nbytes"] for file in after["files"]} == sizes
 
 
@@ -91,14 +92,14 @@ def test_json_keys_are_documented() -> None:
 def test_existing_files_are_refused(case: Case, tmp_path: Path) -> None:
     command = ["transform", case.source, tmp_path, *case.strategies]
     done(*command)
-    before = contents(tmp_path)
+    before = tree(tmp_path)
     (tmp_path / "rank_0" / "checkpoint_0.ckpt").write_bytes(b"old")
     refused = call(*command)
     assert refused.exit_code == 6
     assert "rank_0/checkpoint_0.ckpt" in refused.stderr
     assert "--overwrite" in refused.stderr
     done(*command, "--overwrite")
-    assert contents(tmp_path) == before
+    assert tree(tmp_path) == before
 
 
 def test_quiet_says_nothing(case: Case, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_quiet_says_nothing(case: Case, tmp_path: Path) -> None:
 def test_how_it_runs_does_not_change_a_byte(case: Case, tmp_path: Path, options: list[str]) -> None:
     done("transform", case.source, tmp_path / "a", *case.strategies)
     done("transform", case.source, tmp_path / "b", *case.strategies, *options)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
 def test_ranks_format_and_prefix(case: Case, tmp_path: Path) -> None:
@@ -120,14 +121,14 @@ def test_ranks_format_and_prefix(case: Case, tmp_path: Path) -> None:
         "transform", case.source, tmp_path, *case.strategies,
         "--ranks", "0,2-3", "--format", "safetensors", "--prefix", "net-",
     )  # fmt: skip
-    assert sorted(contents(tmp_path)) == [f"rank_{r}/net-{r}.safetensors" for r in (0, 2, 3)]
+    assert sorted(tree(tmp_path)) == [f"rank_{r}/net-{r}.safetensors" for r in (0, 2, 3)]
 
 
 def test_either_strategy_may_be_left_out(case: Case, tmp_path: Path) -> None:
     done("transform", case.source, tmp_path / "whole", "--source-strategy", case.source_strategy)
     done("transform", tmp_path / "whole", tmp_path / "a", "--target-strategy", case.target_strategy)
     done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert list(contents(tmp_path / "whole")) == ["rank_0/checkpoint_0.ckpt"]
+    assert list(tree(tmp_path / "whole")) == ["rank_0/checkpoint_0.ckpt"]
     for rank in range(4):
         first = reshard.open(tmp_path / "a" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
         second = reshard.open(tmp_path / "b" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
@@ -145,7 +146,7 @@ def test_a_strategy_may_be_a_directory(case: Case, tmp_path: Path) -> None:
     strategies = ["--source-strategy", folder, "--target-strategy", case.target_strategy]
     done("transform", case.source, tmp_path / "a", *strategies)
     done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
 def lacking(case: Case, tmp_path: Path, side: str, *absent: str) -> list[str | Path]:
@@ -191,14 +192,14 @@ def test_a_layout_by_hand_stands_in_for_the_strategy(case: Case, tmp_path: Path)
     assert "--layout 'net.layer1.weight=RULE'" in refused.stderr
     done("transform", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=2,2,2:-1,1")
     done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
 def test_a_layout_may_be_given_as_it_is_shown(case: Case, tmp_path: Path) -> None:
     strategies = lacking(case, tmp_path, "source", "net.layer1.weight")
     done("transform", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=[2, 2, 2] map [-1, 1]")
     done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
     shown = done("inspect", case.source, "--source-strategy", case.source_strategy).stdout
     assert "[2, 2, 2] map [-1, 1]" in shown
     assert "layout: [extents of the device axes] map [the axis that cuts" in shown
@@ -216,7 +217,7 @@ def test_other_names_of_ranks_and_steps(case: Case, tmp_path: Path) -> None:
     assert "--suffix" in refused.stderr
     done(*command, "--suffix", "b")
     done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
     shown = done("inspect", tmp_path / "src", "--rank-pattern", "node{rank}/*", "--suffix", "a")
     assert "8 ranks (0-7)" in shown.stdout
 
@@ -298,8 +299,8 @@ def test_what_selects_nothing_is_2(case: Case, tmp_path: Path) -> None:
 def test_replicas_stored_once_are_read_back(case: Case, tmp_path: Path) -> None:
     command = ["transform", case.source, tmp_path / "once", "--source-strategy", case.source_strategy]
     done(*command, "--target-strategy", case.source_strategy, "--format", "safetensors", "--remove-redundancy")
-    whole = sum(len(content) for content in contents(case.source).values())
-    assert sum(len(content) for content in contents(tmp_path / "once").values()) < whole / 2
+    whole = sum(len(content) for content in tree(case.source).values())
+    assert sum(len(content) for content in tree(tmp_path / "once").values()) < whole / 2
     done("transform", tmp_path / "once", tmp_path / "a", *case.strategies, "--format", "ckpt")
     done("transform", case.source, tmp_path / "b", *case.strategies)
     for path in sorted((tmp_path / "a").rglob("*.ckpt")):
@@ -325,6 +326,6 @@ def test_one_stage_and_part_of_a_source(mindspore_data: Path, case: Case, tmp_pa
     assert "--partial" in refused.stderr
     done(*command, "--partial")
     done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
     assert call("inspect", case.source, "--stage", "1").exit_code == 2
     assert call("inspect", case.source, "--source-strategy", case.source_strategy, "--stage", "1").exit_code in {2, 4}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import helpers
 import numpy as np
 import pytest
-from checkpoints import write_file
-from commands import Case, call, contents, done, names_in, proposed
+from checkpoints import tree, write_file
+from commands import Case, call, done, names_in, proposed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,11 +37,11 @@ def test_unify_and_split_again(case: Case, tmp_path: Path, style: str) -> None:
 def test_unify_only_weights(case: Case, tmp_path: Path) -> None:
     command = ["unify", case.source, tmp_path, "--source-strategy", case.source_strategy, "--weights-only"]
     planned = json.loads(done(*command, "--dry-run", "--json").stdout)
-    assert contents(tmp_path) == {}
+    assert tree(tmp_path) == {}
     done(*command)
-    assert sorted(contents(tmp_path)) == ["param_name_map.json", "part0.safetensors"]
+    assert sorted(tree(tmp_path)) == ["param_name_map.json", "part0.safetensors"]
     assert {file["path"]: file["nbytes"] for file in planned["files"]} == {
-        name: len(content) for name, content in contents(tmp_path).items()
+        name: len(content) for name, content in tree(tmp_path).items()
     }
     assert names_in(tmp_path) == WEIGHTS
 
@@ -49,19 +49,19 @@ def test_unify_only_weights(case: Case, tmp_path: Path) -> None:
 def test_a_set_is_not_mixed_with_another(case: Case, tmp_path: Path) -> None:
     command = ["unify", case.source, tmp_path, "--source-strategy", case.source_strategy]
     done(*command)
-    before = contents(tmp_path)
+    before = tree(tmp_path)
     for options in (["--style", "huggingface"], ["--weights-only", "--overwrite"]):
         refused = call(*command, *options)
         assert refused.exit_code == 6
         assert "of another set" in refused.stderr
     done(*command)
-    assert contents(tmp_path) == before
+    assert tree(tmp_path) == before
     done(*command, "--overwrite")
 
 
 def test_convert_there_and_back(case: Case, tmp_path: Path) -> None:
     result = done("convert", case.source, tmp_path / "a", "--format", "safetensors")
-    assert sorted(contents(tmp_path / "a")) == [f"rank_{r}/net.safetensors" for r in range(8)]
+    assert sorted(tree(tmp_path / "a")) == [f"rank_{r}/net.safetensors" for r in range(8)]
     assert "8 ranks (0-7)" in done(*proposed(result)).stdout
     done("convert", tmp_path / "a", tmp_path / "b", "--format", "ckpt")
     for rank in range(8):
@@ -76,13 +76,13 @@ def test_convert_beside_the_source(case: Case, tmp_path: Path) -> None:
     result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
     assert "8 files (safetensors)" in done(*proposed(result)).stdout
     assert call("convert", case.source, case.source, "--format", "ckpt").exit_code == 6  # the sources themselves
-    assert len(contents(tmp_path / "src")) == 16
+    assert len(tree(tmp_path / "src")) == 16
 
 
 def test_convert_one_file(case: Case, tmp_path: Path) -> None:
     source = case.source / "rank_3" / "net.ckpt"
     result = done("convert", source, tmp_path / "new" / "three.bin", "--format", "safetensors")
-    assert list(contents(tmp_path)) == ["new/three.bin"]
+    assert list(tree(tmp_path)) == ["new/three.bin"]
     assert helpers.read_rank_file(tmp_path / "new" / "three.bin") == helpers.read_rank_file(source)
     assert "15 tensors" in done(*proposed(result)).stdout
     refused = call("convert", source, tmp_path / "new", "--format", "safetensors")
@@ -96,7 +96,7 @@ def test_convert_is_one_run(case: Case, tmp_path: Path) -> None:
     (tmp_path / "rank_5" / "net.safetensors").write_bytes(b"mine")
     refused = call(*command)
     assert refused.exit_code == 6
-    assert list(contents(tmp_path)) == ["rank_5/net.safetensors"]
+    assert list(tree(tmp_path)) == ["rank_5/net.safetensors"]
     assert "1 target file would be in the way" in done(*command, "--dry-run").stderr
     data = json.loads(done(*command, "--overwrite", "--json").stdout)
     assert data["ranks"] == list(range(8))
@@ -127,7 +127,7 @@ def test_convert_takes_other_names_and_refuses_sets(case: Case, tmp_path: Path) 
         "convert", tmp_path / "src", tmp_path / "dst", "--format", "safetensors", "--rank-pattern", "node{rank}/*",
         "--suffix", "b",
     )  # fmt: skip
-    assert list(contents(tmp_path / "dst")) == ["node0/b.safetensors"]
+    assert list(tree(tmp_path / "dst")) == ["node0/b.safetensors"]
     assert "1 tensor" in done(*proposed(result)).stdout
     done("unify", case.source, tmp_path / "set", "--source-strategy", case.source_strategy)
     refused = call("convert", tmp_path / "set", tmp_path / "x", "--format", "ckpt")

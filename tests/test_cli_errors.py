@@ -9,7 +9,8 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from commands import Case, call, contents
+from checkpoints import tree
+from commands import Case, call
 
 import reshard
 
@@ -79,7 +80,7 @@ def test_a_full_disk_is_5(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
     result = call("transform", case.source, tmp_path, *case.strategies)
     assert result.exit_code == 5
     assert "No space left on device" in result.stderr
-    assert contents(tmp_path) == {}
+    assert tree(tmp_path) == {}
 
 
 def test_a_directory_that_cannot_be_made_is_no_traceback(case: Case, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from commands import Case, call, contents, done
+from checkpoints import tree
+from commands import Case, call, done
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +169,7 @@ def test_a_stopped_run_leaves_no_unfinished_file_and_can_be_typed_again(
     returned, said = stopped_at("write_at", 0.01, number, command)
     assert returned == code
     assert said == f"{word}; unfinished files are removed; the same command starts from the beginning"
-    assert contents(tmp_path) == {}
+    assert tree(tmp_path) == {}
     done(*command)
 
 
@@ -177,7 +178,7 @@ def test_a_run_stopped_at_its_end_tells_what_to_type(case: Case, tmp_path: Path)
     returned, _ = stopped_at("commit", 0.1, signal.SIGTERM, command)
     assert returned == 143
     done(*command)
-    assert len(contents(tmp_path)) == 4
+    assert len(tree(tmp_path)) == 4
 
 
 def test_an_ignored_signal_stays_ignored(case: Case, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_an_ignored_signal_stays_ignored(case: Case, tmp_path: Path) -> None:
     process.stderr.read()
     process.stderr.close()
     assert process.wait() == 0
-    assert len(contents(tmp_path)) == 4
+    assert len(tree(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["rich", "plain"])

@@ -14,31 +14,17 @@ import helpers
 import numpy as np
 import pytest
 from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
+from eight_ranks import FULL, ROWS, TARGET, small_tasks, source
 from generators import Model, models
 from hypothesis import HealthCheck, given, settings
 
 import reshard
-from reshard import Layout, Strategy, graph, move, plan, planner, store
+from reshard import Layout, Strategy, graph, move, plan, store
 from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.formats import Content, ckpt
 
-ROWS = Strategy.of({"w": Layout.of([8], [0, -1]), "b": Layout.of([8], [-1]), "c": Layout.of([2, 4], [1, 0])})
-TARGET = Strategy.of({"w": Layout.of([3, 2], [-1, 0]), "b": Layout.of([6], [0]), "c": Layout.of([6], [-1, -1], -1)})
-FULL = numbers({"w": (48, 36), "b": (12,), "c": (24, 8)})
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> reshard.Checkpoint:
-    return reshard.open(write_ranks(tmp_path / "src", FULL, ROWS, "ckpt"), strategy=ROWS)
-
-
-@pytest.fixture
-def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the work so fine that a small model has many bands and tasks."""
-    monkeypatch.setattr(planner, "TASK_BYTES", 512)
-    monkeypatch.setattr(planner, "BAND_BYTES", 256)
-    monkeypatch.setattr(graph, "FILES_A_TASK", 2)
+__all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
 
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])
@@ -364,78 +350,6 @@ def test_replicas_linked(tmp_path: Path) -> None:
     inodes = {p.stat().st_ino for p in (tmp_path / "linked").rglob("*.safetensors")}
     assert len(inodes) in {2, 64}
     assert plain.stats.bytes_read == linked.stats.bytes_read  # one read whatever the number of replicas
-
-
-def test_the_disk_begins_while_more_is_moved(
-    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each task that wrote much of its files has them written back; without fsync nobody asks for that."""
-    start_writeback, begun = store.LocalStore.start_writeback, []
-
-    def noted(self: store.LocalStore, path: str) -> None:
-        begun.append(Path(path).relative_to(tmp_path))
-        start_writeback(self, path)
-
-    monkeypatch.setattr(store.LocalStore, "start_writeback", noted)
-    made = reshard.plan(source, TARGET)
-    made.run(tmp_path / "not asked", fsync=False)
-    assert not begun
-    made.run(tmp_path / "asked")
-    assert set(begun) == {Path("asked", file.path) for file in made.files}
-    assert len(begun) > len(made.files)
-    monkeypatch.setattr(graph, "WRITEBACK_FILES", len(made.files) - 1)
-    begun.clear()
-    made.run(tmp_path / "many")
-    assert not begun
-    monkeypatch.undo()
-    monkeypatch.setattr(store, "_sync_file_range", lambda: None)  # another system
-    made.run(tmp_path / "elsewhere")
-    assert tree(tmp_path / "elsewhere") == tree(tmp_path / "asked") == tree(tmp_path / "many")
-
-
-@pytest.mark.parametrize("fsync", [True, False])
-def test_the_disk_is_waited_for_now_and_then_where_the_page_cache_is_to_stay_free(
-    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch, fsync: bool
-) -> None:
-    fdatasync, waited = os.fdatasync, 0
-
-    def counted(fd: int) -> None:
-        nonlocal waited
-        waited += 1
-        fdatasync(fd)
-
-    monkeypatch.setattr(os, "fdatasync", counted)
-    made = reshard.plan(source, TARGET)
-    for every, times in ((len(made.tasks) + 1, 1), (len(made.tasks), 2)):
-        monkeypatch.setattr(graph, "SYNC_TASKS", every)
-        waited = 0
-        made.run(tmp_path / f"{every}", drop_cache=True, fsync=fsync)
-        assert waited == times * len(made.files)
-
-
-def test_the_page_cache_is_left_as_it_was(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:
-    made = reshard.plan(source, TARGET)
-    made.run(tmp_path / "kept")
-    for _ in range(5):  # the kernel keeps a page that it uses itself just then
-        made.run(tmp_path / "dropped", drop_cache=True, overwrite=True, restart=True)
-        files = [Path(file.path) for file in source.files] + list((tmp_path / "dropped").rglob("*.ckpt"))
-        assert len(files) == 8 + 6
-        cached = [path for path in files if is_cached(path)]
-        if not cached:
-            break
-    assert not cached
-    assert tree(tmp_path / "dropped") == tree(tmp_path / "kept")
-
-
-def is_cached(path: Path) -> bool:
-    """Tell whether the page cache has the beginning of a file; a file system that cannot tell is taken to say no."""
-    with path.open("rb") as file:
-        try:
-            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
-        except OSError:
-            return False
-        filesystem = subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=True).stdout
-        return filesystem.strip() != "tmpfs"  # which has nothing else
 
 
 @pytest.mark.slow

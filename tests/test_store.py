@@ -5,34 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from stores import read, store
 
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.store import PARTIAL, LocalStore, _sync_file_range, local_store
+from reshard.store import PARTIAL, LocalStore, local_store
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture
-def store() -> Iterator[LocalStore]:
-    one = LocalStore(most_open=4)
-    yield one
-    one.close()
-    assert not one._handles  # nobody uses a file any more
-
-
-def read(store: LocalStore, path: Path, offset: int, nbytes: int) -> bytes:
-    buffer = bytearray(nbytes)
-    store.read_into(str(path), offset, memoryview(buffer))
-    return bytes(buffer)
+__all__ = ["store"]  # a fixture, for pytest to find
 
 
 def open_files(directory: Path) -> int:
@@ -292,93 +276,3 @@ def test_a_store_travels_without_its_handles(store: LocalStore, tmp_path: Path) 
     assert read(other, tmp_path / "a", 0, 3) == b"abc"
     other.close()
     assert local_store() is local_store()
-
-
-TRIES = 20  # the kernel keeps a page that it uses itself just then, as to write others to the disk
-
-
-def evict(path: Path) -> None:
-    """Leave nothing of a file in the page cache; skip where the file system does not, as tmpfs, or cannot tell."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        try:
-            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
-            pytest.skip("the file system keeps it")
-        except BlockingIOError:  # which may have begun to read it
-            file.read(1)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError:
-            pytest.skip("the file system cannot tell")
-
-
-@pytest.mark.parametrize("how", ["read", "compared"])
-def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStore, tmp_path: Path, how: str) -> None:
-    path, content = tmp_path / "a", os.urandom(1 << 20)
-
-    def glance() -> set[tuple[str, int]]:
-        if how == "read":
-            assert read(store, path, 700_000, 4096) == content[700_000:704_096]
-        else:
-            assert store.holds(str(path), [(700_000, content[700_000:704_096])])
-        return set(store._glanced)
-
-    path.write_bytes(content)
-    for _ in range(TRIES):
-        evict(path)
-        found = [glance()]
-        store.drop_glances({str(path)})
-        found.append(glance())  # from the disk again
-        if all(found):
-            break
-    assert found == [{(str(path), 10)}] * 2
-    store._glanced.clear()
-    assert not glance()  # in the cache now
-    store.drop_glances({str(path)})
-    assert not glance()  # and left there, since it had it
-
-
-def test_glances_where_the_cache_cannot_be_asked(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reshard.store._NOWAIT", 1 << 30)  # a flag that no kernel knows
-    path = tmp_path / "a"
-    path.write_bytes(b"abcdef")
-    assert read(store, path, 2, 3) == b"cde"
-    assert store.holds(str(path), [(0, b"ab"), (4, b"ef")])
-    assert not store.holds(str(path), [(0, b"ab"), (4, b"e!")])
-    assert not store.holds(str(path), [(4, b"efg")])
-    with pytest.raises(SourceError, match="ends at byte 6"):
-        read(store, path, 4, 3)
-
-
-def test_a_part_of_a_file_leaves_the_page_cache(store: LocalStore, tmp_path: Path) -> None:
-    path, content = tmp_path / "a", os.urandom(8 << 20)
-    middle = 4 << 20
-    path.write_bytes(content)
-    for _ in range(TRIES):
-        evict(path)
-        assert read(store, path, 0, len(content)) == content
-        store.drop_cache(str(path), 2_000_000, 6_500_000)
-        assert (
-            read(store, path, 0, 4096) + read(store, path, 8_000_000, 4096)
-            == content[:4096] + content[8_000_000:][:4096]
-        )
-        assert not store._glanced
-        assert read(store, path, middle, 100) == content[middle:][:100]
-        if store._glanced:
-            break
-    assert store._glanced == {(str(path), middle >> 16)}
-
-
-def test_writeback_is_started(store: LocalStore, tmp_path: Path) -> None:
-    path = str(tmp_path / "a")
-    store.create(path, 1 << 20)
-    store.write_at(path, 0, memoryview(os.urandom(1 << 20)))
-    start = _sync_file_range()
-    assert (start is not None) == (sys.platform == "linux")
-    if start is not None:
-        with Path(path + PARTIAL).open("rb+") as file:
-            assert start(file.fileno(), 0, 0, 2) == 0
-    store.start_writeback(path)
-    store.discard(path)
