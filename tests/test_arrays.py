@@ -461,7 +461,7 @@ def test_other_dtypes_are_plain_dask_arrays() -> None:
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
     distributed = pytest.importorskip("distributed")
-    with distributed.Client(processes=False, dashboard_address=None, n_workers=1) as started:
+    with distributed.Client(processes=False, dashboard_address=":0", n_workers=1) as started:
         yield started
 
 

@@ -96,7 +96,7 @@ def test_on_a_distributed_client(source: reshard.Checkpoint, tmp_path: Path, sma
 
     told = []
     made = reshard.plan(source, TARGET)
-    with Client(processes=False, dashboard_address=None, n_workers=1, threads_per_worker=2) as client:
+    with Client(processes=False, dashboard_address=":0", n_workers=1, threads_per_worker=2) as client:
         report = made.run(tmp_path / "out", client=client, progress=told.append)
     assert_rank_files(tmp_path / "out", FULL, TARGET)
     assert report.bytes_read == made.stats.bytes_read
