@@ -15,17 +15,18 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, SourceError, TargetError
-from reshard.graph import running
 from reshard.remote import is_url
 from reshard.remote_store import any_store
 from reshard.store import page_cache
+from reshard.tasks import running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reshard.graph import Graph, Receipt
+    from reshard.graph import Graph
     from reshard.plan import Plan
     from reshard.remote import Status
+    from reshard.tasks import Receipt
 
 REACHED_WITHIN = 10
 """How many seconds a scheduler has to answer, and to have a worker."""

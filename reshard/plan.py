@@ -243,8 +243,9 @@ class Plan:
         self, directory: str | os.PathLike[str] | RemotePath, *, fsync: bool = True, ownership: str | None = None
     ) -> Graph:
         """Return the one dask graph that writes the target files below a directory, as a dask collection."""
-        from reshard.graph import Graph, How  # upward, as above
+        from reshard.graph import Graph  # upward, as above
         from reshard.ownership import owned
+        from reshard.tasks import How
 
         # Whoever computes it may do so in several processes.
         return Graph(owned(self, ownership, str(directory)), str(directory), How(fsync=fsync, apart=True))

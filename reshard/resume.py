@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reshard.formats import FileLayout
-    from reshard.graph import Receipt
     from reshard.journal import Range, Record
     from reshard.plan import Move, Piece, Plan
     from reshard.remote import Status
+    from reshard.tasks import Receipt
 
 FLUSH_SECONDS = 1.0
 """How long receipts wait before they are noted: what is lost of them with the process is written again."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.cipher import store_of
 from reshard.errors import TargetError, UsageError, names
-from reshard.graph import Graph, How, Receipt, changed_sources, check_sources, drop_sources, running
+from reshard.graph import Graph
 from reshard.journal import DIRECTORY as JOURNALS
 from reshard.journal import discard
 from reshard.ownership import owned
@@ -25,6 +25,7 @@ from reshard.remote import RemotePath, as_path, existing, forget_listings, is_ur
 from reshard.remote_store import REQUESTS, any_store, remote_store
 from reshard.resume import Session, exists
 from reshard.store import PARTIAL, local_store
+from reshard.tasks import How, Receipt, changed_sources, check_sources, drop_sources, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -20,7 +20,7 @@ from clusters import Wire, client_of, cluster, count_plans, plans_counted
 from remotes import get
 
 import reshard
-from reshard import Layout, Strategy, graph, planner
+from reshard import Layout, Strategy, graph, planner, tasks
 from reshard import cluster as reshard_cluster
 from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.store import LocalStore, page_cache
@@ -144,8 +144,8 @@ def test_dask_does_not_walk_through_the_plan(
     monkeypatch.setattr(reshard.Plan, "__dask_tokenize__", walked, raising=False)
     with pytest.raises(AssertionError):
         tokenize(made)
-    work = graph.Graph(made, str(tmp_path / "a"), graph.How(apart=True)).work()
-    other = graph.Graph(made, str(tmp_path / "b"), graph.How(apart=True)).work()
+    work = graph.Graph(made, str(tmp_path / "a"), tasks.How(apart=True)).work()
+    other = graph.Graph(made, str(tmp_path / "b"), tasks.How(apart=True)).work()
     assert tokenize(work) == tokenize(pickle.loads(pickle.dumps(work))) != tokenize(other)  # noqa: S301 -- our own
 
 
@@ -160,14 +160,14 @@ def test_workers_of_one_machine_sync_at_the_end(
     assert reshard_cluster.check_workers(made, root, wired[1]) == ""
     synced: list[str] = []
     monkeypatch.setattr(LocalStore, "sync", lambda _store, path: synced.append(path))
-    for cached, tasks in ((here, 0), ("another machine", len(made.files)), ("", len(made.files))):
-        how = graph.How(apart=True, cached=cached)
+    for cached, waited in ((here, 0), ("another machine", len(made.files)), ("", len(made.files))):
+        how = tasks.How(apart=True, cached=cached)
         assert ("sync" in graph.Graph(made, root, how).kinds()) == bool(cached)
-        graph.create_files(made, range(len(made.files)), root, how)
-        assert len(synced) == tasks
+        tasks.create_files(made, range(len(made.files)), root, how)
+        assert len(synced) == waited
         synced.clear()
-        graph.move_task(made, 0, root, how, None)
-        assert bool(synced) == bool(tasks)
+        tasks.move_task(made, 0, root, how, None)
+        assert bool(synced) == bool(waited)
         synced.clear()
 
 
@@ -290,15 +290,15 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
 
 
 def test_a_run_that_is_given_up_settles() -> None:
-    graph.running.add("one", 1)
+    tasks.running.add("one", 1)
     try:
         with pytest.raises(TimeoutError):
             asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 0.2))
         asyncio.run(asyncio.wait_for(reshard_cluster.settled("another"), 1))
         with pytest.raises(ReshardError, match="given up"):
-            graph.running.go_on("one")
+            tasks.running.go_on("one")
     finally:
-        graph.running.add("one", -1)
+        tasks.running.add("one", -1)
     asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 1))
 
 

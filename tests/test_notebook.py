@@ -22,13 +22,13 @@ from reshard.block import Block
 from reshard.checkpoint import Checkpoint, Entry, FileIndex, Shard, SourceFile, Tensor, TensorSpec
 from reshard.demo import make
 from reshard.dtypes import BY_NAME
-from reshard.graph import Receipt
 from reshard.layout import Layout
 from reshard.run import Report
 from reshard.show import flow
 from reshard.show.blocks import Side, draw
 from reshard.show.markup import Markup, tag
 from reshard.strategy import Strategy
+from reshard.tasks import Receipt
 
 if TYPE_CHECKING:
     from pathlib import Path

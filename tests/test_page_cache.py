@@ -13,7 +13,7 @@ from eight_ranks import TARGET, small_tasks, source
 from stores import read, store
 
 import reshard
-from reshard import graph
+from reshard import tasks
 from reshard.errors import SourceError
 from reshard.store import PARTIAL, LocalStore, _sync_file_range
 
@@ -135,7 +135,7 @@ def test_the_disk_begins_while_more_is_moved(
     made.run(tmp_path / "asked")
     assert set(begun) == {Path("asked", file.path) for file in made.files}
     assert len(begun) > len(made.files)
-    monkeypatch.setattr(graph, "WRITEBACK_FILES", len(made.files) - 1)
+    monkeypatch.setattr(tasks, "WRITEBACK_FILES", len(made.files) - 1)
     begun.clear()
     made.run(tmp_path / "many")
     assert not begun
@@ -159,7 +159,7 @@ def test_the_disk_is_waited_for_now_and_then_where_the_page_cache_is_to_stay_fre
     monkeypatch.setattr(os, "fdatasync", counted)
     made = reshard.plan(source, TARGET)
     for every, times in ((len(made.tasks) + 1, 1), (len(made.tasks), 2)):
-        monkeypatch.setattr(graph, "SYNC_TASKS", every)
+        monkeypatch.setattr(tasks, "SYNC_TASKS", every)
         waited = 0
         made.run(tmp_path / f"{every}", drop_cache=True, fsync=fsync)
         assert waited == times * len(made.files)

@@ -19,7 +19,7 @@ from generators import Model, models
 from hypothesis import HealthCheck, given, settings
 
 import reshard
-from reshard import Layout, Strategy, graph, move, plan, store
+from reshard import Layout, Strategy, graph, move, plan, store, tasks
 from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.formats import Content, ckpt
@@ -78,7 +78,7 @@ def test_files_are_read_in_order(
     """dask alone would take the tasks as they come out of a set, and the disk would wait for each of them."""
     move_task, begun = graph.move_task, []
 
-    def noted(plan: Any, number: int, *given: Any) -> graph.Receipt:
+    def noted(plan: Any, number: int, *given: Any) -> tasks.Receipt:
         begun.append(number)
         assert dropped
         return move_task(plan, number, *given)
@@ -416,13 +416,13 @@ def test_a_source_that_changes_under_the_run_is_refused(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = reshard.plan(source, TARGET)
-    real = graph.move_pieces
+    real = tasks.move_pieces
 
     def changing(*arguments: Any, **options: Any) -> Any:
         Path(source.files[3].path).touch()
         return real(*arguments, **options)
 
-    monkeypatch.setattr(graph, "move_pieces", changing)
+    monkeypatch.setattr(tasks, "move_pieces", changing)
     for _ in range(2):  # the second time it is refused before anything is read
         with pytest.raises(TargetError, match=r"checkpoint_3\.ckpt: changed since it was opened") as caught:
             made.run(tmp_path / "out")

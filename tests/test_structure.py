@@ -46,6 +46,7 @@ LAYERS = [
     {"show.words"},
     {"show.folding"},
     {"graph", "arrays", "resume", "run_manifest"},
+    {"tasks"},
     {"receipts"},
     {"source", "move", "compare", "matching", "manifest_files", "structure", "chunk_task", "file_task", "ownership"},
     {"zarr_source"},
@@ -77,8 +78,8 @@ LAYERS = [
 
 # One-line conveniences that look upward: `checkpoint["w"]`, `plan.rank`, `plan.graph`, `plan.run`, `_repr_html_`,
 # `picture`, the registry of formats; and names for type checkers only do not count.
-UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("plan", "run"), ("plan", "planner"),
-          ("plan", "plan_file"), ("plan", "progress"), ("plan", "ownership"),
+UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("plan", "tasks"), ("plan", "run"),
+          ("plan", "planner"), ("plan", "plan_file"), ("plan", "progress"), ("plan", "ownership"),
           ("checkpoint", "groups"), ("checkpoint", "show.blocks"), ("layout", "show.blocks"),
           ("strategy", "show.blocks"), ("plan", "show.flow"), ("checkpoint", "show.notebook"),
           ("layout", "show.notebook"), ("strategy", "show.notebook"), ("plan", "show.notebook"),

@@ -13,8 +13,8 @@ from zarr_stores import FULL, GROUPS, assert_same, source
 import reshard
 from reshard import Selection, ZarrGroup, planner
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.graph import How, commit_files, create_files, move_task, withdraw_index
 from reshard.resume import Session
+from reshard.tasks import How, commit_files, create_files, move_task, withdraw_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.checkpoint import Checkpoint, SourceFile, Tensor
-    from reshard.graph import Graph, Receipt
+    from reshard.graph import Graph
     from reshard.groups import Groups
     from reshard.layout import Layout
     from reshard.plan import Plan
     from reshard.run import Report
     from reshard.strategy import Strategy
+    from reshard.tasks import Receipt
 
 _MOST_ROWS = 240
 _MOST_FILES = 24
