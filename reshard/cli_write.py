@@ -353,9 +353,8 @@ def carry_out(
     if not running.quiet:
         say_notices(plan.notices)
     if running.dry_run:
-        existing = 0 if running.overwrite or running.quiet else _existing(plan, target)
-        if existing:
-            say_notices([f"{show.count_text(existing, 'target file')} would be in the way; a run needs --overwrite"])
+        if not running.quiet:
+            say_notices(_foreseen(plan, target, running))
         if running.as_json:
             print_json(report.report_data(plan, str(target)))
         else:
@@ -413,8 +412,27 @@ def refuse_another_set(plan: Plan, target: AnyPath) -> None:
         raise TargetError(f"{target}: has {names(other)} of another set; choose another directory, or remove it")
 
 
-def _existing(plan: Plan, target: AnyPath) -> int:
-    return len(existing(target, [file.path for file in plan.files]))
+def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
+    """Tell what a run would find in the target, and which option it would need."""
+    from reshard.resume import foreseen
+    from reshard.show import count_text
+
+    overwrite = running.overwrite or running.restart
+    if plan.alone and is_url(str(target)):  # it has no journal
+        found = existing(target, [file.path for file in plan.files])
+        finished, foreign, changed = 0, 0 if overwrite else len(found), ""
+    else:
+        there = foreseen(plan, str(target), overwrite=running.overwrite, restart=running.restart)
+        finished, foreign = len(there.finished), len(there.foreign)
+        changed = there.of_another_plan() if there.changed else ""
+    told = []
+    if finished:
+        told.append(f"{count_text(finished, 'target file')} would be kept, finished by an earlier run")
+    if foreign:
+        told.append(f"{count_text(foreign, 'target file')} would be in the way; a run needs --overwrite")
+    if changed:
+        told.append(changed)
+    return told
 
 
 def found_by(plan: Plan, target: AnyPath) -> list[str]:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.checkpoint import ranges
 from reshard.errors import BudgetError, ChangedError, ReshardError, TargetError, names
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reshard.formats import FileLayout
-    from reshard.journal import Range, Record
+    from reshard.journal import Journal, Range, Record
     from reshard.plan import Move, Piece, Plan
     from reshard.remote import Status
     from reshard.tasks import Receipt
@@ -41,6 +41,46 @@ FLUSH_SECONDS = 1.0
 
 T = TypeVar("T")
 Spans = list[tuple[int, int]]  # begins and ends of byte ranges of a file, ascending, which do not touch
+
+
+class Found(NamedTuple):
+    """What is there of the files that a plan writes.
+
+    Attributes:
+        finished: the files that an earlier run finished, by number.
+        begun: those that one began, with what their journals say.
+        ours: size and time of files that earlier runs finished, of this plan or another.
+        changed: paths of those that this plan would not make so.
+        foreign: paths of what else has their names.
+    """
+
+    finished: set[int]
+    begun: list[tuple[int, Record]]
+    ours: dict[int, tuple[int, int]]
+    changed: list[str]
+    foreign: list[str]
+
+    def of_another_plan(self) -> str:
+        """Say what is wrong with those that this plan would not make so, and what to do."""
+        were = "was" if len(self.changed) == 1 else "were"
+        return (
+            f"{names(self.changed, most=3)} {were} written by a run of another plan, or from sources that changed "
+            "since; begin anew with --restart"
+        )
+
+
+def foreseen(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Found:
+    """Return what a run would find in its target directory now; nothing is taken or changed.
+
+    Raises:
+        SourceError: the target's storage cannot be reached.
+    """
+    journal = journal_at(root)
+    paths = [file.path for file in plan.files]
+    journal.look(paths)
+    if not any(journal.found(path) or journal.read(path).digest for path in paths):
+        return Found(set(), [], {}, [], [])
+    return _look(plan, journal, digests(plan), overwrite=overwrite, restart=restart)
 
 
 class Session:
@@ -60,19 +100,20 @@ class Session:
             BudgetError: the disk has no room for what is left.
         """
         self._whole, self._root, self._overwrite = plan, root, overwrite
-        self._ours: dict[int, tuple[int, int]] = {}  # size and time of files that earlier runs finished
         self._journal = journal_at(root)
         self._journal.lock([file.path for file in plan.files])
         try:
             self._digests = digests(plan)
-            finished, begun = self._look(overwrite=overwrite, restart=restart)
+            there = self._look(overwrite=overwrite, restart=restart)
+            self._ours, begun = there.ours, there.begun
             with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="reshard") as pool:
                 found = pool.map(lambda item: self._journal.verified(self._path(item[0]), *self._begun(item)), begun)
                 self._good: dict[int, list[Range]] = {
                     number: good for (number, _), good in zip(begun, found, strict=True) if good
                 }
             local_store().close()  # what was read is written next
-            self.plan = remaining(plan, finished, {number: _spans(good) for number, good in self._good.items()}, root)
+            written = {number: _spans(good) for number, good in self._good.items()}
+            self.plan = remaining(plan, there.finished, written, root)
             self._left = [number for number, file in enumerate(self.plan.files) if not file.done]
             if not is_url(root):
                 self._check_space()
@@ -176,44 +217,18 @@ class Session:
         if number in self._good:
             return sum(end - begin for begin, end in _spans(self._good[number]))
         self._journal.discard(file.path)
-        if found is None or not (found == record.replaces or self._is_unnoted(record, found)):
+        if found is None or not (found == record.replaces or _is_unnoted(self._journal, record, found)):
             self._journal.forget(file.path)
         return 0
 
-    def _is_unnoted(self, record: Record, found: tuple[int, int]) -> bool:
-        """Tell whether a file at a URL may have got its name from a run that ended before it could note that."""
-        return self._journal.early and record.ready is None and found != record.replaces and found[0] == record.size
-
-    def _look(self, *, overwrite: bool, restart: bool) -> tuple[set[int], list[tuple[int, Record]]]:
-        """Return the finished files, and the begun ones with what their journals say."""
-        finished, begun, changed, foreign = set(), [], [], []
-        for number, file in enumerate(self._whole.files):
-            record = self._journal.read(file.path)
-            there = self._journal.found(file.path)
-            same = record.digest == self._digests[number]
-            # A link is made before that is noted, and so are all files at URLs.
-            unnoted = same and there is not None and self._is_unnoted(record, there)
-            linked = unnoted or (same and file.link is not None and record.ready is None)
-            if ours := there is not None and there in {record.ready, record.replaces}:
-                self._ours[number] = there
-            if ours and same and there == record.ready and not restart:
-                finished.add(number)
-            elif there and not ours and not overwrite and not linked:
-                foreign.append(file.path)
-            elif restart or (overwrite and not same):
-                continue
-            elif same:
-                begun.append((number, record))
-            elif ours or (record.digest and self._journal.is_begun(file.path)):
-                changed.append(file.path)
-        if changed:
-            raise TargetError(
-                f"{self._root}: {names(changed, most=3)} {'was' if len(changed) == 1 else 'were'} written by a run of "
-                "another plan, or from sources that changed since; begin anew with --restart, or choose another target"
-            )
-        if foreign:
-            raise exists(self._root, foreign)
-        return finished, begun
+    def _look(self, *, overwrite: bool, restart: bool) -> Found:
+        """Return what is there; refuse what this run must not replace."""
+        found = _look(self._whole, self._journal, self._digests, overwrite=overwrite, restart=restart)
+        if found.changed:
+            raise TargetError(f"{self._root}: {found.of_another_plan()}, or choose another target")
+        if found.foreign:
+            raise exists(self._root, found.foreign)
+        return found
 
     def _begun(self, item: tuple[int, Record]) -> tuple[Record, int]:
         return item[1], self._whole.files[item[0]].layout.size
@@ -264,6 +279,38 @@ class Session:
             wrote=self._good.get(number, ()),
             replaces=self._ours.get(number),
         )
+
+
+def _look(
+    plan: Plan, journal: Journal | RemoteJournal, wanted: Sequence[str], *, overwrite: bool, restart: bool
+) -> Found:
+    """Return what is there of a plan's files, whose digests are `wanted`."""
+    found = Found(set(), [], {}, [], [])
+    for number, file in enumerate(plan.files):
+        record = journal.read(file.path)
+        there = journal.found(file.path)
+        same = record.digest == wanted[number]
+        # A link is made before that is noted, and so are all files at URLs.
+        unnoted = same and there is not None and _is_unnoted(journal, record, there)
+        linked = unnoted or (same and file.link is not None and record.ready is None)
+        if ours := there is not None and there in {record.ready, record.replaces}:
+            found.ours[number] = there
+        if ours and same and there == record.ready and not restart:
+            found.finished.add(number)
+        elif there and not ours and not overwrite and not linked:
+            found.foreign.append(file.path)
+        elif restart or (overwrite and not same):
+            continue
+        elif same:
+            found.begun.append((number, record))
+        elif ours or (record.digest and journal.is_begun(file.path)):
+            found.changed.append(file.path)
+    return found
+
+
+def _is_unnoted(journal: Journal | RemoteJournal, record: Record, found: tuple[int, int]) -> bool:
+    """Tell whether a file at a URL may have got its name from a run that ended before it could note that."""
+    return journal.early and record.ready is None and found != record.replaces and found[0] == record.size
 
 
 def exists(root: str, files: Sequence[str]) -> TargetError:

@@ -48,11 +48,27 @@ def test_a_dry_run_writes_nothing(case: Case, tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
-def test_a_dry_run_tells_what_is_in_the_way(case: Case, tmp_path: Path) -> None:
+def test_a_dry_run_tells_what_a_run_would_find(case: Case, tmp_path: Path) -> None:
     command = ["transform", case.source, tmp_path, *case.strategies]
     done(*command, "--ranks", "2")
-    assert done(*command, "--dry-run").stderr == "notice: 1 target file would be in the way; a run needs --overwrite\n"
-    assert done(*command, "--dry-run", "--overwrite").stderr == ""
+    assert done(*command, "--dry-run").stderr == "notice: 1 target file would be kept, finished by an earlier run\n"
+    assert done(*command, "--dry-run", "--restart").stderr == ""
+    before = list(tree(tmp_path))
+    other = done(*command, "--dry-run", "--cast", "float32=float16").stderr
+    assert other.startswith("notice: rank_2/checkpoint_2.ckpt was written by a run of another plan")
+    assert other.endswith("begin anew with --restart\n")
+    assert call(*command, "--cast", "float32=float16").exit_code == 6
+    (tmp_path / "rank_1").mkdir()
+    (tmp_path / "rank_1" / "checkpoint_1.ckpt").write_bytes(b"mine")
+    both = done(*command, "--dry-run").stderr
+    assert "notice: 1 target file would be in the way; a run needs --overwrite\n" in both
+    assert call(*command).exit_code == 6
+    assert done(*command, "--dry-run", "--overwrite").stderr == (
+        "notice: 1 target file would be kept, finished by an earlier run\n"
+    )
+    assert list(tree(tmp_path)) == sorted([*before, "rank_1/checkpoint_1.ckpt"])
+    assert "went on from" in done(*command, "--overwrite").stdout
+    assert done(*command, "--dry-run").stderr == "notice: 4 target files would be kept, finished by an earlier run\n"
 
 
 def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> None:
