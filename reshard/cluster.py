@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, SourceError, TargetError
+from reshard.page_cache import cache_of
 from reshard.remote import is_url
 from reshard.remote_store import any_store
-from reshard.store import page_cache
 from reshard.tasks import running
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def check_workers(plan: Plan, root: str, client: Any) -> str:
     """Refuse a cluster of which a worker does not see the source files, or sees another target directory.
 
     Returns:
-        what all workers and this process share: `page_cache` of the target directory; empty where they do not.
+        what all workers and this process share: `page_cache.cache_of` of the target directory; empty where they do not.
 
     Raises:
         SourceError, TargetError: the worker and the file are named.
@@ -94,7 +94,7 @@ def check_workers(plan: Plan, root: str, client: Any) -> str:
     some = [plan.source.files[number] for number in files[:: len(files) // _MOST_LOOKED_AT + 1]]
     expected = [(file.path, (file.nbytes, file.mtime_ns)) for file in some]
     with _probe(root) as probe:
-        here = page_cache(os.path.dirname(probe)) if probe else ""
+        here = cache_of(os.path.dirname(probe)) if probe else ""
         answers = client.run(look, expected, probe, on_error="return")
         for worker, answer in answers.items():
             if isinstance(answer, SourceError | TargetError):
@@ -110,7 +110,7 @@ def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> 
     """On a worker: see that the source files are those that were opened, and the target directory is the same.
 
     Returns:
-        `page_cache` of the target directory.
+        `page_cache.cache_of` of the target directory.
     """
     found: list[Status | SourceError] = any_store().statuses([path for path, _ in expected])
     for (path, known), status in zip(expected, found, strict=True):
@@ -120,7 +120,7 @@ def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> 
             raise SourceError(f"{path}: is another file there (other size or time) than the one that was opened")
     if probe is not None and not os.path.exists(probe):
         raise TargetError(f"{os.path.dirname(probe)}: is another directory there, or none")
-    return page_cache(os.path.dirname(probe)) if probe is not None else ""
+    return cache_of(os.path.dirname(probe)) if probe is not None else ""
 
 
 @contextmanager

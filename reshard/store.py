@@ -9,7 +9,6 @@ file systems.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import itertools
@@ -18,15 +17,15 @@ import resource
 import threading
 from collections import OrderedDict
 from contextlib import suppress
-from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from reshard.errors import BudgetError, GoneError, SourceError, TargetError
+from reshard.page_cache import GLANCE_BYTES, Glances, drop_pages, start_writeback
 from reshard.remote import Status
 from reshard.untrusted import open_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Collection, Iterable
 
     from reshard.remote_store import AnyStore
 
@@ -35,11 +34,7 @@ PARTIAL = ".partial"
 
 _SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
 _MOST_HANDLES = 1024
-_GLANCE_BYTES = 64 << 10  # of a read that is noted where the page cache does not have it; longer ones are not
-_MOST_GLANCES = 1 << 14  # noted, in some 150 bytes each; then all are forgotten
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # only what the page cache has; 0 where the system cannot say, and reads all
 _FICLONE = 0x40049409  # linux/fs.h
-_SYNC_FILE_RANGE_WRITE = 2  # the same
 
 
 class Readable(Protocol):
@@ -165,8 +160,7 @@ class LocalStore:
         self._most_open = most_open or max(8, min(limit - _SPARE_HANDLES, _MOST_HANDLES))
         self._lock = threading.Lock()
         self._handles: OrderedDict[_Key, _Handle] = OrderedDict()
-        self._glanced: set[tuple[str, int]] = set()  # paths, and which piece of `_GLANCE_BYTES`
-        self._asks = True  # what the page cache has, until a file system cannot tell
+        self._glances = Glances()
 
     def status(self, path: str) -> Status:
         """Return the state of a file as it is now."""
@@ -190,7 +184,7 @@ class LocalStore:
             SourceError: the file ends before the buffer is full, or cannot be read.
         """
         with self._opened(path, os.O_RDONLY) as fd:
-            done = self._glance(path, fd, offset, buffer) if len(buffer) <= _GLANCE_BYTES else 0
+            done = self._glances.read(path, fd, offset, buffer)
             while done < len(buffer):
                 try:
                     count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
@@ -208,42 +202,19 @@ class LocalStore:
         with self._opened(path, os.O_RDONLY) as fd:
             try:
                 for offset, piece in pieces:
-                    found = bytearray(len(piece) if len(piece) <= _GLANCE_BYTES else 0)
-                    is_there = found and self._glance(path, fd, offset, found) == len(piece)
+                    found = bytearray(len(piece) if len(piece) <= GLANCE_BYTES else 0)
+                    is_there = self._glances.read(path, fd, offset, found) == len(piece)
                     if (found if is_there else os.pread(fd, len(piece), offset)) != piece:
                         return False
             except OSError as error:
                 raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
         return True
 
-    def _glance(self, path: str, fd: int, offset: int, buffer: memoryview | bytearray) -> int:
-        """Read a little of a file if the page cache has it, else note where it is; return how many bytes were read."""
-        if not self._asks:
-            return 0
-        try:
-            done = os.preadv(fd, [buffer], offset, _NOWAIT)
-        except BlockingIOError:
-            done = 0
-        except (OSError, NotImplementedError):  # a file system or a C library that cannot tell
-            self._asks = False
-            return 0
-        if done < len(buffer):
-            if len(self._glanced) >= _MOST_GLANCES:
-                self._glanced.clear()
-            self._glanced.add((path, offset // _GLANCE_BYTES))
-        return done
-
     def drop_glances(self, paths: Collection[str]) -> None:
-        """Before files are read in order: give up what the page cache got of them by reading here and there.
-
-        When Linux, reading ahead, comes upon single pages that it has, it reads page by page from there on, which
-        takes twice as long. What the cache had before stays, but for up to 128 KB around what it did not have.
-        """
-        for path, number in sorted(glance for glance in self._glanced.copy() if glance[0] in paths):
+        """Before files are read in order: give up what the page cache got of them by reading here and there."""
+        for path, first, last in self._glances.taken(paths):
             with suppress(OSError, SourceError), self._opened(path, os.O_RDONLY) as fd:
-                # A read may end in the next piece, and have brought a little more.
-                os.posix_fadvise(fd, number * _GLANCE_BYTES, 3 * _GLANCE_BYTES, os.POSIX_FADV_DONTNEED)
-            self._glanced.discard((path, number))
+                drop_pages(fd, first, last)
 
     def create(self, path: str, size: int | None) -> None:
         """Make the unfinished file beside `path`, with its space taken, or without where its size is not known yet.
@@ -311,21 +282,15 @@ class LocalStore:
                     os.fdatasync(fd)
                 except OSError as error:
                     raise write_error(path + PARTIAL, error, 0) from error
-            page = resource.getpagesize()  # the kernel leaves one of which it is told only a part
-            first = first // page * page
-            count = 0 if last is None else max(-(-last // page) * page - first, 1)  # 0 is all
-            os.posix_fadvise(fd, first, count, os.POSIX_FADV_DONTNEED)
+            drop_pages(fd, first, last)
 
     def start_writeback(self, path: str) -> None:
         """Have what is written of the unfinished file beside `path` go to the disk, without waiting until it is there.
 
-        The disk then works while more is written, and `sync` has less to wait for and tells what failed. Where the
-        system has no `sync_file_range`, nothing is done.
+        The disk then works while more is written, and `sync` has less to wait for and tells what failed.
         """
-        start = _sync_file_range()
-        if start is not None:
-            with self._opened(path + PARTIAL, os.O_RDWR) as fd:
-                start(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+            start_writeback(fd)
 
     def sync(self, path: str) -> None:
         """Have all bytes of the unfinished file beside `path` on the disk."""
@@ -497,15 +462,6 @@ def _allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
-@lru_cache(maxsize=1)
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Return the system call of that name, which Python has not; None where there is none."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
-    return call
-
-
 def _sync_directory(path: str) -> None:
     """Have the name of a file on the disk."""
     directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
@@ -533,19 +489,6 @@ def write_error(path: str, error: OSError, nbytes: int) -> BudgetError | TargetE
             f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target"
         )
     return TargetError(f"{path}: cannot be written: {error.strerror}")
-
-
-@lru_cache(maxsize=16)
-def page_cache(directory: str) -> str:
-    """Return what two processes have in common whose files in a directory are one: the kernel and the mounted device.
-
-    What one of them wrote there, the other one can have put on the disk. Empty where that cannot be told.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-            return f"{boot.read().strip()} {os.stat(directory).st_dev}"
-    except OSError:
-        return ""
 
 
 _local: LocalStore | None = None

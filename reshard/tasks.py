@@ -1,7 +1,8 @@
 """What the tasks of a plan's graph do: make the target files, move the bytes, give the files their names.
 
-Each is a function of the plan and a number or two, and returns a receipt; it carries no arrays, and knows nothing of
-dask. Which task waits for which is in `graph`; a task of this module may run in any process that sees the files.
+Each is a function of the plan and of what it shall do of it, carries no arrays and knows nothing of dask; what moves or
+makes something returns a receipt. Which task waits for which, and why working tasks may run in any process and twice
+even, and those that name files may not, is in `graph`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from reshard.errors import ChangedError, GoneError, ReshardError, SourceError
 from reshard.file_task import write_files, write_literals
 from reshard.move import move_pieces
 from reshard.ownership import group_plan
+from reshard.page_cache import cache_of
 from reshard.receipts import in_files
 from reshard.remote import is_url
 from reshard.remote_journal import journal_at
 from reshard.remote_store import any_store, remote_store, store_at
-from reshard.store import PARTIAL, local_store, page_cache
+from reshard.store import PARTIAL, local_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -67,7 +69,7 @@ class How(NamedTuple):
         apart: the tasks may run in several processes.
         checksums: sum up what is written.
         journal: note in the target's journal when a file is complete.
-        cached: `store.page_cache` of the target, where tasks that run apart share it: files are then put on the disk
+        cached: `page_cache.cache_of` of the target, where tasks that run apart share it: files are then put on the disk
             when all is written, as by one process, and not by every task that wrote into them.
         run: which run it is; a graph gives itself one.
     """
@@ -115,7 +117,7 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
     try:
         running.go_on(how.run)
         yield
-        if how.apart and how.fsync and written and not (how.cached and how.cached == page_cache(directory)):
+        if how.apart and how.fsync and written and not (how.cached and how.cached == cache_of(directory)):
             for path in written:
                 local_store().sync(path)
     finally:

@@ -23,7 +23,8 @@ import reshard
 from reshard import Layout, Strategy, graph, planner, tasks
 from reshard import cluster as reshard_cluster
 from reshard.errors import ReshardError, SourceError, TargetError
-from reshard.store import LocalStore, page_cache
+from reshard.page_cache import cache_of
+from reshard.store import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,8 +156,8 @@ def test_workers_of_one_machine_sync_at_the_end(
     """Every task would wait for the disk, and every file be synced many times; elsewhere nobody else can do it."""
     root = str(tmp_path)
     here = reshard_cluster.check_workers(made, root, wired[1])
-    assert here == page_cache(root) != ""
-    monkeypatch.setattr(reshard_cluster, "page_cache", lambda _directory: "this process")
+    assert here == cache_of(root) != ""
+    monkeypatch.setattr(reshard_cluster, "cache_of", lambda _directory: "this process")
     assert reshard_cluster.check_workers(made, root, wired[1]) == ""
     synced: list[str] = []
     monkeypatch.setattr(LocalStore, "sync", lambda _store, path: synced.append(path))

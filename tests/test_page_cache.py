@@ -15,7 +15,8 @@ from stores import read, store
 import reshard
 from reshard import tasks
 from reshard.errors import SourceError
-from reshard.store import PARTIAL, LocalStore, _sync_file_range
+from reshard.page_cache import sync_file_range
+from reshard.store import PARTIAL, LocalStore
 
 __all__ = ["small_tasks", "source", "store"]  # fixtures, for pytest to find
 
@@ -55,7 +56,7 @@ def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStor
             assert read(store, path, 700_000, 4096) == content[700_000:704_096]
         else:
             assert store.holds(str(path), [(700_000, content[700_000:704_096])])
-        return set(store._glanced)
+        return set(store._glances.noted)
 
     path.write_bytes(content)
     for _ in range(TRIES):
@@ -66,7 +67,7 @@ def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStor
         if all(found):
             break
     assert found == [{(str(path), 10)}] * 2
-    store._glanced.clear()
+    store._glances.noted.clear()
     assert not glance()  # in the cache now
     store.drop_glances({str(path)})
     assert not glance()  # and left there, since it had it
@@ -75,7 +76,7 @@ def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStor
 def test_glances_where_the_cache_cannot_be_asked(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.store._NOWAIT", 1 << 30)  # a flag that no kernel knows
+    monkeypatch.setattr("reshard.page_cache._NOWAIT", 1 << 30)  # a flag that no kernel knows
     path = tmp_path / "a"
     path.write_bytes(b"abcdef")
     assert read(store, path, 2, 3) == b"cde"
@@ -98,18 +99,18 @@ def test_a_part_of_a_file_leaves_the_page_cache(store: LocalStore, tmp_path: Pat
             read(store, path, 0, 4096) + read(store, path, 8_000_000, 4096)
             == content[:4096] + content[8_000_000:][:4096]
         )
-        assert not store._glanced
+        assert not store._glances.noted
         assert read(store, path, middle, 100) == content[middle:][:100]
-        if store._glanced:
+        if store._glances.noted:
             break
-    assert store._glanced == {(str(path), middle >> 16)}
+    assert store._glances.noted == {(str(path), middle >> 16)}
 
 
 def test_writeback_is_started(store: LocalStore, tmp_path: Path) -> None:
     path = str(tmp_path / "a")
     store.create(path, 1 << 20)
     store.write_at(path, 0, memoryview(os.urandom(1 << 20)))
-    start = _sync_file_range()
+    start = sync_file_range()
     assert (start is not None) == (sys.platform == "linux")
     if start is not None:
         with Path(path + PARTIAL).open("rb+") as file:
@@ -140,7 +141,7 @@ def test_the_disk_begins_while_more_is_moved(
     made.run(tmp_path / "many")
     assert not begun
     monkeypatch.undo()
-    monkeypatch.setattr("reshard.store._sync_file_range", lambda: None)  # another system
+    monkeypatch.setattr("reshard.page_cache.sync_file_range", lambda: None)  # another system
     made.run(tmp_path / "elsewhere")
     assert tree(tmp_path / "elsewhere") == tree(tmp_path / "asked") == tree(tmp_path / "many")
 

@@ -66,6 +66,7 @@ LAYERS = [
     {"remote_store", "journal"},
     {"fingerprint"},
     {"store"},
+    {"page_cache"},
     {"strategy_file", "rules_file"},
     {"rules"},
     {"strategy", "proto", "redundancy", "operators", "needed"},
