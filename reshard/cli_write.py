@@ -413,26 +413,19 @@ def refuse_another_set(plan: Plan, target: AnyPath) -> None:
 
 
 def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
-    """Tell what a run would find in the target, and which option it would need."""
+    """Tell what a run would find of its target files, and which option it would need."""
     from reshard.resume import foreseen
     from reshard.show import count_text
 
-    overwrite = running.overwrite or running.restart
-    if plan.alone and is_url(str(target)):  # it has no journal
-        found = existing(target, [file.path for file in plan.files])
-        finished, foreign, changed = 0, 0 if overwrite else len(found), ""
-    else:
-        there = foreseen(plan, str(target), overwrite=running.overwrite, restart=running.restart)
-        finished, foreign = len(there.finished), len(there.foreign)
-        changed = there.of_another_plan() if there.changed else ""
-    told = []
-    if finished:
-        told.append(f"{count_text(finished, 'target file')} would be kept, finished by an earlier run")
-    if foreign:
-        told.append(f"{count_text(foreign, 'target file')} would be in the way; a run needs --overwrite")
-    if changed:
-        told.append(changed)
-    return told
+    there = foreseen(plan, str(target), overwrite=running.overwrite, restart=running.restart)
+    begun = [record for _, record in there.begun if record.wrote]
+    told = (
+        (there.finished, "would be kept, finished by an earlier run"),
+        (begun, "would be gone on with, begun by an earlier run"),
+        (there.changed, "would be refused, made by another plan or from other sources; a run needs --restart"),
+        (there.foreign, "would be in the way; a run needs --overwrite"),
+    )
+    return [f"{count_text(len(files), 'target file')} {words}" for files, words in told if files]
 
 
 def found_by(plan: Plan, target: AnyPath) -> list[str]:

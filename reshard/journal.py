@@ -168,6 +168,12 @@ class Journal:
         """Remove an unfinished file, and the directories below the target's that are then empty."""
         discard(f"{self.root}/{file}", self.root)
 
+    def refuse_link(self) -> None:
+        """Refuse journals that are behind a link, which may lead out of the target: `TargetError`."""
+        directory = f"{self.root}/{DIRECTORY}"
+        if os.path.islink(directory):
+            raise TargetError(f"{directory}: is a link; remove it, or choose another target directory")
+
     def lock(self, files: Sequence[str]) -> None:
         """Have target files to oneself until `unlock` or the end of the process.
 
@@ -175,10 +181,8 @@ class Journal:
             TargetError: another run writes one of them.
         """
         self._made = not os.path.isdir(self.root)
-        directory = f"{self.root}/{DIRECTORY}"
-        if os.path.islink(directory):
-            raise TargetError(f"{directory}: is a link; remove it, or choose another target directory")
-        self._locks, taken = _locked(f"{directory}/lock", files)
+        self.refuse_link()
+        self._locks, taken = _locked(f"{self.root}/{DIRECTORY}/lock", files)
         if taken:
             self.unlock()
             raise TargetError(

@@ -15,23 +15,24 @@ from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.checkpoint import ranges
 from reshard.errors import BudgetError, ChangedError, ReshardError, TargetError, names
-from reshard.journal import digests, joined
+from reshard.journal import Journal, digests, joined
 from reshard.ownership import group_plan
 from reshard.receipts import in_files
-from reshard.remote import is_url
+from reshard.remote import RemotePath, existing, is_url
 from reshard.remote_journal import RemoteJournal, journal_at
 from reshard.remote_store import REQUESTS
 from reshard.store import PARTIAL, local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from reshard.formats import FileLayout
-    from reshard.journal import Journal, Range, Record
+    from reshard.journal import Range, Record
     from reshard.plan import Move, Piece, Plan
     from reshard.remote import Status
     from reshard.tasks import Receipt
@@ -54,33 +55,32 @@ class Found(NamedTuple):
         foreign: paths of what else has their names.
     """
 
-    finished: set[int]
-    begun: list[tuple[int, Record]]
-    ours: dict[int, tuple[int, int]]
-    changed: list[str]
-    foreign: list[str]
-
-    def of_another_plan(self) -> str:
-        """Say what is wrong with those that this plan would not make so, and what to do."""
-        were = "was" if len(self.changed) == 1 else "were"
-        return (
-            f"{names(self.changed, most=3)} {were} written by a run of another plan, or from sources that changed "
-            "since; begin anew with --restart"
-        )
+    finished: Collection[int] = ()
+    begun: Sequence[tuple[int, Record]] = ()
+    ours: Mapping[int, tuple[int, int]] = MappingProxyType({})
+    changed: Sequence[str] = ()
+    foreign: Sequence[str] = ()
 
 
 def foreseen(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Found:
-    """Return what a run would find in its target directory now; nothing is taken or changed.
+    """Return what a run would find of its target files now; nothing is taken or changed.
+
+    Locks of other runs, room on the disk, and links that lead out of the target are seen by the run alone.
 
     Raises:
+        TargetError: the journals are behind a link.
         SourceError: the target's storage cannot be reached.
     """
-    journal = journal_at(root)
     paths = [file.path for file in plan.files]
+    if plan.alone and is_url(root):  # without a journal
+        return Found(foreign=() if overwrite or restart else existing(RemotePath(root), paths))
+    journal = journal_at(root)
+    if isinstance(journal, Journal):
+        journal.refuse_link()
     journal.look(paths)
     if not any(journal.found(path) or journal.read(path).digest for path in paths):
-        return Found(set(), [], {}, [], [])
-    return _look(plan, journal, digests(plan), overwrite=overwrite, restart=restart)
+        return Found()  # digests of a large plan take long
+    return _sorted_out(plan, journal, digests(plan), overwrite=overwrite, restart=restart)
 
 
 class Session:
@@ -104,7 +104,7 @@ class Session:
         self._journal.lock([file.path for file in plan.files])
         try:
             self._digests = digests(plan)
-            there = self._look(overwrite=overwrite, restart=restart)
+            there = self._accepted(overwrite=overwrite, restart=restart)
             self._ours, begun = there.ours, there.begun
             with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="reshard") as pool:
                 found = pool.map(lambda item: self._journal.verified(self._path(item[0]), *self._begun(item)), begun)
@@ -221,14 +221,18 @@ class Session:
             self._journal.forget(file.path)
         return 0
 
-    def _look(self, *, overwrite: bool, restart: bool) -> Found:
+    def _accepted(self, *, overwrite: bool, restart: bool) -> Found:
         """Return what is there; refuse what this run must not replace."""
-        found = _look(self._whole, self._journal, self._digests, overwrite=overwrite, restart=restart)
-        if found.changed:
-            raise TargetError(f"{self._root}: {found.of_another_plan()}, or choose another target")
-        if found.foreign:
-            raise exists(self._root, found.foreign)
-        return found
+        there = _sorted_out(self._whole, self._journal, self._digests, overwrite=overwrite, restart=restart)
+        if there.changed:
+            raise TargetError(
+                f"{self._root}: {names(there.changed, most=3)} {'was' if len(there.changed) == 1 else 'were'} written "
+                "by a run of another plan, or from sources that changed since; begin anew with --restart, or choose "
+                "another target"
+            )
+        if there.foreign:
+            raise exists(self._root, there.foreign)
+        return there
 
     def _begun(self, item: tuple[int, Record]) -> tuple[Record, int]:
         return item[1], self._whole.files[item[0]].layout.size
@@ -281,36 +285,36 @@ class Session:
         )
 
 
-def _look(
+def _sorted_out(
     plan: Plan, journal: Journal | RemoteJournal, wanted: Sequence[str], *, overwrite: bool, restart: bool
 ) -> Found:
     """Return what is there of a plan's files, whose digests are `wanted`."""
-    found = Found(set(), [], {}, [], [])
+    finished, begun, ours, changed, foreign = set(), [], {}, [], []
     for number, file in enumerate(plan.files):
         record = journal.read(file.path)
-        there = journal.found(file.path)
+        state = journal.found(file.path)
         same = record.digest == wanted[number]
         # A link is made before that is noted, and so are all files at URLs.
-        unnoted = same and there is not None and _is_unnoted(journal, record, there)
+        unnoted = same and state is not None and _is_unnoted(journal, record, state)
         linked = unnoted or (same and file.link is not None and record.ready is None)
-        if ours := there is not None and there in {record.ready, record.replaces}:
-            found.ours[number] = there
-        if ours and same and there == record.ready and not restart:
-            found.finished.add(number)
-        elif there and not ours and not overwrite and not linked:
-            found.foreign.append(file.path)
+        if is_ours := state is not None and state in {record.ready, record.replaces}:
+            ours[number] = state
+        if is_ours and same and state == record.ready and not restart:
+            finished.add(number)
+        elif state and not is_ours and not overwrite and not linked:
+            foreign.append(file.path)
         elif restart or (overwrite and not same):
             continue
         elif same:
-            found.begun.append((number, record))
-        elif ours or (record.digest and journal.is_begun(file.path)):
-            found.changed.append(file.path)
-    return found
+            begun.append((number, record))
+        elif is_ours or (record.digest and journal.is_begun(file.path)):
+            changed.append(file.path)
+    return Found(finished, begun, ours, changed, foreign)
 
 
-def _is_unnoted(journal: Journal | RemoteJournal, record: Record, found: tuple[int, int]) -> bool:
+def _is_unnoted(journal: Journal | RemoteJournal, record: Record, state: tuple[int, int]) -> bool:
     """Tell whether a file at a URL may have got its name from a run that ended before it could note that."""
-    return journal.early and record.ready is None and found != record.replaces and found[0] == record.size
+    return journal.early and record.ready is None and state != record.replaces and state[0] == record.size
 
 
 def exists(root: str, files: Sequence[str]) -> TargetError:

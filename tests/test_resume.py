@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ from reshard.block import Block
 from reshard.checksum import crc32c
 from reshard.errors import TargetError
 from reshard.journal import Journal
-from reshard.resume import remaining
+from reshard.resume import foreseen, remaining
 from reshard.store import PARTIAL
 
 if TYPE_CHECKING:
@@ -299,3 +300,33 @@ def test_a_stopped_run_says_how_far_it_is(
     done = call(*command)
     assert done.exit_code == 0
     assert_rank_files(tmp_path / "out", FULL, TARGET)
+
+
+def test_a_dry_run_tells_of_what_is_begun(
+    source: reshard.Checkpoint, command: list[str | Path], tmp_path: Path
+) -> None:
+    stopped(reshard.plan(source, TARGET), tmp_path / "out")
+    before = tree(tmp_path / "out")
+    told = call(*command, "--dry-run")
+    assert told.exit_code == 0
+    assert "notice: 2 target files would be gone on with, begun by an earlier run\n" in told.output
+    assert "notice" not in call(*command, "--dry-run", "--restart").output
+    assert tree(tmp_path / "out") == before
+    (tmp_path / "out" / ".reshard").rename(tmp_path / "elsewhere")
+    (tmp_path / "out" / ".reshard").symlink_to(tmp_path / "elsewhere")
+    for options in (["--dry-run"], []):
+        refused = call(*command, *options)
+        assert refused.exit_code == 6
+        assert ".reshard: is a link; remove it" in refused.output
+
+
+def test_a_store_at_a_url_that_is_finished_is_in_the_way(source: reshard.Checkpoint) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    plan = reshard.plan(source, files=reshard.ZarrGroup())
+    assert not any(foreseen(plan, url, overwrite=False, restart=False))
+    plan.run(url)
+    paths = [file.path for file in plan.files]
+    assert sorted(foreseen(plan, url, overwrite=False, restart=False).foreign) == sorted(paths)
+    assert not any(foreseen(plan, url, overwrite=True, restart=False))
+    with pytest.raises(TargetError):
+        plan.run(url)
