@@ -1,9 +1,9 @@
 """The one dask graph of a plan: make the target files, move the bytes, give the files their names.
 
-Tasks are few and fat; what they do is in `tasks`. The plan itself is one node, which a cluster sends to each
-worker once. Keys are numbered downwards, since dask begins with the last of tasks that wait for nothing; those that
-wait for the same one are in no order for it (its dependents are a set), so `run` sorts those of this machine. Files are
-then read from their first byte to their last, which is what the kernel reads ahead for.
+Tasks are few and fat; what they do is in `tasks`. The plan itself is one node, which a cluster sends to each worker
+once. Keys are numbered downwards, since dask begins with the last of tasks that wait for nothing; those that wait for
+the same one are in no order for it (its dependents are a set), so `run` sorts those of this machine. Files are then
+read from their first byte to their last, which is what the kernel reads ahead for.
 
 A cluster that loses a worker runs its tasks again elsewhere, and those whose receipts it had. So whatever a working
 task does may be done twice, at the same time even: making a file leaves what is in it, and the same bytes go to the

@@ -1,6 +1,7 @@
 """What the kernel's page cache has of files: asking for it, leaving nothing in it, having it written.
 
-Linux has all of it; elsewhere files are read and written all the same.
+Where the system cannot say what the cache has, or has no call that begins to write, files are read and written all the
+same.
 """
 
 from __future__ import annotations
