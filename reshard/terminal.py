@@ -191,6 +191,7 @@ def print_json(data: dict[str, object]) -> None:
     """Write the one JSON object of `--json` to stdout."""
     sys.stdout.writelines(_json_pieces(data, "\n", 2))
     sys.stdout.write("\n")
+    sys.stdout.flush()  # a reader that went away is told of here, where it is no error, and not at the exit
 
 
 def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
