@@ -18,7 +18,8 @@ from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.page_cache import cache_of
 from reshard.remote import is_url
 from reshard.remote_store import any_store
-from reshard.tasks import running
+from reshard.tasks import Receipt, running
+from reshard.threads import shielded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from reshard.graph import Graph
     from reshard.plan import Plan
     from reshard.remote import Status
-    from reshard.tasks import Receipt
 
 REACHED_WITHIN = 10
 """How many seconds a scheduler has to answer, and to have a worker."""
@@ -151,7 +151,7 @@ def _probe(root: str) -> Iterator[str | None]:
             os.rmdir(root)
 
 
-def work_on(client: Any, graph: Graph, told: Callable[[object], None]) -> list[Receipt]:
+def work_on(client: Any, graph: Graph, told: Callable[[Receipt], None]) -> list[Receipt]:
     """Have the work of a graph done on a cluster; return its receipts. After a failure none of it goes on.
 
     Args:
@@ -169,12 +169,18 @@ def work_on(client: Any, graph: Graph, told: Callable[[object], None]) -> list[R
     plan_key = next(iter(tasks))
     with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGE_GRAPH}):
         futures = client.get(tasks, [key for key in tasks if key != plan_key], sync=False)
-    found: list[Receipt] = []
-    try:
+
+    def work(tell: Callable[[Receipt], None]) -> list[Receipt]:
+        found: list[Receipt] = []
         for future, result in as_completed(futures, loop=client.loop, with_results=True):
-            told(result)
+            if isinstance(result, Receipt):
+                tell(result)
             if future.key == graph.ready:
                 found = result
+        return found
+
+    try:
+        return shielded(work, told, lambda: client.cancel(futures))
     except BaseException as error:
         client.cancel(futures)
         with suppress(Exception):  # a cluster that is gone has nobody to wait for
@@ -182,7 +188,6 @@ def work_on(client: Any, graph: Graph, told: Callable[[object], None]) -> list[R
         if isinstance(error, (ReshardError, KeyboardInterrupt)) or not isinstance(error, Exception):
             raise
         raise ReshardError(f"the cluster failed: {error}") from error
-    return found
 
 
 async def settled(run: str) -> None:

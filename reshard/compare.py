@@ -14,7 +14,6 @@ another dtype, source elements are cast first, as a conversion casts them.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import ceil, prod
@@ -26,6 +25,7 @@ import numpy as np
 from reshard.bands import Recipe
 from reshard.checkpoint import Shard, ranges
 from reshard.cipher import store_of
+from reshard.threads import each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -275,15 +275,16 @@ class Comparer:
             SourceError: a file cannot be read, or is shorter than its header says.
         """
         found: dict[tuple[int, Copy, Block], Mismatch] = {}
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+
+        def add(compared: Compared) -> None:
+            for number, mismatch in compared.found:
+                key = (number, mismatch.copy, mismatch.block)
+                found[key] = _joined(found[key], mismatch) if key in found else mismatch
+            told(compared)
+
         try:
-            for compared in pool.map(self.task, tasks):
-                for number, mismatch in compared.found:
-                    key = (number, mismatch.copy, mismatch.block)
-                    found[key] = _joined(found[key], mismatch) if key in found else mismatch
-                told(compared)
+            each(self.task, tasks, threads, add)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
             for store in self.stores.values():
                 store.close()
         by_check: dict[int, list[Mismatch]] = {}

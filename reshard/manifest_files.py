@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +18,7 @@ from reshard.formats import index_file
 from reshard.manifest import Manifest
 from reshard.remote_store import any_store
 from reshard.store import local_store
+from reshard.threads import each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -219,25 +219,27 @@ def _summed(
     found: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     read = 0
     scratch = threading.local()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+
+    def add(summed: list[tuple[_Range, int]]) -> None:
+        nonlocal read
+        for one, value in summed:
+            found.setdefault((one.path, one.name), []).append((one.begin, one.nbytes, value))
+            read += one.nbytes
+        progress(read, total)
+
     try:
-        for task, values in zip(tasks, pool.map(lambda task: _task(task, scratch), tasks), strict=True):
-            for one, value in zip(task, values, strict=True):
-                found.setdefault((one.path, one.name), []).append((one.begin, one.nbytes, value))
-                read += one.nbytes
-            progress(read, total)
+        each(lambda task: _task(task, scratch), tasks, threads, add)
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
         local_store().close()
     sums |= {key: combine_ranges(some) for key, some in found.items()}
     return Summed(sums, read)
 
 
-def _task(task: Sequence[_Range], scratch: threading.local) -> list[int]:
-    """Return the sum of each range."""
+def _task(task: Sequence[_Range], scratch: threading.local) -> list[tuple[_Range, int]]:
+    """Return each range with its sum."""
     if not hasattr(scratch, "buffer"):
         scratch.buffer = memoryview(bytearray(BAND_BYTES))
-    values = []
+    summed = []
     for one in task:
         value = 0
         runs = ((0, one.begin + one.nbytes),) if one.entry is None else one.entry.runs
@@ -246,5 +248,5 @@ def _task(task: Sequence[_Range], scratch: threading.local) -> list[int]:
             for offset, start, stop in ranges(runs, begin, len(band)):
                 any_store().read_into(one.path, offset, band[start:stop])
             value = crc32c(band, value)
-        values.append(value)
-    return values
+        summed.append((one, value))
+    return summed

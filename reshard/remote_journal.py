@@ -16,13 +16,13 @@ and version. Stores have no locks: two runs that write the same files at the sam
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from reshard.errors import TargetError
 from reshard.journal import DIRECTORY, VERSION, Journal, Record, record_name, record_of
 from reshard.remote import RemotePath, forget_listings, is_url
 from reshard.remote_store import REQUESTS, remote_store
+from reshard.threads import results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -68,10 +68,10 @@ class RemoteJournal:
         there = {file.url for file in root.files()}
         present = [file for file in files if f"{root}/{file}" in there]
         known = [file for file in files if self.path(file) in there]
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            # Not as listed: some file systems say other things of a file there than where they are asked for it alone.
-            self._found = dict(zip(present, pool.map(lambda file: (root / file).status(), present), strict=True))
-            self._records = dict(zip(known, pool.map(self._brief, known), strict=True))
+        # Not as listed: some file systems say other things of a file there than where they are asked for it alone.
+        found = results(lambda file: (root / file).status(), present, REQUESTS)
+        self._found = dict(zip(present, found, strict=True))
+        self._records = dict(zip(known, results(self._brief, known, REQUESTS), strict=True))
 
     def read(self, file: str) -> Record:
         """Return what was known of a target file when `look` saw it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import GoneError, SourceError, TargetError
 from reshard.remote import Status, filesystem, is_url, status_of, telling
 from reshard.store import PARTIAL, LocalStore, Stream, local_store
+from reshard.threads import results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -310,8 +310,7 @@ class AnyStore:
 
         if not any(map(is_url, paths)):
             return list(map(status, paths))
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            return list(pool.map(status, paths))
+        return results(status, paths, REQUESTS)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -27,6 +26,7 @@ from reshard.remote import RemotePath, existing, is_url
 from reshard.remote_journal import RemoteJournal, journal_at
 from reshard.remote_store import REQUESTS
 from reshard.store import PARTIAL, local_store
+from reshard.threads import results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -106,11 +106,10 @@ class Session:
             self._digests = digests(plan)
             there = self._accepted(overwrite=overwrite, restart=restart)
             self._ours, begun = there.ours, there.begun
-            with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="reshard") as pool:
-                found = pool.map(lambda item: self._journal.verified(self._path(item[0]), *self._begun(item)), begun)
-                self._good: dict[int, list[Range]] = {
-                    number: good for (number, _), good in zip(begun, found, strict=True) if good
-                }
+            found = results(self._verified, begun, max(threads, 1))
+            self._good: dict[int, list[Range]] = {
+                number: good for (number, _), good in zip(begun, found, strict=True) if good
+            }
             local_store().close()  # what was read is written next
             written = {number: _spans(good) for number, good in self._good.items()}
             self.plan = remaining(plan, there.finished, written, root)
@@ -234,8 +233,9 @@ class Session:
             raise exists(self._root, there.foreign)
         return there
 
-    def _begun(self, item: tuple[int, Record]) -> tuple[Record, int]:
-        return item[1], self._whole.files[item[0]].layout.size
+    def _verified(self, begun: tuple[int, Record]) -> list[Range]:
+        file = self._whole.files[begun[0]]
+        return self._journal.verified(file.path, begun[1], file.layout.size)
 
     def _path(self, number: int) -> str:
         return self._whole.files[number].path
@@ -266,8 +266,7 @@ class Session:
         """Do something with each of some files; at a URL side by side, because each request takes its time."""
         if not is_url(self._root):
             return list(map(function, numbers))
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            return list(pool.map(function, numbers))
+        return results(function, list(numbers), REQUESTS)
 
     def _begin_file(self, number: int) -> None:
         file = self.plan.files[number]

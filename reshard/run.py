@@ -26,6 +26,7 @@ from reshard.remote_store import REQUESTS, any_store, remote_store
 from reshard.resume import Session, exists
 from reshard.store import PARTIAL, local_store
 from reshard.tasks import How, Receipt, changed_sources, check_sources, drop_sources, running
+from reshard.threads import results, shielded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -218,9 +219,9 @@ def run(
     try:
         graph = Graph(left, root, how)
         if client is not None:
-            receipts = _here(graph, graph.naming(work_on(client, graph, told.add)), threads, told)
+            receipts = _here(graph, graph.naming(work_on(client, graph, told.add)), threads, told.add)
         else:
-            receipts = _here(graph, graph.__dask_graph__(), threads, told)
+            receipts = _here(graph, graph.__dask_graph__(), threads, told.add)
         if session:
             session.finished()
     except BaseException as error:
@@ -355,9 +356,8 @@ def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
     paths = [f"{root}/{file.path}" for file in plan.files]
     every = finished is None or plan.alone
     named = paths if every else [paths[n] for group in finished or () for n in plan.groups[group]]
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        list(pool.map(remote_store().discard_unfinished, paths))
-        list(pool.map(remote_store().erase, named))
+    results(remote_store().discard_unfinished, paths, REQUESTS)
+    results(remote_store().erase, named, REQUESTS)
 
 
 def _check_alone(plan: Plan, root: str) -> None:
@@ -385,9 +385,7 @@ class _Told:
         self.written = session.resumed if session else 0
         self.finished: set[int] = set()
 
-    def add(self, receipt: object) -> None:
-        if not isinstance(receipt, Receipt):
-            return
+    def add(self, receipt: Receipt) -> None:
         kind, _, number = receipt.task.partition(" ")
         if kind == "files":
             self.finished.add(int(number))
@@ -398,29 +396,40 @@ class _Told:
             self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))
 
 
-def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: _Told) -> list[Receipt]:
+def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: Callable[[Receipt], None]) -> list[Receipt]:
     """Run on this machine; in this thread where none are asked for. After a failure no task runs any more."""
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
 
-    def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
-        told.add(result)
-        if isinstance(result, list):  # all of some tasks are done; what waited for them is ready, in no order
-            state["ready"].sort()  # the last one runs first
+    def callback(tell: Callable[[Receipt], None]) -> Callback:
+        def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
+            if isinstance(result, Receipt):
+                tell(result)
+            elif isinstance(result, list):  # all of some tasks are done; what waited for them is ready, in no order
+                state["ready"].sort()  # the last one runs first
 
-    found: list[Receipt]
-    with Callback(posttask=posttask):
-        if not threads:
-            (found,) = get_sync(tasks, [graph.key])
-            return found
+        return Callback(posttask=posttask)
+
+    def give_up() -> None:
+        running.stopped.add(graph.run)
+
+    def work(tell: Callable[[Receipt], None]) -> list[Receipt]:
+        found: list[Receipt]
         pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
         try:
-            # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
-            (found,) = get_async(pool.submit, 2 * threads, tasks, [graph.key])
+            with callback(tell):
+                # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
+                (found,) = get_async(pool.submit, 2 * threads, tasks, [graph.key])
         except BaseException:
-            running.stopped.add(graph.run)
+            give_up()
             raise
         finally:
             # dask raises while other tasks still write: wait for them before anybody touches the files.
             pool.shutdown(wait=True, cancel_futures=True)
-    return found
+        return found
+
+    if threads:
+        return shielded(work, told, give_up)
+    with callback(told):
+        (receipts,) = get_sync(tasks, [graph.key])
+    return list(receipts)

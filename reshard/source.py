@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from reshard.remote import RemotePath, as_path, forget_listings
 from reshard.remote_store import REQUESTS, store_at
 from reshard.strategy import Strategy
 from reshard.strategy_file import read_strategy
+from reshard.threads import results
 from reshard.untrusted import reading
 from reshard.zarr_files import is_store
 
@@ -255,8 +255,7 @@ def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[
     if not any(isinstance(path, RemotePath) for path in paths):
         yield from map(header, paths)
         return
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        yield from pool.map(header, paths)
+    yield from results(header, paths, REQUESTS)
 
 
 def _with_rules(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +18,7 @@ from reshard.formats.zarr import ATTRIBUTES, METADATA
 from reshard.remote import RemotePath, Status, forget_listings
 from reshard.remote_store import REQUESTS
 from reshard.store import PARTIAL
+from reshard.threads import results
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,8 +121,9 @@ class RemoteFiles:
         self._below: dict[str, list[RemotePath]] = {}
         forget_listings(base.url)
         files = base.files()
-        with ThreadPoolExecutor(REQUESTS) as pool:  # mostly what was listed; one request each where that is forgotten
-            self._statuses = dict(zip((path.url for path in files), pool.map(RemotePath.status, files), strict=True))
+        # Mostly what was listed; one request each where that is forgotten.
+        statuses = results(RemotePath.status, files, REQUESTS)
+        self._statuses = dict(zip((path.url for path in files), statuses, strict=True))
         found = sorted(url.removesuffix(f"/{METADATA}") for url in self._statuses if url.endswith(f"/{METADATA}"))
         known = {base.url}
         for url in found:  # parents come before what is in them
@@ -132,9 +133,7 @@ class RemoteFiles:
                 self._below.setdefault(parent, []).append(RemotePath(url))
         paths = [RemotePath(f"{url}/{METADATA}") for url in known]
         wanted = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            contents = pool.map(RemotePath.read_bytes, wanted)
-            self._contents = dict(zip(wanted, contents, strict=True))
+        self._contents = dict(zip(wanted, results(RemotePath.read_bytes, wanted, REQUESTS), strict=True))
 
     def status(self, path: RemotePath) -> Status | None:
         """Return the state of a file; None where there is none."""

@@ -73,7 +73,7 @@ LAYERS = [
     {"layout"},
     {"schema"},
     {"untrusted"},
-    {"block", "dtypes", "checksum", "remote"},
+    {"block", "dtypes", "checksum", "remote", "threads"},
     {"errors"},
 ]
 

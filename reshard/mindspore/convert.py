@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.formats import Content, by_name
 from reshard.mindspore.save_load import read_index, source_store
 from reshard.mindspore.write import FileContents, write_file
+from reshard.threads import results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -156,8 +156,7 @@ def _convert(
     def convert(pair: tuple[Path, Path]) -> set[str]:
         return convert_file(str(pair[0]), str(pair[1]), format, name_map=name_map, cipher=cipher)
 
-    with ThreadPoolExecutor(processes_num, thread_name_prefix="reshard") as pool:
-        found = set().union(*pool.map(convert, pairs))
+    found = set[str]().union(*results(convert, pairs, processes_num))
     unused = [old for old in name_map or {} if old not in found]
     if unused:
         _log.warning("name_map: no file has %s", names(map(repr, unused)))

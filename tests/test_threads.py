@@ -1,0 +1,130 @@
+"""Work on threads from a main thread that may be interrupted at any moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from _thread import interrupt_main
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import numbers, write_ranks
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.threads import each, results, shielded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.run import Progress
+
+FULL = numbers({"w": (48, 16), "b": (24,)})
+SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
+TARGET = Strategy.of({"w": Layout.of([2], [-1, 0]), "b": Layout.of([2], [0])})
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt the main thread wherever it has just taken a lock that other threads may want."""
+    main = threading.get_ident()
+    enter = threading.Condition.__enter__
+
+    def entered(condition: threading.Condition) -> bool:
+        taken = enter(condition)
+        if threading.get_ident() == main:
+            raise KeyboardInterrupt
+        return taken
+
+    monkeypatch.setattr(threading.Condition, "__enter__", entered)
+
+
+def stop_at_the_end(state: Progress) -> None:
+    if state.written == state.total:
+        raise LookupError
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_the_main_thread_takes_no_lock_that_others_want(tmp_path: Path) -> None:
+    """Python may interrupt it there: of 1,600 commands stopped as they began to write, 4 never ended."""
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, SOURCE), strategy=SOURCE)
+    plan = reshard.plan(source, TARGET)
+    out = tmp_path / "out"
+    with pytest.raises(LookupError, match="kept"):
+        plan.run(out, threads=2, progress=stop_at_the_end)
+    assert plan.run(out, threads=2).resumed
+    assert reshard.verify(out, TARGET, against=source).equal
+    assert reshard.verify(out, manifest=reshard.make_manifest(out)).equal
+
+
+def nothing(_: object) -> None:
+    pass
+
+
+def test_results_come_in_order_and_are_told_here() -> None:
+    here = threading.get_ident()
+    told: list[tuple[int, bool]] = []
+    each(int, range(20), 3, lambda number: told.append((number, threading.get_ident() == here)))
+    assert told == [(number, True) for number in range(20)]
+    assert results(str, [3, 1, 2], 2) == ["3", "1", "2"]
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_what_goes_wrong_ends_the_work(thread: str) -> None:
+    begun: list[int] = []
+
+    def fails(number: int) -> None:
+        begun.append(number)
+        time.sleep(0.01)
+        if number == 2:
+            raise ValueError("2")
+
+    def told(_: object) -> None:
+        raise LookupError
+
+    def attempts() -> None:
+        with pytest.raises(ValueError, match="2"):
+            each(fails, range(100), 2, nothing)
+        with pytest.raises(LookupError):
+            each(fails, range(3, 100), 2, told)
+
+    if thread == "main":
+        attempts()
+    else:
+        results(lambda attempt: attempt(), [attempts], 1)
+    assert len(begun) < 20
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.02])
+def test_an_interrupt_ends_the_work_first(moment: float) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def slow(number: int) -> None:
+        begun.append(number)
+        if number == 0:
+            time.sleep(moment)
+            interrupt_main()
+        time.sleep(0.05)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        each(slow, range(100), 2, nothing)
+    assert sorted(begun) == sorted(ended)
+    assert len(begun) < 20
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reshard")]
+
+
+def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def attempt() -> None:
+        with pytest.raises(RuntimeError, match="can't start"):
+            shielded(lambda tell: tell(1), nothing, list)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("reshard.threads.start_new_thread", fails)
+        attempt()
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    attempt()
