@@ -1,6 +1,7 @@
 """What is known of a target's files, kept beside them: which are finished, which parts of others are written.
 
-Below `.reshard` in the target directory, every target file has a journal of JSON lines:
+Below `.reshard` in the target directory, every target file has a journal of JSON lines (those of a zarr store have one
+together, see `store_journal`):
 
     {"reshard": 1, "digest": "9f…", "size": 4096}        what makes the file: its plan, and the sources as they were;
                                                          "replaces": an earlier run's file that has the name till then
@@ -50,6 +51,9 @@ _LONGEST_LINE = 1 << 20
 _RANGES_A_LINE = 1 << 12
 _MOST_RANGES = 1 << 20  # of a file; what is noted beyond is not known, and so written again
 _MOST_BYTES = 64 * _MOST_RANGES  # of a journal
+UNSOUND = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+"""What a line that lies makes its readers raise."""
+
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux: l_type, l_whence, l_start, l_len, l_pid
 
 Range = tuple[int, int, int]
@@ -99,7 +103,7 @@ class Journal:
 
     def read(self, file: str) -> Record:
         """Return what is known of a target file; what cannot be read is not known."""
-        return record_of(_lines(self.path(file)))
+        return record_of(lines_of(self.path(file)))
 
     def begin(
         self, file: str, digest: str, size: int, *, wrote: Iterable[Range] = (), replaces: tuple[int, int] | None = None
@@ -117,8 +121,7 @@ class Journal:
             TargetError, BudgetError: it cannot be written.
         """
         self.forget(file)  # not written over: its inode may have other names (`cp -l`), or be no file at all
-        first = {"reshard": VERSION, "digest": digest, "size": size} | ({"replaces": replaces} if replaces else {})
-        self._write(file, [first, *_wrote_lines(list(wrote))], os.O_EXCL)
+        self._write(file, noted(Record(digest, size, list(wrote), replaces=replaces)), os.O_EXCL)
 
     def wrote(self, file: str, ranges: Iterable[Range]) -> None:
         """Note ranges of an unfinished file that are written."""
@@ -204,23 +207,11 @@ class Journal:
         self._locks = None
 
     def _write(self, file: str, lines: Iterable[dict[str, Any]], flags: int, *, sync: bool = False) -> None:
-        path = self.path(file)
-        content = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
-        descriptor = _opened(path, os.O_WRONLY | os.O_CREAT | flags)
-        try:
-            done = os.write(descriptor, content)
-            while done < len(content):
-                done += os.write(descriptor, content[done:])
-            if sync:
-                os.fsync(descriptor)
-        except OSError as error:
-            raise write_error(path, error, len(content)) from error
-        finally:
-            os.close(descriptor)
+        write_lines(self.path(file), lines, flags, sync=sync)
 
     def __reduce__(self) -> tuple[type[Journal], tuple[str]]:
         """Travel without the locks."""
-        return Journal, (self.root,)
+        return type(self), (self.root,)
 
 
 def digests(plan: Plan) -> list[str]:
@@ -275,22 +266,35 @@ def record_name(file: str) -> str:
 def record_of(lines: Iterable[bytes]) -> Record:
     """Return what lines of JSON say of a target file, up to the first that is not sound; see the top of the module."""
     record = Record()
-    with suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    with suppress(OSError, *UNSOUND):
         for text in lines:
-            line = json.loads(text)
-            if not isinstance(line, dict):
-                break
-            if "reshard" in line:
-                known = line["reshard"] == VERSION
-                record = Record(str(line["digest"]) if known else "unknown", int(line.get("size", 0)))
-                record.replaces = _size_and_time(line["replaces"]) if "replaces" in line else None
-            if "wrote" in line:
-                record.wrote += map(_range, line["wrote"])
-                if len(record.wrote) > _MOST_RANGES:
-                    break
-            if "ready" in line:
-                record.ready = _size_and_time(line["ready"])
+            record = taken(record, json.loads(text))
     return record
+
+
+def taken(record: Record, line: Any) -> Record:
+    """Return a record with what one more line says; raises one of `UNSOUND` where that is nothing."""
+    if not isinstance(line, dict):
+        raise TypeError("no object")
+    if "reshard" in line:
+        known = line["reshard"] == VERSION
+        record = Record(str(line["digest"]) if known else "unknown", int(line.get("size", 0)))
+        record.replaces = _size_and_time(line["replaces"]) if "replaces" in line else None
+    if "wrote" in line:
+        record.wrote += map(_range, line["wrote"])
+        if len(record.wrote) > _MOST_RANGES:
+            raise ValueError("too many ranges")
+    if "ready" in line:
+        record.ready = _size_and_time(line["ready"])
+    return record
+
+
+def noted(record: Record) -> list[dict[str, Any]]:
+    """Return the lines that say what a record does."""
+    first = {"reshard": VERSION, "digest": record.digest, "size": record.size}
+    replaces = {"replaces": record.replaces} if record.replaces else {}
+    ready = [{"ready": record.ready}] if record.ready else []
+    return [first | replaces, *_wrote_lines(record.wrote), *ready]
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -325,6 +329,26 @@ def _made_of(move: Move, facts: Sequence[bytes]) -> list[tuple[bytes, int]]:
     return made_of
 
 
+def write_lines(path: str, lines: Iterable[dict[str, Any]], flags: int, *, sync: bool = False) -> None:
+    """Write lines of JSON into a journal, which is opened with these flags too.
+
+    Raises:
+        TargetError, BudgetError: it cannot be written.
+    """
+    content = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+    descriptor = _opened(path, os.O_WRONLY | os.O_CREAT | flags)
+    try:
+        done = os.write(descriptor, content)
+        while done < len(content):
+            done += os.write(descriptor, content[done:])
+        if sync:
+            os.fsync(descriptor)
+    except OSError as error:
+        raise write_error(path, error, len(content)) from error
+    finally:
+        os.close(descriptor)
+
+
 def _wrote_lines(ranges: Sequence[Range]) -> list[dict[str, Any]]:
     """Return lines that note ranges, none longer than is read."""
     return [{"wrote": ranges[first : first + _RANGES_A_LINE]} for first in range(0, len(ranges), _RANGES_A_LINE)]
@@ -342,7 +366,7 @@ def _size_and_time(value: Any) -> tuple[int, int]:
     return int(size), int(mtime_ns)
 
 
-def _lines(path: str) -> Iterator[bytes]:
+def lines_of(path: str) -> Iterator[bytes]:
     """Yield the lines of a journal; one that is longer than any that is written ends it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:

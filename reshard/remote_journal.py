@@ -22,6 +22,7 @@ from reshard.errors import TargetError
 from reshard.journal import DIRECTORY, VERSION, Journal, Record, record_name, record_of
 from reshard.remote import RemotePath, forget_listings, is_url
 from reshard.remote_store import REQUESTS, remote_store
+from reshard.store_journal import StoreJournal
 from reshard.threads import results
 
 if TYPE_CHECKING:
@@ -153,9 +154,11 @@ class RemoteJournal:
         self.forget(file)
 
 
-def journal_at(root: str) -> Journal | RemoteJournal:
-    """Return the journal of a target, by its path or URL."""
-    return RemoteJournal(root) if is_url(root) else Journal(root)
+def journal_at(root: str, *, alone: bool = False) -> Journal | RemoteJournal:
+    """Return the journal of a target, by its path or URL; of a local one with nothing else in it, one for all files."""
+    if is_url(root):
+        return RemoteJournal(root)
+    return StoreJournal(root) if alone else Journal(root)
 
 
 def _content(record: dict[str, object]) -> bytes:

@@ -74,7 +74,7 @@ def foreseen(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Found:
     paths = [file.path for file in plan.files]
     if plan.alone and is_url(root):  # without a journal
         return Found(foreign=() if overwrite or restart else existing(RemotePath(root), paths))
-    journal = journal_at(root)
+    journal = journal_at(root, alone=plan.alone)
     if isinstance(journal, Journal):
         journal.refuse_link()
     journal.look(paths)
@@ -100,7 +100,7 @@ class Session:
             BudgetError: the disk has no room for what is left.
         """
         self._whole, self._root, self._overwrite = plan, root, overwrite
-        self._journal = journal_at(root)
+        self._journal = journal_at(root, alone=plan.alone)
         self._journal.lock([file.path for file in plan.files])
         try:
             self._digests = digests(plan)

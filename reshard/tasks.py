@@ -313,7 +313,7 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
     Of a zarr store by file that is all metadata, which no task writes: those of the group are the last.
     """
     began = time.perf_counter()
-    store, journal = store_at(directory), journal_at(directory)
+    store, journal = store_at(directory), journal_at(directory, alone=plan.alone)
     for number in files:
         file = plan.files[number]
         path = f"{directory}/{file.path}"

@@ -63,6 +63,7 @@ LAYERS = [
     {"formats"},
     {"bands", "checkpoint", "cipher", "target_files", "manifest", "difference"},
     {"remote_journal"},
+    {"store_journal"},
     {"remote_store", "journal"},
     {"fingerprint"},
     {"store"},
