@@ -6,7 +6,9 @@ together, see `store_journal`):
     {"reshard": 1, "digest": "9f…", "size": 4096}        what makes the file: its plan, and the sources as they were;
                                                          "replaces": an earlier run's file that has the name till then
     {"wrote": [[128, 2048, 305419896], …]}               ranges of the unfinished file: begin, bytes, CRC-32C
-    {"ready": [4096, 1790000000000000000]}               complete and synced: size and time; it gets its name next
+    {"ready": [4096, 1790000000000000000]}               complete and synced: size and time; it gets its name next;
+                                                         "boot": not synced, and worth nothing once the machine was
+                                                         started again
 
 Nothing in it is believed without a look: a range counts if its bytes still have that sum, a finished file if its size
 and time are those. So a journal may be behind the disk, or the disk behind the journal, after any kind of crash.
@@ -24,6 +26,7 @@ import os
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
@@ -70,6 +73,7 @@ class Record:
         wrote: the ranges that were written.
         ready: size in bytes and time of the complete file, once there was one.
         replaces: those of the file under the final name, where an earlier run made it and this one may replace it.
+        boot: of a complete file that was not synced: which start of the machine that was in.
     """
 
     digest: str = ""
@@ -77,6 +81,12 @@ class Record:
     wrote: list[Range] = field(default_factory=list)
     ready: tuple[int, int] | None = None
     replaces: tuple[int, int] | None = None
+    boot: str = ""
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Tell whether the machine was started again before the complete file was surely on the disk."""
+        return self.boot not in {"", _boot()}
 
 
 class Journal:
@@ -133,8 +143,8 @@ class Journal:
             status = os.stat(path)
         except OSError as error:
             raise TargetError(f"{path}: is gone since it was written: {error.strerror}") from error
-        ready = {"ready": [status.st_size, status.st_mtime_ns]}
-        self._write(file, [*_wrote_lines(list(wrote)), ready], os.O_APPEND, sync=sync)
+        line = _ready_line((status.st_size, status.st_mtime_ns), "" if sync else _boot())
+        self._write(file, [*_wrote_lines(list(wrote)), line], os.O_APPEND, sync=sync)
 
     def forget(self, file: str) -> None:
         """Remove the journal of a file, if it is there."""
@@ -286,6 +296,7 @@ def taken(record: Record, line: Any) -> Record:
             raise ValueError("too many ranges")
     if "ready" in line:
         record.ready = _size_and_time(line["ready"])
+        record.boot = str(line.get("boot", ""))
     return record
 
 
@@ -293,7 +304,7 @@ def noted(record: Record) -> list[dict[str, Any]]:
     """Return the lines that say what a record does."""
     first = {"reshard": VERSION, "digest": record.digest, "size": record.size}
     replaces = {"replaces": record.replaces} if record.replaces else {}
-    ready = [{"ready": record.ready}] if record.ready else []
+    ready = [_ready_line(record.ready, record.boot)] if record.ready else []
     return [first | replaces, *_wrote_lines(record.wrote), *ready]
 
 
@@ -329,6 +340,14 @@ def _made_of(move: Move, facts: Sequence[bytes]) -> list[tuple[bytes, int]]:
     return made_of
 
 
+@lru_cache(maxsize=1)
+def _boot() -> str:
+    """Return what tells this start of the machine from others; empty where the system does not say."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return ""
+
+
 def write_lines(path: str, lines: Iterable[dict[str, Any]], flags: int, *, sync: bool = False) -> None:
     """Write lines of JSON into a journal, which is opened with these flags too.
 
@@ -347,6 +366,10 @@ def write_lines(path: str, lines: Iterable[dict[str, Any]], flags: int, *, sync:
         raise write_error(path, error, len(content)) from error
     finally:
         os.close(descriptor)
+
+
+def _ready_line(state: tuple[int, int], boot: str) -> dict[str, Any]:
+    return {"ready": state} | ({"boot": boot} if boot else {})
 
 
 def _wrote_lines(ranges: Sequence[Range]) -> list[dict[str, Any]]:

@@ -298,7 +298,7 @@ def _sorted_out(
         linked = unnoted or (same and file.link is not None and record.ready is None)
         if is_ours := state is not None and state in {record.ready, record.replaces}:
             ours[number] = state
-        if is_ours and same and state == record.ready and not restart:
+        if is_ours and same and state == record.ready and not (record.may_be_lost or restart):
             finished.add(number)
         elif state and not is_ours and not overwrite and not linked:
             foreign.append(file.path)

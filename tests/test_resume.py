@@ -34,7 +34,7 @@ from stopped_runs import (
 )
 
 import reshard
-from reshard import Layout, Strategy, planner, resume
+from reshard import Layout, Strategy, journal, planner, resume
 from reshard.bands import Recipe
 from reshard.block import Block
 from reshard.checksum import crc32c
@@ -151,6 +151,26 @@ def test_files_in_order_are_gone_on_with_file_by_file(
     assert 0 < report.resumed < plan.stats.bytes_written
     assert len({path for path, _, _ in written.ranges}) == 1
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+) -> None:
+    plan = reshard.plan(source, TARGET)
+    out = tmp_path / "out"
+    plan.run(out, fsync=fsync)
+    whole = tree(out)
+    assert plan.run(out).finished == 2
+    monkeypatch.setattr(journal, "_boot", lambda: "another start of the machine")
+    for path in out.rglob("*.safetensors"):  # the name and the size were on the disk, and no more
+        status = path.stat()
+        path.write_bytes(path.read_bytes() if fsync else bytes(status.st_size))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert len(foreseen(plan, str(out), overwrite=False, restart=False).finished) == 2 * fsync
+    assert plan.run(out).finished == 2 * fsync
+    assert tree(out) == whole
+    assert plan.run(out).finished == 2
 
 
 @pytest.mark.parametrize("first", ["tensor", "file"])
