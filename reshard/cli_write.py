@@ -353,8 +353,9 @@ def carry_out(
     if not running.quiet:
         say_notices(plan.notices)
     if running.dry_run:
+        found = _foreseen(plan, target, running)
         if not running.quiet:
-            say_notices(_foreseen(plan, target, running))
+            say_notices(found)
         if running.as_json:
             print_json(report.report_data(plan, str(target)))
         else:

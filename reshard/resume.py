@@ -26,6 +26,7 @@ from reshard.remote import RemotePath, existing, is_url
 from reshard.remote_journal import RemoteJournal, journal_at
 from reshard.remote_store import REQUESTS
 from reshard.store import PARTIAL, local_store
+from reshard.target_check import check_target
 from reshard.threads import results
 
 if TYPE_CHECKING:
@@ -65,12 +66,14 @@ class Found(NamedTuple):
 def foreseen(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Found:
     """Return what a run would find of its target files now; nothing is taken or changed.
 
-    Locks of other runs, room on the disk, and links that lead out of the target are seen by the run alone.
+    Locks of other runs, and room on the disk, are seen by the run alone.
 
     Raises:
-        TargetError: the journals are behind a link.
+        TargetError: no run may write there (`check_target`), or the journals are behind a link.
         SourceError: the target's storage cannot be reached.
     """
+    root = root if is_url(root) else os.path.realpath(root)
+    check_target(plan, root)
     paths = [file.path for file in plan.files]
     if plan.alone and is_url(root):  # without a journal
         return Found(foreign=() if overwrite or restart else existing(RemotePath(root), paths))

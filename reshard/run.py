@@ -15,16 +15,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.cipher import store_of
-from reshard.errors import TargetError, UsageError, names
+from reshard.errors import UsageError, names
 from reshard.graph import Graph
-from reshard.journal import DIRECTORY as JOURNALS
 from reshard.journal import discard
 from reshard.ownership import owned
 from reshard.receipts import Checksums
-from reshard.remote import RemotePath, as_path, existing, forget_listings, is_url
+from reshard.remote import RemotePath, as_path, existing, is_url
 from reshard.remote_store import REQUESTS, any_store, remote_store
 from reshard.resume import Session, exists
-from reshard.store import PARTIAL, local_store
+from reshard.store import local_store
+from reshard.target_check import check_target
 from reshard.tasks import How, Receipt, changed_sources, check_sources, drop_sources, running
 from reshard.threads import results, shielded
 
@@ -190,9 +190,7 @@ def run(
     target = as_path(directory)
     root = str(target) if isinstance(target, RemotePath) else os.path.realpath(target)
     plan = owned(plan, ownership, root)
-    (_check_remote_targets if is_url(root) else _check_targets)(plan, root)
-    if plan.alone:
-        _check_alone(plan, root)
+    check_target(plan, root)
     check_sources(plan, None)
     local_store().drop_glances({file.path for file in plan.source.files})
     threads = _threads(threads, scheduler, plan.threads)
@@ -295,32 +293,6 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _check_targets(plan: Plan, root: str) -> None:
-    sources = {os.path.realpath(file.path) for file in plan.source.files}
-    if any(file.last for file in plan.files) and any(os.path.commonpath([root, path]) == root for path in sources):
-        raise TargetError(
-            f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
-        )
-    for file in plan.files:
-        path = f"{root}/{file.path}"
-        resolved = os.path.realpath(path)
-        if resolved in sources:
-            raise TargetError(f"{path}: is one of the source files; choose another target directory")
-        if os.path.commonpath([root, resolved]) != root:
-            raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
-
-
-def _check_remote_targets(plan: Plan, root: str) -> None:
-    sources = {file.path for file in plan.source.files}
-    if any(file.last for file in plan.files) and any(path.startswith(f"{root}/") for path in sources):
-        raise TargetError(
-            f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
-        )
-    for file in plan.files:
-        if f"{root}/{file.path}" in sources:
-            raise TargetError(f"{root}/{file.path}: is one of the source files; choose another target directory")
-
-
 def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> None:
     """Do what a session does where there is a journal: refuse what is there, forget what is unfinished."""
     if not overwrite:
@@ -358,21 +330,6 @@ def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
     named = paths if every else [paths[n] for group in finished or () for n in plan.groups[group]]
     results(remote_store().discard_unfinished, paths, REQUESTS)
     results(remote_store().erase, named, REQUESTS)
-
-
-def _check_alone(plan: Plan, root: str) -> None:
-    """Refuse a directory in which something else would be taken for a part of what is written."""
-    planned = {file.path for file in plan.files}
-    if is_url(root):
-        forget_listings(root)
-        found = [str(path.relative_to(RemotePath(root))) for path in RemotePath(root).files()]
-    else:
-        found = [os.path.relpath(os.path.join(where, name), root) for where, _, some in os.walk(root) for name in some]
-    other = [
-        path for path in found if path.removesuffix(PARTIAL) not in planned and not path.startswith(f"{JOURNALS}/")
-    ]
-    if other:
-        raise TargetError(f"{root}: has {names(sorted(other), most=3)} beside; choose another directory, or remove it")
 
 
 class _Told:

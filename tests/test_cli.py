@@ -48,6 +48,18 @@ def test_a_dry_run_writes_nothing(case: Case, tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
+def test_a_dry_run_refuses_what_a_run_does(case: Case, tmp_path: Path) -> None:
+    command: list[str | Path] = ["transform", case.source, tmp_path / "dst", *case.strategies, "--quiet"]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "rank_2").symlink_to(tmp_path / "elsewhere")
+    for options in (["--dry-run"], [], ["--dry-run", "--overwrite"]):
+        refused = call(*command, *options)
+        assert refused.exit_code == 6
+        assert "leads out of the target directory" in refused.stderr
+        assert [path.name for path in (tmp_path / "dst").iterdir()] == ["rank_2"]
+
+
 def test_a_dry_run_tells_what_a_run_would_find(case: Case, tmp_path: Path) -> None:
     command = ["transform", case.source, tmp_path, *case.strategies]
     done(*command, "--ranks", "2")

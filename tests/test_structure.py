@@ -47,7 +47,7 @@ LAYERS = [
     {"show.folding"},
     {"graph", "arrays", "resume", "run_manifest"},
     {"tasks"},
-    {"receipts"},
+    {"receipts", "target_check"},
     {"source", "move", "compare", "matching", "manifest_files", "structure", "chunk_task", "file_task", "ownership"},
     {"zarr_source"},
     {"zarr_files"},

@@ -1,0 +1,57 @@
+"""What a target must not be: the source, a way out of its directory, a place for what would be taken for its own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from reshard.errors import TargetError, names
+from reshard.journal import DIRECTORY
+from reshard.remote import RemotePath, forget_listings, is_url
+from reshard.store import PARTIAL
+
+if TYPE_CHECKING:
+    from reshard.plan import Plan
+
+
+def check_target(plan: Plan, root: str) -> None:
+    """Refuse a target that no option of a run makes right; nothing is made or changed.
+
+    Args:
+        plan: what goes there.
+        root: a URL, or a local path without links in it.
+
+    Raises:
+        TargetError: it has a source file, or a link that leads out of it; or, where the files must be alone, others.
+        SourceError: the target's storage cannot be reached.
+    """
+    below = root.rstrip("/") + "/"
+    sources = {file.path if is_url(root) else os.path.realpath(file.path) for file in plan.source.files}
+    if any(file.last for file in plan.files) and any(path.startswith(below) for path in sources):
+        raise TargetError(
+            f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
+        )
+    for file in plan.files:
+        path = below + file.path
+        resolved = path if is_url(root) else os.path.realpath(path)
+        if resolved in sources:
+            raise TargetError(f"{path}: is one of the source files; choose another target directory")
+        if not resolved.startswith(below):
+            raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
+    if plan.alone:
+        _check_alone(plan, root)
+
+
+def _check_alone(plan: Plan, root: str) -> None:
+    """Refuse a directory in which something else would be taken for a part of what is written."""
+    planned = {file.path for file in plan.files}
+    if is_url(root):
+        forget_listings(root)
+        found = [str(path.relative_to(RemotePath(root))) for path in RemotePath(root).files()]
+    else:
+        found = [os.path.relpath(os.path.join(where, name), root) for where, _, some in os.walk(root) for name in some]
+    other = [
+        path for path in found if path.removesuffix(PARTIAL) not in planned and not path.startswith(f"{DIRECTORY}/")
+    ]
+    if other:
+        raise TargetError(f"{root}: has {names(sorted(other), most=3)} beside; choose another directory, or remove it")
