@@ -169,18 +169,27 @@ def work_on(client: Any, graph: Graph, told: Callable[[Receipt], None]) -> list[
     plan_key = next(iter(tasks))
     with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGE_GRAPH}):
         futures = client.get(tasks, [key for key in tasks if key != plan_key], sync=False)
+    completed = as_completed(futures, loop=client.loop, with_results=True)
 
     def work(tell: Callable[[Receipt], None]) -> list[Receipt]:
-        found: list[Receipt] = []
-        for future, result in as_completed(futures, loop=client.loop, with_results=True):
+        found: list[Receipt] | None = None
+        for future, result in completed:
+            if isinstance(result, BaseException):  # of a lost scheduler, `as_completed` tells so
+                raise result
             if isinstance(result, Receipt):
                 tell(result)
             if future.key == graph.ready:
                 found = result
+        if found is None:
+            raise ReshardError("the cluster ended before the work was done; the same command goes on from there")
         return found
 
+    def give_up() -> None:
+        completed.clear()  # or it waits for a scheduler that is lost
+        client.cancel(futures)
+
     try:
-        return shielded(work, told, lambda: client.cancel(futures))
+        return shielded(work, told, give_up)
     except BaseException as error:
         client.cancel(futures)
         with suppress(Exception):  # a cluster that is gone has nobody to wait for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,12 @@ def done(*arguments: str | Path) -> Result:
     result = call(*arguments)
     assert result.exit_code == 0, result.stderr
     return result
+
+
+def heed_signals() -> None:
+    """A shell starts its background jobs with some signals ignored, and whoever starts these tests may be one."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def names_in(root: Path) -> set[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import tree
-from commands import Case, call, done
+from commands import Case, call, done, heed_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,12 +128,6 @@ def slowly(name: str, seconds: float, arguments: Sequence[str | Path], *, plain:
     """A `reshard` whose store takes its time, and tells on stderr when it does."""
     code = _SLOW.format(name=name, seconds=seconds, plain=plain)
     return [sys.executable, "-c", code, *map(str, arguments)]
-
-
-def heed_signals() -> None:
-    """A shell starts its background jobs with some signals ignored, and whoever starts these tests may be one."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def stopped_at(name: str, seconds: float, number: int, arguments: Sequence[str | Path]) -> tuple[int, str]:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoints import numbers, tree, write_ranks
 from clusters import Wire, client_of, cluster, count_plans, plans_counted
+from commands import heed_signals
 from remotes import get
 
 import reshard
@@ -226,6 +228,43 @@ def test_a_worker_is_killed_in_the_middle(
     assert len({receipt.task for receipt in report.receipts}) == len(report.receipts)
 
 
+def slow_writes() -> None:
+    """On a worker: take so long that there is time for something else."""
+    real = LocalStore.write_at
+
+    def write_at(store: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
+        time.sleep(0.005)
+        real(store, path, offset, buffer)
+
+    LocalStore.write_at = write_at  # type: ignore[method-assign]
+
+
+@pytest.mark.slow  # a client looks for its scheduler for half a minute
+@pytest.mark.parametrize("interrupted", [False, True], ids=["alone", "and Ctrl-C"])
+def test_a_scheduler_is_lost_in_the_middle(
+    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, interrupted: bool
+) -> None:
+    """What was not written has no name, and the next run writes it."""
+    with cluster(tmp_path, 1) as one, client_of(one.address, 1) as client:
+        client.run(slow_writes)
+
+        def kill(event: Any) -> None:
+            if one.scheduler.poll() is None and event.written:
+                one.scheduler.kill()
+                one.scheduler.wait()
+                if interrupted:
+                    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        with pytest.raises(KeyboardInterrupt if interrupted else ReshardError) as caught:
+            made.run(tmp_path / "out", client=client, progress=kill)
+        assert interrupted or "the cluster failed" in str(caught.value)
+        one.workers[0].kill()
+        one.workers[0].wait()
+        assert not list((tmp_path / "out").rglob("*.safetensors"))
+    made.run(tmp_path / "out")
+    assert tree(tmp_path / "out") == expected
+
+
 def test_a_worker_that_sees_other_files_is_named(
     made: reshard.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +355,10 @@ def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, ownership: str
         sys.executable, "-m", "reshard", "transform", "src", "out", "--source-strategy", "before.ckpt",
         "--target-strategy", "after.ckpt", "--cluster", "local:2", "--ownership", ownership,
     ]  # fmt: skip
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=heed_signals,  # noqa: PLW1509
+    )  # fmt: skip
     while not list(tmp_path.glob("out/rank_*/*.partial")):
         assert process.poll() is None
         time.sleep(0.01)
