@@ -8,7 +8,7 @@ together, see `store_journal`):
     {"wrote": [[128, 2048, 305419896], …]}               ranges of the unfinished file: begin, bytes, CRC-32C
     {"ready": [4096, 1790000000000000000]}               complete and synced: size and time; it gets its name next;
                                                          "boot": not synced, and worth nothing once the machine was
-                                                         started again
+                                                         started again, or on another
 
 Nothing in it is believed without a look: a range counts if its bytes still have that sum, a finished file if its size
 and time are those. So a journal may be behind the disk, or the disk behind the journal, after any kind of crash.
@@ -354,7 +354,9 @@ def write_lines(path: str, lines: Iterable[dict[str, Any]], flags: int, *, sync:
     Raises:
         TargetError, BudgetError: it cannot be written.
     """
-    content = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+    # What is appended begins a line, also where another ended in the middle of its own because the disk was full.
+    content = b"\n" if flags & os.O_APPEND else b""
+    content += b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
     descriptor = _opened(path, os.O_WRONLY | os.O_CREAT | flags)
     try:
         done = os.write(descriptor, content)
@@ -389,14 +391,15 @@ def _size_and_time(value: Any) -> tuple[int, int]:
     return int(size), int(mtime_ns)
 
 
-def lines_of(path: str) -> Iterator[bytes]:
+def lines_of(path: str, most_bytes: int = 0) -> Iterator[bytes]:
     """Yield the lines of a journal; one that is longer than any that is written ends it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
-        left = _MOST_BYTES if S_ISREG(os.fstat(descriptor).st_mode) else 0
+        left = max(_MOST_BYTES, most_bytes) if S_ISREG(os.fstat(descriptor).st_mode) else 0
         while left > 0 and (line := file.readline(_LONGEST_LINE)):
             left -= len(line)
-            yield line
+            if not line.isspace():
+                yield line
 
 
 def _opened(path: str, flags: int, tries: int = 3) -> int:

@@ -94,8 +94,8 @@ class Session:
         resumed: bytes of contents that an earlier run wrote, of those that the whole plan writes.
     """
 
-    def __init__(self, plan: Plan, root: str, *, overwrite: bool, restart: bool, threads: int) -> None:
-        """Take the files, and look at what is there.
+    def __init__(self, plan: Plan, root: str, *, overwrite: bool, restart: bool, threads: int, fsync: bool) -> None:
+        """Take the files, and look at what is there; with `fsync`, have what is finished on the disk.
 
         Raises:
             TargetError: another run writes one of the files; or one is there that this run must not replace.
@@ -104,11 +104,13 @@ class Session:
         """
         self._whole, self._root, self._overwrite = plan, root, overwrite
         self._journal = journal_at(root, alone=plan.alone)
-        self._journal.lock([file.path for file in plan.files])
         try:
+            self._journal.lock([file.path for file in plan.files])
             self._digests = digests(plan)
             there = self._accepted(overwrite=overwrite, restart=restart)
             self._ours, begun = there.ours, there.begun
+            if fsync:
+                self._sync(there.finished)
             found = results(self._verified, begun, max(threads, 1))
             self._good: dict[int, list[Range]] = {
                 number: good for (number, _), good in zip(begun, found, strict=True) if good
@@ -235,6 +237,13 @@ class Session:
         if there.foreign:
             raise exists(self._root, there.foreign)
         return there
+
+    def _sync(self, finished: Iterable[int]) -> None:
+        """Have files on the disk that a run without fsync finished."""
+        for file in map(self._path, finished):
+            if self._journal.read(file).boot:
+                local_store().sync_finished(f"{self._root}/{file}")
+                self._journal.ready(file, f"{self._root}/{file}", sync=True)
 
     def _verified(self, begun: tuple[int, Record]) -> list[Range]:
         file = self._whole.files[begun[0]]

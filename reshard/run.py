@@ -203,7 +203,7 @@ def run(
         cached = check_workers(plan, root, client)
     session = None
     if journal and not (plan.alone and is_url(root)):
-        session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads)
+        session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync)
     else:
         _begin_unnoted(plan, root, overwrite=overwrite or restart)
     if checksums is None:

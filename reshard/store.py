@@ -300,6 +300,15 @@ class LocalStore:
             except OSError as error:
                 raise write_error(path + PARTIAL, error, 0) from error
 
+    def sync_finished(self, path: str) -> None:
+        """Have a file that has its final name on the disk, and the name."""
+        with self._opened(path, os.O_RDONLY) as fd:
+            try:
+                os.fsync(fd)
+                _sync_directory(path)
+            except OSError as error:
+                raise write_error(path, error, 0) from error
+
     def commit(self, path: str, *, sync: bool) -> None:
         """Give the unfinished file beside `path` its final name, and have that on the disk too if `sync`."""
         partial = path + PARTIAL

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from reshard.journal import Range
 
+_BYTES_A_FILE = 4096
+"""How long the journal may be for each of its files, where they are many; three lines of 200 bytes are usual."""
+
 
 class StoreJournal(Journal):
     """The journal of one store; see `Journal`. What it tells of files is what `look` saw, and what is begun since.
@@ -46,10 +49,10 @@ class StoreJournal(Journal):
         self.look(files)
 
     def look(self, files: Sequence[str]) -> None:
-        """See what is known of some files; of a line that is not sound, nothing is."""
+        """See what is known of some files; lines that are not sound are passed by."""
         records = {file: Record() for file in files}
         with suppress(OSError):
-            for text in lines_of(self.path()):
+            for text in lines_of(self.path(), _BYTES_A_FILE * len(files)):
                 with suppress(*UNSOUND):
                     line = json.loads(text)
                     records[line["file"]] = taken(records[line["file"]], line)
@@ -83,7 +86,7 @@ class StoreJournal(Journal):
                 with suppress(FileNotFoundError):
                     os.unlink(old)
             if lines:
-                write_lines(path + PARTIAL, lines, os.O_EXCL)
+                write_lines(path + PARTIAL, lines, os.O_EXCL, sync=True)
                 os.replace(path + PARTIAL, path)
         except OSError as error:
             raise write_error(path, error, 0) from error

@@ -26,7 +26,7 @@ def check_target(plan: Plan, root: str) -> None:
         SourceError: the target's storage cannot be reached.
     """
     below = root.rstrip("/") + "/"
-    sources = {file.path if is_url(root) else os.path.realpath(file.path) for file in plan.source.files}
+    sources = {file.path if is_url(file.path) else os.path.realpath(file.path) for file in plan.source.files}
     if any(file.last for file in plan.files) and any(path.startswith(below) for path in sources):
         raise TargetError(
             f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"

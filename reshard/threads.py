@@ -3,7 +3,7 @@
 Python raises KeyboardInterrupt in the main thread between any two instructions, also where `threading` has just taken
 a lock and does not yet see to it that it is given back (https://github.com/python/cpython/issues/74174). Threads that
 want that lock then wait for ever, and so does who waits for them. So the main thread neither feeds a pool nor waits for
-one: another thread does, which interrupts do not reach, and the main thread waits at a queue that has no such gap.
+one: another thread does, which interrupts do not reach, and the main thread waits at a queue without such a lock.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from _thread import start_new_thread
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,11 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-
-class _Said(NamedTuple):
-    """What the work tells, while it is done."""
-
-    value: Any
+_END = object()
+"""What the work tells last."""
 
 
 class _Done(NamedTuple):
@@ -45,51 +43,71 @@ def shielded(work: Callable[[Callable[[T], None]], R], told: Callable[[T], None]
         work: what to do. It gets a function to tell something with, which waits until that is told, and raises where
             the work is given up.
         told: called here with each thing that the work tells.
-        give_up: called where this is interrupted, or `told` raises: to have the work end soon. It is waited for.
+        give_up: called where this is interrupted, or `told` raises, to have the work end soon. That is waited for,
+            whatever interrupts come meanwhile. (Outside the main thread, `told` raises in the work itself.)
 
     Returns:
         what the work returns; what it raises is raised.
     """
     if threading.current_thread() is not threading.main_thread():
         return work(told)  # interrupts are the main thread's
-    calls: SimpleQueue[_Said | _Done] = SimpleQueue()
+    calls: SimpleQueue[Any] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
+    done: list[_Done] = []  # not in the queue: an interrupt may take what that has just given
+    may_begin = [True]  # taken by the work, or where it is given up before it begins
 
     def tell(value: T) -> None:
-        calls.put(_Said(value))
+        calls.put(value)
         if not answers.get():
             raise _GivenUpError
 
     def body() -> None:
+        if not _take(may_begin):
+            return
         try:
-            calls.put(_Done(work(tell)))
-        except BaseException as error:
-            calls.put(_Done(error=error))
+            done.append(_Done(work(tell)))
+        except BaseException as error:  # it is raised where the result is wanted
+            done.append(_Done(error=error))
+        calls.put(_END)
 
-    def begin() -> None:  # to start a thread is to wait for it, too
+    def start(starting: Callable[[], object]) -> None:
         try:
-            threading.Thread(target=body, name="reshard", daemon=False).start()
-        except RuntimeError as error:
-            calls.put(_Done(error=error))
+            starting()
+        except (RuntimeError, MemoryError) as error:
+            done.append(_Done(error=error))
+            calls.put(_END)
 
+    thread = threading.Thread(target=body, name="reshard", daemon=False)
     try:
-        try:
-            start_new_thread(begin, ())
-        except RuntimeError as error:
-            calls.put(_Done(error=error))
-        while isinstance(call := calls.get(), _Said):
-            told(call.value)
+        start(lambda: start_new_thread(start, (thread.start,)))  # to start a thread is to wait for it, too
+        while (call := calls.get()) is not _END:
+            told(call)
             answers.put(True)
     except BaseException:
-        give_up()
         answers.put(False)
-        while isinstance(calls.get(), _Said):
-            answers.put(False)
+        try:
+            give_up()
+        finally:
+            while not (done or _take(may_begin)):
+                with suppress(KeyboardInterrupt):
+                    calls.get()
+                    answers.put(False)
         raise
-    if call.error is not None:
-        raise call.error
-    result: R = call.result
-    return result
+    ended = done.pop()
+    try:
+        if ended.error is not None:
+            raise ended.error
+        result: R = ended.result
+        return result
+    finally:
+        del ended  # an error that is held by what raised it would keep all that has to do with it
+
+
+def _take(some: list[bool]) -> bool:
+    """Take what only one may have; False where it is gone."""
+    with suppress(IndexError):
+        return some.pop()
+    return False
 
 
 def each(function: Callable[[T], R], items: Sequence[T], threads: int, told: Callable[[R], None]) -> None:

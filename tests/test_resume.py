@@ -139,6 +139,20 @@ def test_a_finished_file_that_was_removed_is_made_again(
     assert {path for path, _, _ in written.ranges} == {f"{tmp_path}/out/{plan.files[missing].path}"}
 
 
+def test_a_finished_file_that_was_not_synced_is_synced_by_the_next_run(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "out", fsync=False)
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd)))
+    assert plan.run(tmp_path / "out").finished == 2
+    assert {path.stat().st_ino for path in (tmp_path / "out").rglob("*.safetensors")} <= set(synced)
+    monkeypatch.setattr(journal, "_boot", lambda: "another start of the machine")
+    assert plan.run(tmp_path / "out").finished == 2
+
+
 def test_files_in_order_are_gone_on_with_file_by_file(
     source: reshard.Checkpoint, tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +175,7 @@ def test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut(
     out = tmp_path / "out"
     plan.run(out, fsync=fsync)
     whole = tree(out)
-    assert plan.run(out).finished == 2
+    assert plan.run(out, fsync=fsync).finished == 2
     monkeypatch.setattr(journal, "_boot", lambda: "another start of the machine")
     for path in out.rglob("*.safetensors"):  # the name and the size were on the disk, and no more
         status = path.stat()

@@ -12,7 +12,7 @@ from checkpoints import tree
 from stopped_runs import small_tasks, source, stopped
 
 import reshard
-from reshard import ZarrGroup
+from reshard import ZarrGroup, journal
 from reshard.errors import TargetError
 from reshard.journal import DIRECTORY, Record, digests
 from reshard.store_journal import StoreJournal
@@ -64,6 +64,30 @@ def test_it_is_gone_with_the_last_file(tmp_path: Path) -> None:
     assert not Path(noted.path()).exists()
 
 
+def test_a_torn_line_takes_no_other_with_it(tmp_path: Path) -> None:
+    noted = StoreJournal(str(tmp_path))
+    noted.begin("a", "digest", 1)
+    noted.begin("b", "digest", 1)
+    with Path(noted.path()).open("ab") as file:
+        file.write(b'{"file":"a","rea')  # the disk was full
+    (tmp_path / "b").touch()
+    noted.ready("b", str(tmp_path / "b"), sync=False)
+    noted.look(["a", "b"])
+    assert (noted.read("a").ready, noted.read("b").ready) == (None, noted.found("b"))
+
+
+def test_a_journal_of_many_files_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_MOST_BYTES", 100)
+    noted = StoreJournal(str(tmp_path))
+    files = [f"w/c/{number}" for number in range(100)]
+    for file in files:
+        noted.begin(file, "digest", 1)
+    noted.look(files)
+    assert noted.read(files[-1]).digest
+    noted.look(files[:1])  # of a file more than its share is not read
+    assert not noted.read(files[-1]).digest
+
+
 @pytest.mark.parametrize("links", [1, 2])
 def test_a_run_goes_on_with_a_journal_of_its_own(plan: Plan, tmp_path: Path, links: int) -> None:
     """A line that was torn by a power cut ends there, and a copy made with `cp -l` stays as it is."""
@@ -76,7 +100,7 @@ def test_a_run_goes_on_with_a_journal_of_its_own(plan: Plan, tmp_path: Path, lin
     if links == 2:
         (tmp_path / "copy").hardlink_to(path)
     stopped(plan, tmp_path / "out", tasks=4)
-    assert all(map(json.loads, path.read_bytes().splitlines()))
+    assert all(map(json.loads, path.read_bytes().split()))
     assert links == 1 or (tmp_path / "copy").read_bytes() == before
     report = plan.run(tmp_path / "out")
     assert report.resumed
@@ -113,11 +137,11 @@ def test_a_journal_that_lies(plan: Plan, tmp_path: Path, content: bytes) -> None
     plan.run(tmp_path / "undisturbed")
     path = tmp_path / "out" / DIRECTORY / "store.jsonl"
     path.parent.mkdir(parents=True)
-    with path.open("wb") as journal:
+    with path.open("wb") as lines:
         for file, digest in zip(plan.files, digests(plan), strict=True):
             size = str(file.layout.size).encode()
             line = content.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)
-            journal.write(line.replace(b"FILE", file.path.encode()) + b"\n")
+            lines.write(line.replace(b"FILE", file.path.encode()) + b"\n")
     for file in plan.files:
         partial = tmp_path / "out" / (file.path + ".partial")
         partial.parent.mkdir(parents=True, exist_ok=True)

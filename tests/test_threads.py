@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from _thread import interrupt_main
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +20,7 @@ from reshard import Layout, Strategy
 from reshard.threads import each, results, shielded
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from reshard.run import Progress
@@ -93,6 +99,58 @@ def test_what_goes_wrong_ends_the_work(thread: str) -> None:
     else:
         results(lambda attempt: attempt(), [attempts], 1)
     assert len(begun) < 20
+
+
+HANGS = {
+    "as the work ends": "shielded(lambda tell: interrupt_main(), print, list)",
+    "as the work tells": "shielded(lambda tell: (interrupt_main(), tell(1), tell(2)), lambda value: None, list)",
+    "as it begins": "threading.Thread.start = kill; shielded(lambda tell: 1, print, list)",
+    "while it is given up": "shielded(lambda tell: (tell(1), time.sleep(0.2)), fails, interrupt_main)",
+    "what gives up fails": "shielded(lambda tell: tell(1), fails, fails)",
+    "no memory": "threads.start_new_thread = no_memory; shielded(lambda tell: 1, print, list)",
+}
+
+
+@pytest.mark.parametrize("code", HANGS.values(), ids=HANGS)
+def test_nothing_waits_for_ever(code: str) -> None:
+    """In processes of their own, which can be ended."""
+    script = f"""
+import os, signal, threading, time
+from _thread import interrupt_main
+from reshard import threads
+from reshard.threads import shielded
+def fails(*_): raise LookupError
+def no_memory(*_): raise MemoryError
+def kill(*_): os.kill(os.getpid(), signal.SIGINT)  # wakes the main thread, as `interrupt_main` does not
+try:
+    {code}
+except (KeyboardInterrupt, LookupError, MemoryError) as error:
+    print(type(error).__name__)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout.strip() in {"KeyboardInterrupt", "LookupError", "MemoryError"}
+    assert not ended.stderr
+
+
+def test_an_error_is_held_by_nobody() -> None:
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+
+    def fails(tell: Callable[[int], None], held: Held = held) -> None:
+        tell(1)
+        raise LookupError
+
+    gc.disable()
+    try:
+        with suppress(LookupError):
+            shielded(fails, nothing, list)
+        del held, fails
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.02])
