@@ -174,7 +174,7 @@ def test_a_source_that_was_another_for_a_while(source: reshard.Checkpoint, tmp_p
     plan, path = reshard.plan(source, TARGET), Path(source.files[1].path)
     error = ChangedError(f"{path}: changed since it was opened; start again")
     stopped(plan, tmp_path / "out")
-    session = resume.Session(plan, str(tmp_path / "out"), overwrite=False, restart=False, threads=1)
+    session = resume.Session(plan, str(tmp_path / "out"), overwrite=False, restart=False, threads=1, fsync=True)
     assert session.resumed > 0
     session.failed(error, {})
     session.close()

@@ -179,7 +179,7 @@ def test_only_blocks_without_a_sum_are_read(folder: Path, read: list[Any]) -> No
     (place,) = plan.files[2].layout.places["c"]
     kept = [some for some in journal.read(path).wrote if not place[0] <= some[0] < sum(place)]
     file = Path(journal.path(path))
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line]
     others = [line for line in lines if "wrote" not in line]
     file.write_text("".join(json.dumps(line) + "\n" for line in [*others, {"wrote": [*kept, [place[0], 5, 1]]}]))
     plan.run("dst").write_manifest("m.json")
