@@ -72,6 +72,12 @@ class StoreJournal(Journal):
         self._write(file, noted(record), os.O_APPEND)
         self._records[file] = record
 
+    def ready(self, file: str, path: str, *, wrote: Iterable[Range] = (), sync: bool) -> None:
+        """Note that a target file is complete; see `Journal.ready`."""
+        if self._records and not self._is_own:  # tasks that name files have seen nothing, and the session's is its own
+            self._make_own()
+        super().ready(file, path, wrote=wrote, sync=sync)
+
     def forget(self, file: str) -> None:
         """Know nothing of a file any more; without any, there is no journal."""
         if self._records.pop(file, None) and not self._records:

@@ -109,6 +109,22 @@ def test_a_run_goes_on_with_a_journal_of_its_own(plan: Plan, tmp_path: Path, lin
     assert not (tmp_path / "out" / DIRECTORY).exists()
 
 
+def test_what_is_synced_later_is_noted_in_a_journal_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    noted = StoreJournal(str(tmp_path))
+    noted.begin("a", "digest", 0)
+    noted.ready("a", str(tmp_path / "a"), sync=False)
+    (tmp_path / "copy").hardlink_to(noted.path())
+    before = (tmp_path / "copy").read_bytes()
+    later = StoreJournal(str(tmp_path))
+    later.look(["a"])
+    assert later.read("a").boot
+    later.ready("a", str(tmp_path / "a"), sync=True)
+    later.look(["a"])
+    assert (later.read("a").boot, later.read("a").ready) == ("", later.found("a"))
+    assert (tmp_path / "copy").read_bytes() == before
+
+
 def test_another_plan_is_told_so(source: reshard.Checkpoint, plan: Plan, tmp_path: Path) -> None:
     stopped(plan, tmp_path / "out", MADE + 2)
     other = reshard.plan(source, files=ZarrGroup(chunk_bytes=512, shard_bytes=0, compression="zstd"))
