@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from reshard.cli import cli
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # click before 8.2 mixes stderr into stdout unless it is told not to.
@@ -55,6 +56,14 @@ def heed_signals() -> None:
     """A shell starts its background jobs with some signals ignored, and whoever starts these tests may be one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Have an interrupt of this process raise, as `heed_signals` does in others."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def names_in(root: Path) -> set[str]:

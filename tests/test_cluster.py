@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoints import numbers, tree, write_ranks
 from clusters import Wire, client_of, cluster, count_plans, plans_counted
-from commands import heed_signals
+from commands import heed_signals, interruptible
 from remotes import get
 
 import reshard
@@ -30,6 +30,8 @@ from reshard.store import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+__all__ = ["interruptible"]  # fixtures, for pytest to find
 
 pytest.importorskip("distributed")
 
@@ -240,6 +242,7 @@ def slow_writes() -> None:
 
 
 @pytest.mark.slow  # a client looks for its scheduler for half a minute
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("interrupted", [False, True], ids=["alone", "and Ctrl-C"])
 def test_a_scheduler_is_lost_in_the_middle(
     made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, interrupted: bool

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import assert_rank_files, numbers, tree, write_ranks
+from commands import heed_signals
 from generators import Model, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -322,7 +323,7 @@ def test_a_stopped_run_says_how_far_it_is(
     total = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET).stats.bytes_written
     ended = subprocess.run(
         [sys.executable, "-c", _SIGNALLED, str(number), operation, str(at), *map(str, command), "--threads", "1"],
-        check=False, capture_output=True, text=True,
+        check=False, capture_output=True, text=True, preexec_fn=heed_signals,
     )  # fmt: skip
     assert ended.returncode == code
     begin, bytes_kept, rest = ended.stderr.replace(" of ", "; ", 1).split("; ", 2)

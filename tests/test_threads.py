@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import numbers, write_ranks
+from commands import interruptible
 
 import reshard
 from reshard import Layout, Strategy
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.run import Progress
+
+__all__ = ["interruptible"]  # fixtures, for pytest to find
 
 FULL = numbers({"w": (48, 16), "b": (24,)})
 SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
@@ -117,6 +120,7 @@ def test_nothing_waits_for_ever(code: str) -> None:
     script = f"""
 import os, signal, threading, time
 from _thread import interrupt_main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests may ignore it
 from reshard import threads
 from reshard.threads import shielded
 def fails(*_): raise LookupError
@@ -153,6 +157,7 @@ def test_an_error_is_held_by_nobody() -> None:
         gc.enable()
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("moment", [0.0, 0.02])
 def test_an_interrupt_ends_the_work_first(moment: float) -> None:
     begun: list[int] = []
