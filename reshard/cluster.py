@@ -181,7 +181,7 @@ def work_on(client: Any, graph: Graph, told: Callable[[Receipt], None]) -> list[
             if future.key == graph.ready:
                 found = result
         if found is None:
-            raise ReshardError("the cluster ended before the work was done; the same command goes on from there")
+            raise ReshardError("the cluster ended before the work was done")
         return found
 
     def give_up() -> None:

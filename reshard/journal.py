@@ -26,7 +26,6 @@ import os
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import sha256
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from urllib.parse import quote
 from reshard.checksum import crc32c
 from reshard.errors import ReshardError, TargetError, names
 from reshard.fingerprint import index_digests
+from reshard.page_cache import boot_id
 from reshard.store import PARTIAL, local_store, write_error
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ DIRECTORY = ".reshard"
 VERSION = 1
 """Of what journals say, and how."""
 
+UNSOUND = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+"""What a line that lies makes its readers raise."""
+
 _READ_BYTES = 4 << 20
 _LONGEST_NAME = 200
 _LONGEST_LINE = 1 << 20
 _RANGES_A_LINE = 1 << 12
 _MOST_RANGES = 1 << 20  # of a file; what is noted beyond is not known, and so written again
 _MOST_BYTES = 64 * _MOST_RANGES  # of a journal
-UNSOUND = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-"""What a line that lies makes its readers raise."""
-
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux: l_type, l_whence, l_start, l_len, l_pid
 
 Range = tuple[int, int, int]
@@ -86,7 +86,7 @@ class Record:
     @property
     def may_be_lost(self) -> bool:
         """Tell whether the machine was started again before the complete file was surely on the disk."""
-        return self.boot not in {"", _boot()}
+        return self.boot not in {"", boot_id()}
 
 
 class Journal:
@@ -143,7 +143,7 @@ class Journal:
             status = os.stat(path)
         except OSError as error:
             raise TargetError(f"{path}: is gone since it was written: {error.strerror}") from error
-        line = _ready_line((status.st_size, status.st_mtime_ns), "" if sync else _boot())
+        line = _ready_line((status.st_size, status.st_mtime_ns), "" if sync else boot_id())
         self._write(file, [*_wrote_lines(list(wrote)), line], os.O_APPEND, sync=sync)
 
     def forget(self, file: str) -> None:
@@ -338,14 +338,6 @@ def _made_of(move: Move, facts: Sequence[bytes]) -> list[tuple[bytes, int]]:
             found.update(facts[move.holders[number]])
         made_of.append((found.digest(), move.holders[given[0] if given else 0]))
     return made_of
-
-
-@lru_cache(maxsize=1)
-def _boot() -> str:
-    """Return what tells this start of the machine from others; empty where the system does not say."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
-    return ""
 
 
 def write_lines(path: str, lines: Iterable[dict[str, Any]], flags: int, *, sync: bool = False) -> None:

@@ -92,6 +92,16 @@ def sync_file_range() -> Callable[[int, int, int, int], int] | None:
     return call
 
 
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    """Return what tells this start of the kernel from others, and from other machines'; empty where it does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+            return boot.read().strip()
+    except OSError:
+        return ""
+
+
 @lru_cache(maxsize=16)
 def cache_of(directory: str) -> str:
     """Return what two processes have in common whose files in a directory are one: the kernel and the mounted device.
@@ -99,7 +109,6 @@ def cache_of(directory: str) -> str:
     What one of them wrote there, the other one can have put on the disk. Empty where that cannot be told.
     """
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-            return f"{boot.read().strip()} {os.stat(directory).st_dev}"
+        return f"{boot_id()} {os.stat(directory).st_dev}" if boot_id() else ""
     except OSError:
         return ""

@@ -50,6 +50,7 @@ class Found(NamedTuple):
 
     Attributes:
         finished: the files that an earlier run finished, by number.
+        unsynced: those of them that it did not sync.
         begun: those that one began, with what their journals say.
         ours: size and time of files that earlier runs finished, of this plan or another.
         changed: paths of those that this plan would not make so.
@@ -57,6 +58,7 @@ class Found(NamedTuple):
     """
 
     finished: Collection[int] = ()
+    unsynced: Sequence[int] = ()
     begun: Sequence[tuple[int, Record]] = ()
     ours: Mapping[int, tuple[int, int]] = MappingProxyType({})
     changed: Sequence[str] = ()
@@ -110,7 +112,7 @@ class Session:
             there = self._accepted(overwrite=overwrite, restart=restart)
             self._ours, begun = there.ours, there.begun
             if fsync:
-                self._sync(there.finished)
+                self._sync(there.unsynced)
             found = results(self._verified, begun, max(threads, 1))
             self._good: dict[int, list[Range]] = {
                 number: good for (number, _), good in zip(begun, found, strict=True) if good
@@ -241,9 +243,9 @@ class Session:
     def _sync(self, finished: Iterable[int]) -> None:
         """Have files on the disk that a run without fsync finished."""
         for file in map(self._path, finished):
-            if self._journal.read(file).boot:
-                local_store().sync_finished(f"{self._root}/{file}")
-                self._journal.ready(file, f"{self._root}/{file}", sync=True)
+            path = f"{self._root}/{file}"
+            local_store().sync_finished(path)
+            self._journal.ready(file, path, sync=True)
 
     def _verified(self, begun: tuple[int, Record]) -> list[Range]:
         file = self._whole.files[begun[0]]
@@ -300,7 +302,7 @@ def _sorted_out(
     plan: Plan, journal: Journal | RemoteJournal, wanted: Sequence[str], *, overwrite: bool, restart: bool
 ) -> Found:
     """Return what is there of a plan's files, whose digests are `wanted`."""
-    finished, begun, ours, changed, foreign = set(), [], {}, [], []
+    finished, unsynced, begun, ours, changed, foreign = set(), [], [], {}, [], []
     for number, file in enumerate(plan.files):
         record = journal.read(file.path)
         state = journal.found(file.path)
@@ -312,6 +314,8 @@ def _sorted_out(
             ours[number] = state
         if is_ours and same and state == record.ready and not (record.may_be_lost or restart):
             finished.add(number)
+            if record.boot:
+                unsynced.append(number)
         elif state and not is_ours and not overwrite and not linked:
             foreign.append(file.path)
         elif restart or (overwrite and not same):
@@ -320,7 +324,7 @@ def _sorted_out(
             begun.append((number, record))
         elif is_ours or (record.digest and journal.is_begun(file.path)):
             changed.append(file.path)
-    return Found(finished, begun, ours, changed, foreign)
+    return Found(finished, unsynced, begun, ours, changed, foreign)
 
 
 def _is_unnoted(journal: Journal | RemoteJournal, record: Record, state: tuple[int, int]) -> bool:

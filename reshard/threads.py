@@ -115,6 +115,8 @@ def each(function: Callable[[T], R], items: Sequence[T], threads: int, told: Cal
 
     Whatever the function or `told` raises is raised; of what is not begun by then, nothing is.
     """
+    if not items:
+        return
     given_up = False
 
     def one(item: T) -> R:

@@ -150,7 +150,7 @@ def test_a_finished_file_that_was_not_synced_is_synced_by_the_next_run(
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd)))
     assert plan.run(tmp_path / "out").finished == 2
     assert {path.stat().st_ino for path in (tmp_path / "out").rglob("*.safetensors")} <= set(synced)
-    monkeypatch.setattr(journal, "_boot", lambda: "another start of the machine")
+    monkeypatch.setattr(journal, "boot_id", lambda: "another start of the machine")
     assert plan.run(tmp_path / "out").finished == 2
 
 
@@ -177,7 +177,7 @@ def test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut(
     plan.run(out, fsync=fsync)
     whole = tree(out)
     assert plan.run(out, fsync=fsync).finished == 2
-    monkeypatch.setattr(journal, "_boot", lambda: "another start of the machine")
+    monkeypatch.setattr(journal, "boot_id", lambda: "another start of the machine")
     for path in out.rglob("*.safetensors"):  # the name and the size were on the disk, and no more
         status = path.stat()
         path.write_bytes(path.read_bytes() if fsync else bytes(status.st_size))

@@ -13,11 +13,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import numbers, write_ranks
 from commands import interruptible
+from stopped_runs import TARGET, small_tasks, source
 
 import reshard
-from reshard import Layout, Strategy
 from reshard.threads import each, results, shielded
 
 if TYPE_CHECKING:
@@ -26,11 +25,7 @@ if TYPE_CHECKING:
 
     from reshard.run import Progress
 
-__all__ = ["interruptible"]  # fixtures, for pytest to find
-
-FULL = numbers({"w": (48, 16), "b": (24,)})
-SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
-TARGET = Strategy.of({"w": Layout.of([2], [-1, 0]), "b": Layout.of([2], [0])})
+__all__ = ["interruptible", "small_tasks", "source"]  # fixtures, for pytest to find
 
 
 @pytest.fixture
@@ -54,9 +49,8 @@ def stop_at_the_end(state: Progress) -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_the_main_thread_takes_no_lock_that_others_want(tmp_path: Path) -> None:
+def test_the_main_thread_takes_no_lock_that_others_want(source: reshard.Checkpoint, tmp_path: Path) -> None:
     """Python may interrupt it there: of 1,600 commands stopped as they began to write, 4 never ended."""
-    source = reshard.open(write_ranks(tmp_path / "src", FULL, SOURCE), strategy=SOURCE)
     plan = reshard.plan(source, TARGET)
     out = tmp_path / "out"
     with pytest.raises(LookupError, match="kept"):
