@@ -130,8 +130,7 @@ class Journal:
         Raises:
             TargetError, BudgetError: it cannot be written.
         """
-        self.forget(file)  # not written over: its inode may have other names (`cp -l`), or be no file at all
-        self._write(file, noted(Record(digest, size, list(wrote), replaces=replaces)), os.O_EXCL)
+        write_anew(self.path(file), noted(Record(digest, size, list(wrote), replaces=replaces)))
 
     def wrote(self, file: str, ranges: Iterable[Range]) -> None:
         """Note ranges of an unfinished file that are written."""
@@ -148,8 +147,9 @@ class Journal:
 
     def forget(self, file: str) -> None:
         """Remove the journal of a file, if it is there."""
-        with suppress(OSError):
-            os.unlink(self.path(file))
+        for path in (self.path(file), self.path(file) + PARTIAL):
+            with suppress(OSError):
+                os.unlink(path)
 
     def found(self, file: str) -> tuple[int, int] | None:
         """Return size and time of what has a target file's final name; None where nothing has."""
@@ -250,10 +250,15 @@ def digests(plan: Plan) -> list[str]:
         own = repr((move.name, move.source_name, move.dtype.name, move.target_dtype.name)).encode()
         for number, (files, (made_of, holder)) in enumerate(zip(move.targets, known[key], strict=True)):
             if files:
-                runs = plan.source.entry(holder, move.source_name).runs
+                runs = plan.source.entry(holder, move.source_name).runs if holder >= 0 else ()
                 block = sha256(b"%b%b%r%r" % (own, made_of, runs, move.starts[number : number + 1])).digest()
                 for place in files:
                     hashes[place].update(block)
+    # Of a link no block is written: what makes its bytes is what makes the file that it links to.
+    made = {file.path: found.digest() for file, found in zip(plan.files, hashes, strict=True)}
+    for file, found in zip(plan.files, hashes, strict=True):
+        if file.link is not None:
+            found.update(made[file.link])
     return [found.hexdigest() for found in hashes]
 
 
@@ -336,7 +341,7 @@ def _made_of(move: Move, facts: Sequence[bytes]) -> list[tuple[bytes, int]]:
         found = sha256(repr((recipe.shape, block, [recipe.sources[number] for number in given])).encode())
         for number in given:
             found.update(facts[move.holders[number]])
-        made_of.append((found.digest(), move.holders[given[0] if given else 0]))
+        made_of.append((found.digest(), move.holders[given[0]] if given else -1))
     return made_of
 
 
@@ -360,6 +365,28 @@ def write_lines(path: str, lines: Iterable[dict[str, Any]], flags: int, *, sync:
         raise write_error(path, error, len(content)) from error
     finally:
         os.close(descriptor)
+
+
+def write_anew(path: str, lines: Iterable[dict[str, Any]]) -> None:
+    """Write a journal, in place of one that may be there; at no time there is none.
+
+    That one is not written over: its inode may have other names (`cp -l`), or be no file at all.
+
+    Raises:
+        TargetError, BudgetError: it cannot be written.
+    """
+    beside = path + PARTIAL
+    with suppress(OSError):
+        os.unlink(beside)
+    try:
+        write_lines(beside, lines, os.O_EXCL, sync=os.path.lexists(path))
+        os.replace(beside, path)
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(beside)
+        if not isinstance(error, OSError):
+            raise
+        raise write_error(path, error, 0) from error
 
 
 def _ready_line(state: tuple[int, int], boot: str) -> dict[str, Any]:
@@ -401,7 +428,9 @@ def _opened(path: str, flags: int, tries: int = 3) -> int:
     except OSError as error:
         if os.path.islink(path):  # it may lead out of the target directory
             raise TargetError(f"{path}: is a link; remove it, or choose another target directory") from None
-        if error.errno == errno.ENOENT and tries > 1:  # another run has just removed the empty directory
+        if (
+            error.errno in {errno.ENOENT, errno.EEXIST} and tries > 1
+        ):  # another run has just removed the empty directory
             return _opened(path, flags, tries - 1)
         raise write_error(path, error, 0) from error
 

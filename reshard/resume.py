@@ -223,6 +223,8 @@ class Session:
         if number in self._good:
             return sum(end - begin for begin, end in _spans(self._good[number]))
         self._journal.discard(file.path)
+        if found and file.link is not None and record.digest == self._digests[number] and not spoiled:
+            return 0  # made, and not noted yet
         if found is None or not (found == record.replaces or _is_unnoted(self._journal, record, found)):
             self._journal.forget(file.path)
         return 0
@@ -324,6 +326,9 @@ def _sorted_out(
             begun.append((number, record))
         elif is_ours or (record.digest and journal.is_begun(file.path)):
             changed.append(file.path)
+    if len(finished) < len(plan.files):  # a set with an index is complete: it is withdrawn, and made anew at the end
+        finished -= {number for number, file in enumerate(plan.files) if file.last}
+        unsynced = [number for number in unsynced if number in finished]
     return Found(finished, unsynced, begun, ours, changed, foreign)
 
 

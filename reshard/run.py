@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.cipher import store_of
 from reshard.errors import UsageError, names
 from reshard.graph import Graph
-from reshard.journal import discard
+from reshard.journal import Journal, discard
 from reshard.ownership import owned
 from reshard.receipts import Checksums
 from reshard.remote import RemotePath, as_path, existing, is_url
@@ -187,6 +187,8 @@ def run(
         SourceError: a source file changed or cannot be read.
     """
     began = time.perf_counter()
+    if isinstance(client, str):
+        raise UsageError(f"client is {client!r}; expected a distributed.Client: Client({client!r})")
     target = as_path(directory)
     root = str(target) if isinstance(target, RemotePath) else os.path.realpath(target)
     plan = owned(plan, ownership, root)
@@ -204,8 +206,9 @@ def run(
     session = None
     if journal and not (plan.alone and is_url(root)):
         session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync)
+        release = session.close
     else:
-        _begin_unnoted(plan, root, overwrite=overwrite or restart)
+        release = _begin_unnoted(plan, root, overwrite=overwrite or restart)
     if checksums is None:
         checksums = fsync and session is not None
     checksums = checksums and plan.coding is None  # the bytes on the disk are others
@@ -226,8 +229,7 @@ def run(
         _clean_up(plan, root, session, told.finished if overwrite or restart else None, error)
         raise
     finally:
-        if session:
-            session.close()
+        release()
         # What was read ahead, and nobody read; on a cluster tasks leave nothing of a file.
         drop_sources(plan, plan.moves if drop_cache and client is None else (), any_store())
         local_store().close()
@@ -293,16 +295,29 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> None:
-    """Do what a session does where there is a journal: refuse what is there, forget what is unfinished."""
-    if not overwrite:
-        _refuse_existing(plan, root)
-    for file in plan.files:
-        if not is_url(root):
-            if plan.alone:  # beyond the end of a tensor nothing is written, and there shall be zeros
+def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> Callable[[], None]:
+    """Do what a session does where there is a journal: take the files, refuse what is there, forget what is unfinished.
+
+    Returns:
+        what gives the files up.
+    """
+    locks = None
+    if not is_url(root):
+        locks = Journal(root)
+        locks.lock([file.path for file in plan.files])
+    try:
+        if not overwrite:
+            _refuse_existing(plan, root)
+        for file in plan.files:
+            if locks:
                 local_store().discard(f"{root}/{file.path}")
-        elif file.last and overwrite:  # a set with an index is complete, and at URLs files have their names early
-            remote_store().remove(f"{root}/{file.path}")
+            elif file.last and overwrite:  # a set with an index is complete, and at URLs files have their names early
+                remote_store().remove(f"{root}/{file.path}")
+    except BaseException:
+        if locks:
+            locks.unlock()
+        raise
+    return locks.unlock if locks else lambda: None
 
 
 def _refuse_existing(plan: Plan, root: str) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from reshard.errors import BudgetError, GoneError, SourceError, TargetError
 from reshard.page_cache import GLANCE_BYTES, Glances, drop_pages, start_writeback
 from reshard.remote import Status
-from reshard.untrusted import open_regular
+from reshard.untrusted import open_regular, reading
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -174,7 +174,7 @@ class LocalStore:
     def size(self, path: str) -> int:
         """Return the size of a file in bytes; whoever asks it sees the file that has this name now."""
         self._forget(path)  # a held handle may be of a file that was replaced since
-        with self._opened(path, os.O_RDONLY) as fd:
+        with reading(SourceError, path), self._opened(path, os.O_RDONLY) as fd:
             return os.fstat(fd).st_size
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -239,7 +239,8 @@ class LocalStore:
                 _allocate(fd, size)
         except OSError as error:
             if not held:
-                os.unlink(partial)
+                with suppress(OSError):
+                    os.unlink(partial)
             raise write_error(partial, error, size or 0) from error
         finally:
             os.close(fd)
@@ -262,7 +263,10 @@ class LocalStore:
     def cut(self, path: str, size: int) -> None:
         """Cut the unfinished file beside `path` to its size, where that was not known before."""
         with self._opened(path + PARTIAL, os.O_RDWR) as fd:
-            os.ftruncate(fd, size)
+            try:
+                os.ftruncate(fd, size)
+            except OSError as error:
+                raise write_error(path + PARTIAL, error, 0) from error
 
     def drop_cache(
         self, path: str, first: int = 0, last: int | None = None, *, written: bool = False, wait: bool = True
@@ -312,27 +316,31 @@ class LocalStore:
     def commit(self, path: str, *, sync: bool) -> None:
         """Give the unfinished file beside `path` its final name, and have that on the disk too if `sync`."""
         partial = path + PARTIAL
-        self._forget(partial)
-        self._forget(path)
         try:
+            self._forget(partial)  # closes it, and a network's file system may tell only then that bytes are lost
+            self._forget(path)
             os.replace(partial, path)
             if sync:
                 _sync_directory(path)
         except OSError as error:
+            if is_full(error):
+                raise write_error(partial, error, 0) from error
             raise TargetError(f"{partial}: cannot be given its final name: {error.strerror}") from error
 
     def link(self, original: str, path: str, *, sync: bool) -> None:
         """Make `path` a file with the bytes of another: a copy that shares its blocks, or else a hard link."""
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         self.discard(path)
         self._forget(path)
         try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             if not _share_blocks(original, path + PARTIAL):
                 os.link(original, path + PARTIAL)
             os.replace(path + PARTIAL, path)
             if sync:
                 _sync_directory(path)
         except OSError as error:
+            if is_full(error):
+                raise write_error(path, error, 0) from error
             raise TargetError(f"{path}: cannot be linked to {original}: {error.strerror}") from error
         finally:
             self.discard(path)  # renaming one link of a file to another leaves both
@@ -491,9 +499,14 @@ def _share_blocks(original: str, path: str) -> bool:
         return True
 
 
+def is_full(error: OSError) -> bool:
+    """Tell whether there is no room, for this file or this user."""
+    return error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
 def write_error(path: str, error: OSError, nbytes: int) -> BudgetError | TargetError:
     """Return the error that so many bytes cannot be written to a file."""
-    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+    if is_full(error):
         return BudgetError(
             f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target"
         )

@@ -15,8 +15,8 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reshard.journal import DIRECTORY, UNSOUND, Journal, Record, lines_of, noted, taken, write_lines
-from reshard.store import PARTIAL, write_error
+from reshard.journal import DIRECTORY, UNSOUND, Journal, Record, lines_of, noted, taken, write_anew
+from reshard.store import write_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -88,12 +88,12 @@ class StoreJournal(Journal):
         path = self.path()
         lines = [{"file": file, **line} for file, record in self._records.items() for line in noted(record)]
         try:
-            for old in [path + PARTIAL, *([] if lines else [path])]:
-                with suppress(FileNotFoundError):
-                    os.unlink(old)
             if lines:
-                write_lines(path + PARTIAL, lines, os.O_EXCL, sync=True)
-                os.replace(path + PARTIAL, path)
+                write_anew(path, lines)
+            else:
+                os.unlink(path)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             raise write_error(path, error, 0) from error
         self._is_own = True

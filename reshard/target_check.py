@@ -22,7 +22,8 @@ def check_target(plan: Plan, root: str) -> None:
         root: a URL, or a local path without links in it.
 
     Raises:
-        TargetError: it has a source file, or a link that leads out of it; or, where the files must be alone, others.
+        TargetError: it is a file, has a directory where a file goes, a source file, or a link that leads out of it; or,
+            where the files must be alone, others.
         SourceError: the target's storage cannot be reached.
     """
     below = root.rstrip("/") + "/"
@@ -38,8 +39,22 @@ def check_target(plan: Plan, root: str) -> None:
             raise TargetError(f"{path}: is one of the source files; choose another target directory")
         if not resolved.startswith(below):
             raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
+    if not is_url(root):
+        _check_kinds(plan, root)
     if plan.alone:
         _check_alone(plan, root)
+
+
+def _check_kinds(plan: Plan, root: str) -> None:
+    """Refuse a file where a directory has to be, and a directory where a file has to."""
+    place = root
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise TargetError(f"{place}: is no directory; expected one for the target")
+    for file in plan.files:
+        if os.path.isdir(f"{root}/{file.path}"):
+            raise TargetError(f"{root}/{file.path}: is a directory, and a file is to be there; move it away")
 
 
 def _check_alone(plan: Plan, root: str) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.chunk_task import write_chunks
 from reshard.cipher import store_of
-from reshard.errors import ChangedError, GoneError, ReshardError, SourceError
+from reshard.errors import ChangedError, GoneError, ReshardError, SourceError, TargetError
 from reshard.file_task import write_files, write_literals
 from reshard.move import move_pieces
 from reshard.ownership import group_plan
@@ -337,6 +337,11 @@ def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
     """Remove the index that is to be replaced, before the first of its files is: a set with an index is complete."""
     for file in plan.files:
         if file.last and not file.done:
-            with suppress(FileNotFoundError):
-                os.unlink(f"{directory}/{file.path}")
+            path = f"{directory}/{file.path}"
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise TargetError(f"{path}: cannot be withdrawn: {error.strerror}") from error
     return []

@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def reading(error: type[ReshardError]) -> Iterator[None]:
-    """Turn what the system refuses (permissions, loops of links, names that are too long) into an error of a kind."""
+def reading(error: type[ReshardError], path: object = None) -> Iterator[None]:
+    """Turn what the system refuses (permissions, loops of links, names that are too long) into an error of a kind.
+
+    Args:
+        error: the kind.
+        path: what is read, where the system does not say.
+    """
     try:
         yield
     except OSError as failed:
-        raise error(f"{failed.filename}: cannot be read: {failed.strerror}") from failed
+        raise error(f"{failed.filename or path or 'a file'}: cannot be read: {failed.strerror}") from failed
 
 
 def open_regular(path: str | os.PathLike[str], error: type[ReshardError]) -> int:

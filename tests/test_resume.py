@@ -253,7 +253,7 @@ def test_a_run_that_fails_between_two_names_is_gone_on_with(
     real, left = os.replace, iter(range(named))
 
     def replace(old: str, new: str) -> None:
-        if next(left, None) is None:
+        if ".reshard" not in new and next(left, None) is None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(old, new)
 

@@ -1,0 +1,157 @@
+"""One target, two steps of training: what the first left there is nowhere taken for a part of the second."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import tree, write_ranks
+from stopped_runs import FULL, SOURCE, TARGET, small_tasks, source, stopped
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import BudgetError, TargetError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
+
+REPLICATED = Strategy.of({name: Layout.of([2], [-1] * array.ndim) for name, array in FULL.items()})
+
+
+@pytest.fixture
+def later(tmp_path: Path) -> reshard.Checkpoint:
+    """The same model at another step."""
+    full = {name: array + 1000 for name, array in FULL.items()}
+    return reshard.open(write_ranks(tmp_path / "later", full, SOURCE), strategy=SOURCE)
+
+
+def fail_once(function: Callable[..., Any], when: Callable[..., bool], number: int) -> Callable[..., Any]:
+    """Return a function that fails, as the system does, the first time that a condition is met."""
+    left = [True]
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if left and when(*arguments):
+            left.clear()
+            raise OSError(number, os.strerror(number))
+        return function(*arguments, **options)
+
+    return failing
+
+
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("removed", [False, True], ids=["overwritten", "original removed by hand"])
+def test_links_are_made_anew(
+    source: reshard.Checkpoint, later: reshard.Checkpoint, tmp_path: Path, ownership: str, removed: bool
+) -> None:
+    target = tmp_path / "out"
+    reshard.plan(source, REPLICATED, link_replicas=True).run(target, ownership=ownership)
+    plan = reshard.plan(later, REPLICATED, link_replicas=True)
+    if removed:
+        next((target / "rank_0").iterdir()).unlink()
+        with pytest.raises(TargetError, match="rank_1/checkpoint_1.safetensors was written by a run of another plan"):
+            plan.run(target, ownership=ownership)
+    plan.run(target, ownership=ownership, overwrite=True)
+    plan.run(tmp_path / "undisturbed")
+    assert tree(target) == tree(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("files", [reshard.MindSporeSet(2000), reshard.HuggingFaceSet(2000)])
+def test_a_set_that_is_replaced_is_without_its_index_until_all_is_new(
+    source: reshard.Checkpoint, later: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any
+) -> None:
+    target = tmp_path / "out"
+    reshard.plan(source, files=files, format="safetensors").run(target)
+    plan = reshard.plan(later, files=files, format="safetensors")
+    (index,) = (file.path for file in plan.files if file.last)
+    parts = [file.path for file in plan.files if not file.last]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail_once(os.replace, lambda _, new: new.endswith(parts[1]), errno.EIO))
+        with pytest.raises(TargetError, match="cannot be given its final name"):
+            plan.run(target, overwrite=True)
+    assert not (target / index).exists()
+    plan.run(target, overwrite=True)
+    plan.run(tmp_path / "undisturbed")
+    assert tree(target) == tree(tmp_path / "undisturbed")
+
+
+def test_a_target_that_is_begun_anew_is_known_at_every_time(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        begins = fail_once(os.open, lambda path, flags, *_: flags & os.O_EXCL and "checkpoint_1" in path, errno.ENOSPC)
+        patch.setattr(os, "open", begins)
+        with pytest.raises(BudgetError):
+            plan.run(tmp_path / "out", restart=True)
+    before = tree(tmp_path / "out")
+    plan.run(tmp_path / "out")  # and is refused by no run, without any option
+    assert tree(tmp_path / "out") == before
+
+
+def test_a_link_that_is_not_noted_is_known(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = reshard.plan(source, REPLICATED, link_replicas=True)
+    real = os.link
+
+    def link_and_fail(*arguments: Any, **options: Any) -> None:
+        real(*arguments, **options)
+        patch.setattr(os, "write", fail_once(os.write, lambda *_: True, errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", link_and_fail)
+        with pytest.raises(BudgetError) as caught:
+            plan.run(tmp_path / "out")
+    assert "the same command goes on from there" in caught.value.__notes__[0]
+    assert len(tree(tmp_path / "out")) == 2
+    plan.run(tmp_path / "out")
+
+
+def test_without_a_journal_there_are_locks(
+    source: reshard.Checkpoint, later: reshard.Checkpoint, tmp_path: Path
+) -> None:
+    other = reshard.plan(later, TARGET)
+    refused = []
+
+    def disturb(_: object) -> None:
+        with pytest.raises(TargetError, match="another run writes rank_0") as caught:
+            other.run(tmp_path / "out", journal=False, overwrite=True)
+        refused.append(caught.value)
+
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "undisturbed")
+    plan.run(tmp_path / "out", progress=disturb)
+    assert refused
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+    stopped(plan, tmp_path / "begun")
+    other.run(tmp_path / "begun", journal=False)
+    other.run(tmp_path / "second")
+    assert tree(tmp_path / "begun") == tree(tmp_path / "second")
+
+
+def test_a_full_disk_at_the_last_step(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = reshard.plan(source, TARGET)
+    final = fail_once(os.replace, lambda _, new: new.endswith("checkpoint_0.safetensors"), errno.ENOSPC)
+    monkeypatch.setattr(os, "replace", final)
+    with pytest.raises(BudgetError, match="free space"):
+        plan.run(tmp_path / "out")
+
+
+def test_what_is_no_directory_and_no_file_is_told_before(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, TARGET)
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TargetError, match="file: is no directory"):
+            plan.run(target)
+    (tmp_path / "out" / "rank_1" / "checkpoint_1.safetensors").mkdir(parents=True)
+    for more in ({}, {"overwrite": True}, {"restart": True}):
+        with pytest.raises(TargetError, match="is a directory, and a file is to be there"):
+            plan.run(tmp_path / "out", **more)
