@@ -195,8 +195,7 @@ def _met(blocks: Sequence[Block], prefix: Shape, first: int, last: int) -> list[
     return [
         number
         for number, block in enumerate(blocks)
-        if block.start[axis] < last
-        and block.stop[axis] > first
+        if max(block.start[axis], first) < min(block.stop[axis], last)
         and all(a <= i < b for a, b, i in zip(block.start, block.stop, prefix, strict=False))
     ]
 

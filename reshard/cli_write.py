@@ -33,17 +33,18 @@ from reshard.cli_words import (
     strategy_words,
     verify_command,
 )
-from reshard.errors import SourceError, TargetError, UsageError, names
+from reshard.errors import SourceError, StrategyError, TargetError, UsageError, names
 from reshard.formats.unified import SET_FILES
-from reshard.rank_files import RANK_PATTERN
+from reshard.rank_files import RANK_PATTERN, every_file
 from reshard.remote import RemotePath, existing, forget_listings, is_url
 from reshard.selection import Selection
 from reshard.target_files import RankFiles
 from reshard.terminal import Command, print_json, progress, say, say_notices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from reshard.checkpoint import Checkpoint
     from reshard.plan import Plan
     from reshard.rank_files import AnyPath
     from reshard.target_files import TargetFiles
@@ -104,9 +105,11 @@ def transform(
         if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading, words):
             return
         source, source_strategy, reading, words = via_zarr, None, {}, []
+        planning["format"] = planning["format"] or _format_before(via_zarr)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     wanted = reshard.read_strategy(target_strategy) if target_strategy else None
     plan = reshard.plan(checkpoint, wanted, selection=selection, threads=running.threads, **planning)
+    refuse_other_ranks(plan, target)
     carry_out(
         plan,
         target,
@@ -206,6 +209,7 @@ def unify(
     plan = reshard.plan(
         checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads
     )
+    refuse_one_stage(checkpoint, reading)
     refuse_another_set(plan, target)
     carry_out(
         plan,
@@ -259,6 +263,8 @@ def convert(
         source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop, threads=running.threads
     )
     pattern = None if rank_pattern == RANK_PATTERN else rank_pattern
+    if suffix is None and str(source) == str(target):  # both are there when it is verified
+        suffix = PurePath(plan.source.files[0].path).suffix
     carry_out(
         plan,
         directory,
@@ -310,9 +316,20 @@ def _make_store(
     # What is unfinished is of no use but to go on from. The report is that of the second step.
     quiet = running.quiet or (running.as_json and not running.dry_run)
     as_json = running.as_json and running.dry_run
+    if quiet and not running.quiet:
+        say_notices(plan.notices)
     first = running._replace(overwrite=True, ownership=None, write_manifest=None, quiet=quiet, as_json=as_json)
     carry_out(plan, store, first, found_by=list, source=source, asked=[*words, *selected(wishes)])
     return not running.dry_run
+
+
+def _format_before(store: AnyPath) -> str | None:
+    """Return the format of the files that a store was made of; None where it is not one that all have."""
+    from reshard.zarr_source import noted_provenance
+
+    sources = (noted_provenance(store) or {}).get("sources")
+    paths = [str(item.get("path")) for item in sources if isinstance(item, dict)] if isinstance(sources, list) else []
+    return "ckpt" if paths and all(path.endswith(".ckpt") for path in paths) else None
 
 
 def selected(selection: Selection) -> list[str]:
@@ -405,12 +422,37 @@ def _client(running: Running) -> Iterator[Any]:
         yield client
 
 
+def refuse_one_stage(checkpoint: Checkpoint, reading: Mapping[str, Any]) -> None:
+    """Refuse to make a set of one stage of a pipeline as if it were of the model, unless that stage is asked for."""
+    if checkpoint.part is not None and reading["stage"] is None:
+        raise StrategyError(
+            f"{checkpoint.root}: the strategy is that of stage {checkpoint.part} of a pipeline, and a set holds whole "
+            "models; give the strategy of all stages (`reshard strategy merge` makes it), or "
+            f"--stage {checkpoint.part} for what this one has"
+        )
+
+
 def refuse_another_set(plan: Plan, target: AnyPath) -> None:
     """Refuse a directory in which something of an older set would be taken for a part of this one."""
     planned = {file.path for file in plan.files}
     other = existing(target, [name for name in SET_FILES if name not in planned])
     if other:
         raise TargetError(f"{target}: has {names(other)} of another set; choose another directory, or remove it")
+
+
+def refuse_other_ranks(plan: Plan, target: AnyPath) -> None:
+    """Refuse a directory with files of ranks that the target does not have: they would be taken for a part of it."""
+    if plan.request is None or not isinstance(plan.request.files, RankFiles):
+        return
+    way, ranks = plan.request.files, plan.request.target.ranks if plan.request.target else plan.ranks
+    pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
+    others = [path for rank, paths in every_file(target, pattern).items() if rank not in ranks for path in paths]
+    if others:
+        found = names([path.relative_to(target) for path in others], most=3)  # type: ignore[arg-type]  # of one kind
+        raise TargetError(
+            f"{target}: has {found} of ranks that the target does not have, as of an older run; choose another "
+            "directory, or remove them"
+        )
 
 
 def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
@@ -436,7 +478,7 @@ def found_by(plan: Plan, target: AnyPath) -> list[str]:
     some = plan.request.ranks is not None or plan.source.part is not None
     partial = ["--partial"] if some and plan.request.target is not None else []
     way = plan.request.files
-    pattern = f"rank_{{rank}}/{way.prefix}{{rank}}*" if isinstance(way, RankFiles) else None
+    pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}*") if isinstance(way, RankFiles) else None
     return [*partial, *_told_apart(plan, target, pattern)]
 
 

@@ -62,7 +62,7 @@ class _WithoutStrategy:
         if len(set(self.ranks)) > 1:
             raise SourceError(
                 f"{self.root}: has {len(set(self.ranks))} ranks and no strategy says which part each holds; "
-                "give --source-strategy, or --layout '*=RULE'"
+                "give --source-strategy (strategy=), or --layout '*=RULE' (layouts=)"
             )
         found = {name: self.unlisted(name, holders) for name, holders in self.holders().items()}
         self.faults.raise_if_any(SourceError)
@@ -197,6 +197,7 @@ class _WithStrategy(_WithoutStrategy):
     def _listed(self, name: str, holders: tuple[int, ...]) -> Tensor | None:
         """Join a tensor that the strategy names, from the lowest stage that holds all of it; check the others too."""
         found: Tensor | None = None
+        some: Tensor | None = None
         lacking: list[int] = []
         checked = 0
         for stage in self.strategy.stages_of(name):
@@ -214,12 +215,15 @@ class _WithStrategy(_WithoutStrategy):
                     f"{shape_text(found.spec.shape)} in a stage before",
                 )
             complete = all(shard.holders for shard in tensor.shards)
-            if found is None and (complete or self.partial):
+            if found is None and complete:
                 found = tensor
+            elif self.partial:
+                some = some or tensor
             elif not complete:
                 grid = self.strategy.grid(name, tensor.spec.shape, stage=stage)
                 empty = [r for shard, r in zip(tensor.shards, grid.ranks, strict=True) if not shard.holders]
                 lacking += [next((rank for rank in r if rank not in self.ranks), r[0]) for r in empty]
+        found = found or some
         if found is None:
             for rank in lacking:
                 self._needing.setdefault(rank, []).append(name)

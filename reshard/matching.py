@@ -77,7 +77,8 @@ def match(source: Checkpoint, target: Checkpoint, wishes: Selection) -> Matched:
     selected = select(source, target.strategy, lenient)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
     new_names = wishes.renamed(list(source.tensors))
-    states = optimizer_states({**source.tensors, **target.tensors})
+    named = [strategy.tensors for strategy in (source.strategy, target.strategy) if strategy]
+    states = optimizer_states(set().union(source.tensors, source.unreadable, target.tensors, *named))  # as `select`
     found = Matched(notices=list(selected.notices))
     for name in chosen:
         new = new_names[name]

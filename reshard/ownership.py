@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from reshard.bands import Recipe
 from reshard.errors import UsageError
 from reshard.plan import Piece
-from reshard.planner import shared_out
+from reshard.planner import shared_out, thread_bytes
 from reshard.remote import is_url
 from reshard.remote_store import LIBRARY_BYTES, part_bytes
 
@@ -82,7 +82,7 @@ def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
     stats = plan.stats._replace(
         bytes_read=sum(nbytes * len({of[number] for number in files}) for files, nbytes in readers.items()),
         tasks=len(groups),
-        peak_memory=plan.stats.peak_memory + _held(plan, groups, directory),
+        peak_memory=plan.stats.peak_memory + _held(plan, groups, directory) + _more_bands(plan, len(groups)),
     )
     return replace(plan, groups=groups, tasks=(), stats=stats)
 
@@ -103,6 +103,13 @@ def group_plan(plan: Plan, group: Sequence[int]) -> Plan:
     ordered = tuple(move for name in _order(plan, group) for move in moves[name])
     pieces = tuple(Piece(number, 0, move.recipe.rows(move.axis)) for number, move in enumerate(ordered))
     return replace(plan, moves=ordered, tasks=(pieces,), groups=())
+
+
+def _more_bands(plan: Plan, tasks: int) -> int:
+    """Return what the bands of threads take that have something to do only now that there are so many tasks."""
+    threads = min(plan.threads, tasks) - min(plan.threads, plan.stats.tasks)
+    casts = any(move.dtype != move.target_dtype for move in plan.moves)
+    return max(threads, 0) * thread_bytes(plan.band_bytes, 3 if casts else 2)
 
 
 def _with_whole_chunks(plan: Plan) -> Plan:

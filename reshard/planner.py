@@ -498,7 +498,8 @@ def _wanted_ranks(target: Strategy | None, ranks: Iterable[int] | None) -> tuple
 
 def _way(shape: Shape, shards: Sequence[Shard], wanted: Wanted) -> _Way | None:
     """Return the way from shards to wanted blocks; None where a shard that is needed has no holder."""
-    if not is_grid(shape, wanted.blocks):  # some ranks only: take the shards that they need
+    # Of some ranks only, or with blocks that are empty: take the shards that are needed.
+    if not (is_grid(shape, wanted.blocks) and all(shard.holders for shard in shards)):
         shards = [shard for shard in shards if any(shard.block & block for block in wanted.blocks)]
     if not all(shard.holders for shard in shards):
         return None

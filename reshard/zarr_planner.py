@@ -120,6 +120,10 @@ class ZarrPlanner(Planner):
         rows = prod(move.recipe.shape[1 : move.axis + 1])
         return move._replace(starts=starts, grain=rows * array.unit[0] if array.unit else 1)
 
+    def _ranks_read(self, moves: Sequence[Move]) -> dict[int, set[int]]:  # noqa: ARG002 -- as in Planner
+        """Return nothing: a store has no ranks, and its files are not theirs."""
+        return {}
+
     def _copies(self, tensor: Tensor, new: str, read_for: Mapping[int, set[int]]) -> list[tuple[Move, _Way]]:  # noqa: ARG002
         """Plan a copy that differs between source ranks: there is one of each tensor, that of the lowest rank."""
         shard = tensor.shards[0]

@@ -111,6 +111,8 @@ RUNS = {
     "replicas": ("large", "replicas", "--threads", "4"),
     "remove redundancy": ("large", "replicas", "--threads", "4", "--remove-redundancy"),
     "link replicas": ("large", "replicas", "--threads", "4", "--link-replicas"),
+    "by file": ("large", "four", "--ownership", "file", "--threads", "4"),
+    "by file and cast": ("large", "four", "--ownership", "file", "--threads", "4", *CAST),
     "drop cache": ("large", "columns", "--threads", "4", "--drop-cache"),
     "5,000 tensors": ("small", "four", "--threads", "4"),
     "5,000 tensors by columns": ("small", "columns", "--threads", "1"),

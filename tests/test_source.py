@@ -220,6 +220,18 @@ def test_a_tensor_shared_by_two_stages_is_read_from_the_lowest_that_holds_it(tmp
     assert [shard.holders for shard in reshard.open(tmp_path, strategy=strategy).tensors["tied"].shards] == [(2,), (3,)]
 
 
+def test_a_tensor_that_a_higher_stage_has_whole_is_not_asked_of_a_lower(tmp_path: Path) -> None:
+    layout = Layout.of([2], [0, -1])
+    strategy = Strategy.of({"tied": {0: layout, 1: layout}})
+    write_ranks(tmp_path, {"tied": FULL["w"]}, strategy)
+    (tmp_path / "rank_0" / "checkpoint_0.safetensors").unlink()
+    source = reshard.open(tmp_path, strategy=strategy, partial=True)
+    assert [bool(shard.holders) for shard in source.tensors["tied"].shards] == [True, True]
+    (tmp_path / "rank_3" / "checkpoint_3.safetensors").unlink()
+    some = reshard.open(tmp_path, strategy=strategy, partial=True)
+    assert [bool(shard.holders) for shard in some.tensors["tied"].shards] == [False, True]
+
+
 # --- sharded but not listed, listed but whole ---
 
 
@@ -371,3 +383,10 @@ def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
     for rank in range(4):
         written = reshard.open(tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")["rng"].compute()
         assert written.tolist() == plan.rank(rank)["rng"].compute().tolist() == [rank, 1]
+
+
+def test_ranks_of_two_formats(tmp_path: Path) -> None:
+    for rank, format in enumerate(("ckpt", "safetensors")):
+        write_file(tmp_path / f"rank_{rank}" / f"c.{format}", FULL, format)
+    with pytest.raises(SourceError, match="`reshard convert` those of one format to the other"):
+        reshard.open(tmp_path, strategy=STRATEGY)

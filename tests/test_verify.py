@@ -450,3 +450,15 @@ print(one.rank, one.index, found.bytes_read, open("/proc/self/status").read().sp
         assert (int(rank), [*map(int, index)]) == (1, [10_156, 5_120 + 1_280])
         assert int(nbytes) == 2 * 3 * 10_240 * 10_240 * 2
         assert int(peak) * 1024 < (budget or 100_000_000)
+
+
+def test_a_state_whose_weight_is_in_another_stage_is_one(tmp_path: Path) -> None:
+    one = Layout.of([1], [-1])
+    strategy = Strategy.of({"w": {0: one}, "adam_m.w": {1: one}, "v": {1: one}})
+    weights = Strategy.of({"w": one, "v": one})
+    write_ranks(tmp_path / "src", numbers({"w": (4,), "adam_m.w": (4,), "v": (4,)}), strategy)
+    source = reshard.open(tmp_path / "src", strategy=strategy, stage=1)
+    report = reshard.plan(source, weights).run(tmp_path / "out")
+    assert report.dropped == ("adam_m.w",)
+    found = reshard.verify(tmp_path / "out", weights, against=source, partial=True)
+    assert (found.differences, found.dropped) == ((), ("adam_m.w",))

@@ -7,9 +7,11 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from checkpoints import tree
-from zarr_stores import SOURCE, TARGET, invoke, source
+from checkpoints import blocks, tree, write_file
+from commands import call
+from zarr_stores import FULL, SOURCE, TARGET, invoke, source
 
 import reshard
 from reshard import ZarrGroup
@@ -104,3 +106,19 @@ def test_via_zarr_goes_on_where_the_first_step_was_killed(
     reshard.plan(source, TARGET).run(tmp_path / "direct")
     assert tree(tmp_path / "one") == tree(tmp_path / "direct")
     assert not list(store.rglob("*.partial"))
+
+
+def test_via_zarr_the_format_stays_and_notices_are_told(tmp_path: Path, strategies: tuple[Path, Path]) -> None:
+    for rank in SOURCE.ranks:
+        path = tmp_path / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
+        write_file(path, {**blocks(FULL, SOURCE, rank), "rng": np.array([rank], np.float32)}, "ckpt")
+    common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--layout", "rng=copy"]
+    done = call("transform", tmp_path / "src", tmp_path / "out", *common, "--via-zarr", tmp_path / "m.zarr", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["format"] == "ckpt"
+    assert "rng differs between the ranks" in done.stderr
+    shutil.move(tmp_path / "src", tmp_path / "gone")
+    again = call("transform", tmp_path / "src", tmp_path / "two", *common, "--via-zarr", tmp_path / "m.zarr")
+    assert again.exit_code == 0, again.stderr
+    assert tree(tmp_path / "out") == tree(tmp_path / "two")
+    assert {path.rpartition(".")[2] for path in tree(tmp_path / "out")} == {"ckpt"}
