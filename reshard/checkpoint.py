@@ -258,6 +258,8 @@ class Checkpoint(Mapping[str, Any]):
         return checkpoint_picture(self, name, target)
 
     def _require(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise KeyError(name)
         if name not in self.tensors:
             alike = get_close_matches(name, self.tensors, n=3)
             raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)

@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -20,7 +21,6 @@ from reshard.terminal import Border, called_as, print_json, say_notices, width
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 
 _HOMES = {
@@ -125,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # What is imported and planned is no garbage: looking through it takes a tenth of a short command.
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
+    if sys.stdout is None:  # closed by who called
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- until the exit
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may be of any script, terminals may not
             stream.reconfigure(errors="backslashreplace")

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError, TargetError, UsageError
-from reshard.manifest import refuse_existing
+from reshard.small_file import refuse_existing
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -131,14 +131,23 @@ def _cluster(_ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return value
 
 
-class _Place(click.Path):
+class _Path(click.Path):
+    """A path, which is not empty: that of a shell variable that is not set would be the current directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("is empty; expected a path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class _Place(_Path):
     """A path, or a URL that fsspec knows."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return as_path(value) if is_url(value) else super().convert(value, param, ctx)
 
 
-PATH = click.Path(path_type=Path)
+PATH = _Path(path_type=Path)
 PLACE = _Place(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")

@@ -22,9 +22,10 @@ from reshard.cli_options import (
     target_options,
 )
 from reshard.cli_words import left_out_words, option, reading_words, selection_words, strategy_words
-from reshard.cli_write import KEYS, carry_out, found_by, refuse_another_set
+from reshard.cli_write import KEYS, carry_out, found_by, refuse_another_set, refuse_one_stage
 from reshard.errors import SourceError, UsageError
 from reshard.remote import as_path
+from reshard.small_file import refuse_existing
 from reshard.terminal import Command, called_as, print_json, say, say_notices
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ Example:
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH, required=False)
 @click.option("-o", "--output", type=PATH, metavar="FILE", help="Write the plan to this file, for `reshard run`.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @source_options
 @target_options
 @click.option(
@@ -71,6 +73,7 @@ def plan(
     source: Path,
     target: Path | None,
     output: Path | None,
+    overwrite: bool,
     source_strategy: Path | None,
     target_strategy: Path | None,
     planning: dict[str, Any],
@@ -88,18 +91,21 @@ def plan(
     """
     from reshard import plan_file, report, show
 
-    if target is not None and output is not None:
-        plan_file.check_directory(str(target))
+    if output is not None:
+        refuse_existing(output, overwrite=overwrite)
+        if target is not None:
+            plan_file.check_directory(str(target))
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     if style is None:
         wanted = reshard.read_strategy(target_strategy) if target_strategy else None
         made = reshard.plan(checkpoint, wanted, selection=selection, **planning)
     else:
+        refuse_one_stage(checkpoint, reading)
         made = _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
     if output is not None:
         name_map = click.get_current_context().meta.get(NAME_MAP)
         names = plan_file.Names(_text(target), _text(source_strategy), _text(target_strategy), name_map, reading)
-        plan_file.save(made, output, names)
+        plan_file.save(made, output, names, overwrite=overwrite)
     if not quiet:
         say_notices(made.notices)
     directory = "TARGET" if target is None else str(target)

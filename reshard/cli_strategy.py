@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import reshard
 from reshard.cli_options import PATH, json_option, source_options
-from reshard.errors import TargetError, UsageError, VerifyError
+from reshard.errors import UsageError, VerifyError
+from reshard.small_file import refuse_existing
 from reshard.terminal import Group, print_json, say_notices
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
     """Merge the strategy files of a pipeline's ranks, which are in DIRECTORY, into one file."""
     if output.parent.resolve() == directory.resolve():
         raise UsageError(f"{output}: is in {directory}, whose every file is taken for a rank's; choose another place")
-    _refuse_existing(output, overwrite)
+    refuse_existing(output, overwrite=overwrite)
     _say_written(reshard.merge_strategies(directory, output), output)
 
 
@@ -123,7 +123,7 @@ def make_strategy(
     """
     from reshard.rules_file import strategy_from_file
 
-    _refuse_existing(output, overwrite)
+    refuse_existing(output, overwrite=overwrite)
     checkpoint = reshard.open(like, strategy=source_strategy, **reading)
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.text is None}
     made = strategy_from_file(
@@ -245,11 +245,6 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     opened = reshard.open(checkpoint, strategy=own, **reading)
     say_notices([*opened.notices, *check(wanted, opened)])
     click.echo(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
-
-
-def _refuse_existing(output: Path, overwrite: bool) -> None:
-    if os.path.lexists(output) and not overwrite:
-        raise TargetError(f"{output}: is there already; choose another name, or replace it with --overwrite")
 
 
 def _say_written(written: Strategy, output: Path) -> None:

@@ -218,8 +218,9 @@ def _make(
     target: AnyPath, path: Path, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
 ) -> None:
     """Make a manifest, and write it."""
-    from reshard.manifest import refuse_existing, write_manifest
+    from reshard.manifest import write_manifest
     from reshard.show import count_text
+    from reshard.small_file import refuse_existing
     from reshard.verification import make_manifest
 
     refuse_existing(path, overwrite=overwrite)  # before everything is read

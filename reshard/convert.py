@@ -19,7 +19,7 @@ from reshard.planner import TENSOR_BYTES, thread_bytes
 from reshard.rank_files import RANK_PATTERN
 from reshard.remote import is_url
 from reshard.remote_store import LIBRARY_BYTES, fetched_bytes
-from reshard.selection import Selection
+from reshard.selection import Selection, globs
 from reshard.source import read_headers
 from reshard.target_files import NamedFile
 from reshard.zarr_files import is_store
@@ -66,7 +66,7 @@ def plan_convert(
     if kind:
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
     files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
-    selection = Selection(drop=tuple(drop))
+    selection = Selection(drop=globs(drop))
     extension = by_name(format).EXTENSION
     plans = []
     for file, rank in zip(files, ranks, strict=True):

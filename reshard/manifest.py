@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.block import LONGEST_NAME
 from reshard.dtypes import BY_NAME
-from reshard.errors import Faults, SourceError, TargetError, names
-from reshard.strategy_file import write_whole
+from reshard.errors import Faults, SourceError, names
+from reshard.small_file import refuse_existing, write_whole
 from reshard.untrusted import parse_json, read_small
 
 if TYPE_CHECKING:
@@ -165,14 +165,6 @@ def check_paths(paths: Iterable[str]) -> None:
     faults = Faults("manifest")
     _check_paths(paths, faults)
     faults.raise_if_any(SourceError)
-
-
-def refuse_existing(path: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Raise `TargetError` where a manifest cannot be written: the file exists, or is a directory."""
-    if Path(path).is_dir():
-        raise TargetError(f"{path}: is a directory; expected the name of a file for the manifest")
-    if os.path.lexists(path) and not overwrite:
-        raise TargetError(f"{path}: is there already; choose another name, or replace it with --overwrite")
 
 
 def _file_data(file: FileSums) -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.block import Block
 from reshard.errors import UsageError, names
-from reshard.selection import Selection
+from reshard.selection import Selection, globs
 
 if TYPE_CHECKING:
     import os
@@ -306,11 +306,11 @@ class Plan:
                 progress=told,
             )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a plan file, which `reshard.read_plan` and `reshard run` read: `reshard.plan_file.save`."""
         from reshard.plan_file import save  # upward, as above
 
-        save(self, path)
+        save(self, path, overwrite=overwrite)
 
     def _repr_html_(self) -> str:
         from reshard.show.notebook import plan_html  # upward, as above
@@ -368,6 +368,12 @@ def plan(
         BudgetError: `memory` is too little; the least that works is told.
         UsageError: unknown format, rank or an unsound prefix.
     """
+    if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
+        raise UsageError(f"source is {source!r}; expected a Checkpoint: open it with reshard.open")
+    if memory is not None and not isinstance(memory, int):
+        raise UsageError(f"memory is {memory!r}; expected a number of bytes")
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads is {threads}; expected at least 1")
     if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
         raise UsageError(f"target is {target!r}; expected a Strategy: read the file with reshard.read_strategy")
     from reshard.formats.zarr import NAME as ZARR
@@ -376,7 +382,7 @@ def plan(
     from reshard.target_files import RankFiles
 
     wishes = selection or Selection()
-    wishes = replace(wishes, drop=(*wishes.drop, *drop), allow_missing=(*wishes.allow_missing, *allow_missing))
+    wishes = replace(wishes, drop=wishes.drop + globs(drop), allow_missing=wishes.allow_missing + globs(allow_missing))
     if format == ZARR or isinstance(files, ZarrGroup):
         from reshard.zarr_planner import ZarrPlanner  # likewise
 

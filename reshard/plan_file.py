@@ -36,9 +36,9 @@ from reshard.layout import MOST_DEVICES, Layout
 from reshard.plan import plan as make_plan
 from reshard.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
 from reshard.selection import Selection
+from reshard.small_file import refuse_existing, write_whole
 from reshard.source import reopen
 from reshard.strategy import Placed, Strategy
-from reshard.strategy_file import write_whole
 from reshard.target_files import NamedFile, RankFiles
 from reshard.untrusted import read_small
 
@@ -287,19 +287,20 @@ def read(path: str | os.PathLike[str]) -> PlanFile:
     return _sound(read_small(path, "plan file", _LARGEST_FILE, PlanError), os.fspath(path))
 
 
-def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None) -> None:
+def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None, *, overwrite: bool = False) -> None:
     """Write a plan file, which appears under its name only when it is complete.
 
     Args:
         plan: a plan that `plan` made.
-        path: where to write it; a file that is there is replaced.
+        path: where to write it.
         names: what the file shall tell beside the plan.
+        overwrite: replace a file that is there.
 
     Raises:
         UsageError: the plan cannot be saved: it was put together from others, its source is a zarr store, or in
             several directories.
         SourceError: a source file cannot be read.
-        TargetError: the file cannot be written, or is one of the sources.
+        TargetError: the file exists, cannot be written, or is one of the sources.
     """
     if plan.request is None:
         raise UsageError(
@@ -309,6 +310,7 @@ def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None) -
         raise UsageError(f"{plan.source.root}: is a zarr store; a plan of one cannot be saved; make it where it is run")
     if os.path.realpath(path) in {os.path.realpath(file.path) for file in plan.source.files}:
         raise TargetError(f"{path}: is one of the source files; choose another name for the plan")
+    refuse_existing(path, overwrite=overwrite)
     content = json.dumps(_data(plan, plan.request, names or Names()), separators=(",", ":")).encode() + b"\n"
     try:
         _sound(content, "plan")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, names
 from reshard.remote import RemotePath
+from reshard.untrusted import reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,14 +49,18 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
         return {0: [root]}
     if not is_directory:
         raise SourceError(f"{root}: is not there; expected a directory of rank directories, or one checkpoint file")
-    found = _every_file(root, rank_pattern)
+    found = every_file(root, rank_pattern)
     if not found:
         inside: Iterable[AnyPath] = root.iterdir()
         flat = sorted((path for path in inside if path.is_file() and _is_checkpoint_name(path)), key=str)
         found = {0: flat} if flat else {}
     if not found:
-        example = rank_pattern.replace("{rank}", "0") if rank_pattern != RANK_PATTERN else "rank_0/*.safetensors"
-        raise SourceError(f"{root}: has no checkpoint at {example!r} and so on; give --rank-pattern for other names")
+        usual = [f"rank_0/*{extension}" for extension in sorted(_EXTENSIONS)]
+        examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
+        raise SourceError(
+            f"{root}: has no checkpoint at {' or '.join(map(repr, examples))} and so on; "
+            + _inside_instead(root, rank_pattern)
+        )
     if suffix is not None:
         found = {
             rank: [p for p in paths if p.name.endswith(suffix) or _PART.sub("", p.stem).endswith(suffix)]
@@ -67,7 +72,20 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
     return _same_checkpoint(root, found, notices)
 
 
-def _every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
+def _inside_instead(root: AnyPath, rank_pattern: str) -> str:
+    """Advise which directory to open, where those with rank directories are inside."""
+    inside = [] if isinstance(root, RemotePath) else sorted(root.glob("*/rank_0"))
+    if inside and rank_pattern == RANK_PATTERN:
+        return f"open {names([str(path.parent) for path in inside], most=3)} inside it"
+    return "give --rank-pattern for other names"
+
+
+def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
+    """Return the checkpoint files of each rank, whatever checkpoint they are of.
+
+    Raises:
+        SourceError: the pattern cannot be one, a directory cannot be read, or a rank is there twice.
+    """
     if "{rank}" not in rank_pattern or rank_pattern.startswith("/") or ".." in rank_pattern.split("/"):
         raise SourceError(
             f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory; expected one such as "
@@ -95,6 +113,11 @@ def _files(root: AnyPath, rank_pattern: str) -> Iterable[AnyPath]:
         return root.files()
     # Two stars in one component are an error to glob, and mean the same as one here.
     pattern = re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*"))
+    above = pattern.rpartition("/")[0]
+    with reading(SourceError):  # to glob, a directory that may not be read has no files
+        for directory in root.glob(above) if above else [root]:
+            if directory.is_dir():
+                os.scandir(directory).close()
     return [path for path in root.glob(pattern) if path.is_file()]
 
 
@@ -121,9 +144,13 @@ def _same_checkpoint(root: AnyPath, found: dict[int, list[AnyPath]], notices: li
         by_files.setdefault(files, set()).add(family)
     if not by_files:
         shown = [f"rank {rank}: {names([p.name for p in paths], most=3)}" for rank, paths in found.items()]
-        raise SourceError(
-            f"{root}: the ranks have no checkpoint in common ({names(shown, most=4)}); choose the files with --suffix"
+        formats = {tuple(sorted({path.suffix for path in paths})) for paths in found.values()}
+        advice = (
+            "`reshard convert` those of one format to the other"
+            if formats == {(extension,) for extension in _EXTENSIONS}
+            else "choose the files with --suffix"
         )
+        raise SourceError(f"{root}: the ranks have no checkpoint in common ({names(shown, most=4)}); {advice}")
     shared_names = set.intersection(*({(name, ext) for name, _, ext in known} for known in by_files.values()))
     steps = {next(iter(known))[1]: files for files, known in by_files.items()}
     if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):

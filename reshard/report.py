@@ -38,6 +38,7 @@ def report_text(
             f"{printable(report.directory)}, finished by an earlier run"
         )
         return "\n".join([done, *commands])
+    wrote = bytes_text(report.target_bytes - report.resumed)
     links = f", {count_text(report.links, 'file')} linked" if report.links else ""
     return "\n".join(
         [
@@ -47,7 +48,7 @@ def report_text(
             ),
             (
                 f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, "
-                f"wrote {bytes_text(report.target_bytes)} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
+                f"wrote {wrote} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
             ),
             *([f"went on from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
             f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",

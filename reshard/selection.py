@@ -76,7 +76,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         for attribute in ("include", "exclude", "drop", "allow_missing"):
-            object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
+            object.__setattr__(self, attribute, globs(getattr(self, attribute)))
         faults = Faults("selection")
         for old, new in self.cast.items():
             if fault := _cast_fault(by_name(old, UsageError), by_name(new, UsageError)):
@@ -115,6 +115,11 @@ class Selection:
                 faults.add(f"name {new!r}", f"is given to {names(olds)}; every tensor needs a name of its own")
         faults.raise_if_any(UsageError)
         return found
+
+
+def globs(some: str | Iterable[str]) -> tuple[str, ...]:
+    """Return globs; a string is one, not the many that its characters would be."""
+    return (some,) if isinstance(some, str) else tuple(some)
 
 
 class _Renaming:
@@ -224,7 +229,8 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
     expected = wanted if target else strategy.tensors if strategy else {}
     absent = [name for name in expected if name not in had and _may_be_asked_for(name, wishes, states)]
     missing = _missing(source, absent, states, wishes, faults)
-    faults.raise_if_any(SourceError)
+    foreign = target is not None and not any(new in wanted for new in renamed.values())
+    faults.raise_if_any(SourceError, advice="no name is in both; is the strategy of another model?" if foreign else "")
     left_out = set(dropped)
     kept = [
         (name, renamed[name])

@@ -86,6 +86,11 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     strategy, part = _one_stage(strategy, stage, files, ranks, notices)
     if strategy is not None and part is not None:
         inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
+        if not inside:
+            raise SourceError(
+                f"{root}: stage {part} has the ranks {names(strategy.ranks)}; the files are "
+                f"of rank {names(sorted(set(ranks)))}"
+            )
         files, ranks = tuple(files[n] for n in inside), tuple(ranks[n] for n in inside)
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")

@@ -12,21 +12,21 @@ Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `p
 from __future__ import annotations
 
 import json
-import os
 import re
-from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.block import LONGEST_NAME, Shape, shape_text
-from reshard.errors import Faults, LayoutError, StrategyError, TargetError, UsageError
+from reshard.errors import Faults, LayoutError, StrategyError, UsageError
 from reshard.layout import Axes, Layout, foldings
 from reshard.remote import RemotePath, as_path
+from reshard.small_file import write_whole
 from reshard.strategy import MERGED_NAME, Operator, Placed, Strategy, agreed_devices, merge
 from reshard.untrusted import is_text, parse_json, read_small, reading
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Sequence
 
     from google.protobuf.message import Message
@@ -109,33 +109,6 @@ def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
     """
     place = Path(path)
     write_whole(place, _to_json(strategy) if place.suffix == ".json" else _to_protobuf(strategy))
-
-
-def write_whole(place: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a small file, which appears under its name only when it is complete.
-
-    Args:
-        place: its name.
-        content: all of it, or piece after piece.
-
-    Raises:
-        TargetError: it cannot be written.
-    """
-    beside = place.with_name(place.name + ".partial")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        beside.unlink(missing_ok=True)  # what is there may be a link to elsewhere
-        with beside.open("xb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())  # or the name may be there after a power failure, and nothing in the file
-        beside.replace(place)
-    except BaseException as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        raise TargetError(f"{place}: cannot be written: {error.strerror or error}") from None
 
 
 @reading(StrategyError)
@@ -362,6 +335,8 @@ def _from_json(content: bytes, path: str) -> Strategy:
         raise StrategyError(f"{path}: is not JSON: {error}") from None
     if not isinstance(top, dict):
         raise StrategyError(f"{path}: is a JSON {type(top).__name__}; expected an object")
+    if "reshard_plan" in top:
+        raise StrategyError(f"{path}: is a plan, no strategy file; `reshard run` does what it says")
     for key in repeated:
         faults.add(key, "is listed a second time")
     layouts = []

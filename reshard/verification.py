@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -228,7 +229,11 @@ def opened(
         return open_checkpoint(path, strategy=strategy, contents=False, **reading)
     except SourceError as error:
         left = leftovers(Path(str(path)))
-        message = str(error).replace("--source-strategy", f"--{what}-strategy")
+        message = str(error)
+        if what == "target":
+            message = re.sub(
+                "--(?:source-)?(strategy|partial|suffix|layout|rank-pattern|stage)", r"--target-\1", message
+            )
         raise type(error)("\n".join([message, *left])) from None
 
 

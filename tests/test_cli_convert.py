@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from typing import TYPE_CHECKING
 
@@ -133,3 +134,10 @@ def test_convert_takes_other_names_and_refuses_sets(case: Case, tmp_path: Path) 
     refused = call("convert", tmp_path / "set", tmp_path / "x", "--format", "ckpt")
     assert refused.exit_code == 2
     assert "is a unified set" in refused.stderr
+
+
+def test_the_command_that_verifies_a_conversion_in_place(case: Case, tmp_path: Path) -> None:
+    shutil.copytree(case.source, tmp_path / "src")
+    result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
+    verify = result.stdout.splitlines()[-1].removeprefix("to verify it: reshard ")
+    assert done(*shlex.split(verify)).exit_code == 0

@@ -9,10 +9,13 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import tree
+from checkpoints import numbers, tree, write_ranks
 from commands import Case, call
 
 import reshard
+import reshard.mindspore as ms
+from reshard import Layout, Strategy
+from reshard.errors import SourceError, StrategyError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,3 +136,128 @@ def test_memory_that_does_not_suffice_is_5(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reshard, "read_strategy", hungry)
     result = call("strategy", "show", "x")
     assert (result.exit_code, result.stderr) == (5, "error: memory does not suffice\n")
+
+
+def test_an_empty_path_is_no_directory(case: Case) -> None:
+    for arguments in (["inspect", ""], ["transform", case.source, ""], ["transform", "", "out"]):
+        result = call(*arguments)
+        assert result.exit_code == 2
+        assert "is empty; expected a path" in result.stderr
+
+
+def test_a_plan_replaces_no_file_unasked(case: Case, tmp_path: Path) -> None:
+    before = case.target_strategy.read_bytes()
+    taken = tmp_path / "dst.ckpt"
+    taken.write_bytes(before)
+    words = ["plan", case.source, "--source-strategy", case.source_strategy, "--target-strategy", taken, "-o"]
+    assert call(*words, taken).exit_code == 6
+    assert taken.read_bytes() == before
+    os.mkfifo(tmp_path / "fifo")
+    for more in ([], ["--overwrite"]):
+        result = call(*words, tmp_path / "fifo", *more)
+        assert result.exit_code == 6
+        assert "is no regular file but a pipe or a device" in result.stderr
+    (tmp_path / "plan.json").write_text("")
+    assert call(*words, tmp_path / "plan.json", "--overwrite").exit_code == 0
+    shown = call("strategy", "show", tmp_path / "plan.json")
+    assert (shown.exit_code, "is a plan, no strategy file; `reshard run`" in shown.stderr) == (4, True)
+
+
+@pytest.mark.parametrize("more", [[], ["--format", "zarr"]])
+def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more: list[str]) -> None:
+    rows = Layout.of([2], [0, -1])
+    pipeline = Strategy.of({"w": {0: rows}, "v": {1: rows}})
+    source = write_ranks(tmp_path / "src", numbers({"w": (4, 2), "v": (2, 2)}), pipeline)
+    reshard.write_strategy(pipeline.of_stage(0), tmp_path / "stage_0.ckpt")
+    read = [source, "--source-strategy", tmp_path / "stage_0.ckpt"]
+    said = "the strategy is that of stage 0 of a pipeline, and a set holds whole models"
+    for words in (["unify", *read, tmp_path / "out", *more], ["plan", *read, "--style", "mindspore"]):
+        refused = call(*words)
+        assert refused.exit_code == 4
+        assert said in refused.stderr
+    with pytest.raises(StrategyError, match="files of other stages are there; give that of all"):
+        ms.unified_safetensors(source, tmp_path / "stage_0.ckpt", tmp_path / "ms")
+    assert call("unify", *read, tmp_path / "out", *more, "--stage", "0").exit_code == 0
+    shutil.rmtree(source / "rank_2")
+    shutil.rmtree(source / "rank_3")
+    ms.unified_safetensors(source, tmp_path / "stage_0.ckpt", tmp_path / "ms")
+
+
+def test_ranks_of_an_older_target_are_not_left_beside(case: Case, tmp_path: Path) -> None:
+    same = ["--source-strategy", case.source_strategy, "--target-strategy", case.source_strategy]
+    assert call("transform", case.source, tmp_path / "out", *same).exit_code == 0
+    before = tree(tmp_path / "out")
+    for more in ([], ["--dry-run"]):
+        refused = call("transform", case.source, tmp_path / "out", *case.strategies, "--overwrite", *more)
+        assert refused.exit_code == 6
+        assert "has rank_4/checkpoint_4.ckpt, rank_5/checkpoint_5.ckpt" in refused.stderr
+        assert "of ranks that the target does not have" in refused.stderr
+    assert tree(tmp_path / "out") == before
+    some = call("transform", case.source, tmp_path / "out", *same, "--ranks", "0-1")  # others of the same target stay
+    assert some.exit_code == 0
+
+
+def test_a_target_of_another_model(case: Case, tmp_path: Path) -> None:
+    reshard.write_strategy(Strategy.of({"encoder.w": Layout.of([2], [0])}), tmp_path / "other.ckpt")
+    strategies = ["--source-strategy", case.source_strategy, "--target-strategy", tmp_path / "other.ckpt"]
+    result = call("transform", case.source, tmp_path / "out", *strategies)
+    assert result.exit_code == 4
+    assert result.stderr.splitlines()[-1].strip() == "no name is in both; is the strategy of another model?"
+
+
+def test_what_verify_says_of_a_target_names_options_of_the_target(case: Case, tmp_path: Path) -> None:
+    shutil.copytree(case.source, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "rank_1")
+    result = call("verify", tmp_path / "out", "--target-strategy", case.source_strategy)
+    assert result.exit_code == 4
+    assert "--target-partial" in result.stderr
+    (tmp_path / "none").mkdir()
+    assert "give --target-rank-pattern for other names" in call("verify", tmp_path / "none").stderr
+
+
+def test_the_directory_with_rank_directories_is_one_further_in(case: Case, tmp_path: Path) -> None:
+    shutil.copytree(case.source, tmp_path / "run" / "src")
+    result = call("inspect", tmp_path / "run")
+    assert result.exit_code == 4
+    assert f"open {tmp_path}/run/src inside it" in result.stderr
+    strategy = call("inspect", case.source_strategy)
+    assert strategy.exit_code == 4
+    assert "it looks like a strategy file" in strategy.stderr
+
+
+def test_a_stage_that_has_no_files(case: Case) -> None:
+    result = call("inspect", case.source, "--source-strategy", case.source_strategy, "--stage", "3")
+    assert result.exit_code == 4
+    assert "stage 3 has the ranks 24, 25" in result.stderr
+
+
+@pytest.mark.parametrize("prefix", ["{rank}x", ".", "a/b"])
+def test_a_prefix_under_which_nothing_would_be_found(case: Case, tmp_path: Path, prefix: str) -> None:
+    result = call("transform", case.source, tmp_path / "out", *case.strategies, "--prefix", prefix)
+    assert result.exit_code == 2
+    assert "is no beginning of a file name" in result.stderr
+
+
+def test_python_arguments_of_another_kind(case: Case, tmp_path: Path) -> None:
+    source = reshard.open(case.source, strategy=case.source_strategy)
+    target = reshard.read_strategy(case.target_strategy)
+    for arguments, said in (
+        ({"source": str(case.source)}, "open it with reshard.open"),
+        ({"memory": "1GB"}, "expected a number of bytes"),
+        ({"threads": 0}, "expected at least 1"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            reshard.plan(**{"source": source, "target": target, **arguments})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"expected a distributed\.Client"):
+        reshard.plan(source, target).run(tmp_path / "out", client="tcp://127.0.0.1:8786")
+    assert source.get(0) is None  # type: ignore[call-overload]
+
+
+def test_one_glob_is_no_list_of_letters(case: Case) -> None:
+    source = reshard.open(case.source, strategy=case.source_strategy)
+    target = reshard.read_strategy(case.target_strategy)
+    fewer = {n: p for n, p in target.tensors.items() if "layer1" in n}
+    small = Strategy.of({name: places[0].layout for name, places in fewer.items()})
+    with pytest.raises(SourceError, match=r"net\.layer2\.weight"):
+        reshard.plan(source, small, drop="*net.layer3*")
+    assert reshard.Selection(include="net.*", exclude="b").include == ("net.*",)  # type: ignore[arg-type]

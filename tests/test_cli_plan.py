@@ -75,7 +75,7 @@ def test_it_says_how_to_run_it(case: Case, tmp_path: Path) -> None:
     assert result.stderr == f"saved; to run it: reshard run '{tmp_path}/my plan.json' TARGET\n"
     quiet = done("plan", case.source, *case.strategies, "-o", tmp_path / "plan.json", "-q")
     assert quiet.stdout == quiet.stderr == ""
-    as_json = done("plan", case.source, *case.strategies, "-o", tmp_path / "plan.json", "--json")
+    as_json = done("plan", case.source, *case.strategies, "-o", tmp_path / "plan.json", "--overwrite", "--json")
     assert json.loads(as_json.stdout)["dry_run"] is True
 
 

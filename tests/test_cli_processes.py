@@ -236,3 +236,11 @@ def test_no_progress_where_there_is_no_terminal(case: Case, tmp_path: Path) -> N
     )
     assert finished.stderr.startswith("to look at it: ")
     assert len(finished.stderr.splitlines()) == 1
+
+
+def test_a_closed_stdout_is_no_fault(case: Case) -> None:
+    for more in ([], ["--json"]):
+        words = [sys.executable, "-m", "reshard", "inspect", str(case.source), *more]
+        closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *words], check=False, capture_output=True, text=True)
+        assert closed.returncode == 0
+        assert "fault" not in closed.stderr

@@ -184,6 +184,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_without_a_launcher_there_is_one_process(launched: pytest.MonkeyPatch) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL)
+    ms.context.set_context(mode=ms.context.PYNATIVE_MODE)
     init("hccl")
     assert (get_rank(), get_group_size()) == (0, 1)
     assert (ms.get_rank, ms.communication.get_rank) == (get_rank, get_rank)

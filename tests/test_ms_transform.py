@@ -472,3 +472,22 @@ def test_by_rank_of_a_deduplicated_ckpt_source_loses_nothing(mindspore_data: Pat
     with pytest.raises(SourceError, match=r"as in a de-duplicated source; source rank|rank [0-9, ]+ has it"):
         ms.transform_checkpoint_by_rank(0, some, tmp_path / "some.ckpt", folder / "strategy_0.ckpt")
     ms.transform_checkpoint_by_rank(0, files, tmp_path / "all.ckpt", folder / "strategy_0.ckpt")
+
+
+def test_what_is_said_names_no_option_of_the_command_line(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target.ckpt"
+    reshard.write_strategy(TARGET, target)
+    with pytest.raises(SourceError, match="between rank 0 and rank .; give src_strategy_file if each has a part"):
+        ms.transform_checkpoints(source, tmp_path / "out", "c_", None, target)
+    with pytest.raises(SourceError, match="has rank directories and no whole tensors; first use unified_safetensors"):
+        ms.load_distributed_checkpoint(
+            None, predict_strategy=target, format="safetensors", unified_safetensors_dir=source,
+            dst_safetensors_dir=tmp_path / "out",
+        )  # fmt: skip
+    for rank in range(4):
+        write_file(source / f"rank_{rank}" / f"other{rank}.ckpt", {"x": np.zeros(1)}, "ckpt")
+    with pytest.raises(SourceError, match="expected one; choose with file_suffix"):
+        ms.transform_checkpoints(source, tmp_path / "out", "c_", SOURCE, target)
+    for arguments in [("", tmp_path, "c_"), (source, "", "c_"), (source, tmp_path, "c_", "")]:
+        with pytest.raises(ValueError, match="is empty; expected a path"):
+            ms.transform_checkpoints(*arguments)

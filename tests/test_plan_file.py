@@ -227,7 +227,7 @@ def test_strategies_of_mindspore_come_back(mindspore_data: Path, tmp_path: Path)
             strategy = reshard.read_strategy(path)
             write_file(tmp_path / "w" / "rank_0" / "a.ckpt", {"x": np.zeros(1)}, "ckpt")
             plan = reshard.plan(reshard.open(tmp_path / "w"), strategy, allow_missing=["*"])
-            plan.save(tmp_path / "plan.json")
+            plan.save(tmp_path / "plan.json", overwrite=True)
             request = reshard.read_plan(tmp_path / "plan.json").request
             assert request is not None
             assert request.target is not None

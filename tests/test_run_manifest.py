@@ -229,7 +229,7 @@ SET = ["unify", "src", "dst", *BEFORE]
             6,
             "there.json: is there already; choose another name, or replace it",
         ),
-        ([*SET, "--write-manifest", "src"], 6, "src: is a directory; expected the name of a file for the manifest"),
+        ([*SET, "--write-manifest", "src"], 6, "src: is a directory; expected the name of a file"),
         ([*SET, "--write-manifest", "src", "--overwrite"], 6, "src: is a directory; expected the name of a file"),
         ([*SET, "--write-manifest", "dst/part0.safetensors"], 6, "dst/part0.safetensors: is one of the target files"),
         (

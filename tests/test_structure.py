@@ -26,7 +26,7 @@ LAYERS = [
     {"mindspore.convert"},
     {"mindspore.save_load"},
     {"mindspore.network", "mindspore.write"},
-    {"mindspore.communication"},
+    {"mindspore.communication", "mindspore.context"},
     {"mindspore.launch", "mindspore.parameter"},
     {"demo"},
     {"verdict"},
@@ -73,7 +73,7 @@ LAYERS = [
     {"strategy", "proto", "redundancy", "operators", "needed"},
     {"layout"},
     {"schema"},
-    {"untrusted"},
+    {"untrusted", "small_file"},
     {"block", "dtypes", "checksum", "remote", "threads"},
     {"errors"},
 ]

@@ -140,7 +140,6 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
             return known.index(reader)
     if not reader.size:
         raise SourceError(f"{path}: is empty; a checkpoint was expected (was saving it interrupted?)")
-    raise SourceError(
-        f"{path}: is of no known checkpoint format (it begins with {start[:8].hex(' ')}); "
-        "expected safetensors or MindSpore .ckpt"
-    )
+    # Of protobuf's first field MindSpore's .ckpt files have a message, and its strategy files the number of a stage.
+    seen = "looks like a strategy file" if start[:1] in {b"\x08", b"\x12"} else f"begins with {start[:8].hex(' ')}"
+    raise SourceError(f"{path}: is of no known checkpoint format (it {seen}); expected safetensors or MindSpore .ckpt")

@@ -17,10 +17,11 @@ from importlib import import_module
 # not wait for dask.
 _HOMES = {
     "communication": (),
+    "context": (),
     "convert": ("ckpt_to_safetensors", "safetensors_to_ckpt"),
     "launch": (
-        "get_group_size", "get_rank", "init", "reset_auto_parallel_context", "set_auto_parallel_context", "set_context",
-        "set_seed",
+        "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "get_group_size", "get_rank", "init",
+        "reset_auto_parallel_context", "set_auto_parallel_context", "set_context", "set_seed",
     ),
     "network": ("load_param_into_net",),
     "parameter": (

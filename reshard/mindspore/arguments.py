@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,8 @@ from reshard.strategy import MERGED_NAME, Strategy
 from reshard.strategy_file import read_strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from reshard.block import Shape
     from reshard.layout import Layout
 
@@ -21,6 +25,15 @@ PathLike = str | os.PathLike[str]
 StrategyLike = PathLike | Strategy | Mapping[str, Any]
 
 FORMATS = ("ckpt", "safetensors")
+
+_WORDS = (
+    (r"--source-strategy \(strategy=\), or --layout '\*=RULE' \(layouts=\)", "src_strategy_file"),
+    (r", which --layout says hold the same; give another rule", "; give src_strategy_file if each has a part"),
+    (r"--layout '([^=']*)=(\w+)'", r"layouts={'\1': '\2'} to reshard.open"),
+    (r"--rank-pattern", "rank_pattern to reshard.open"),
+    (r"--partial", "partial=True to reshard.open"),
+    (r"--suffix( \.\w+)?", "file_suffix"),
+)
 
 
 class DirectoryError(SourceError, NotADirectoryError):
@@ -42,7 +55,7 @@ def strategy_of(argument: str, given: StrategyLike | None) -> Strategy | None:
     if given is None or isinstance(given, Strategy):
         return given
     if isinstance(given, str | os.PathLike):
-        path = Path(given)
+        path = path_of(argument, given)
         if not path.exists():
             raise StrategyError(f"{argument} {path} is not there; expected a strategy file")
         return read_strategy(path)
@@ -121,7 +134,30 @@ def path_of(argument: str, given: object) -> Path:
 
     Raises:
         TypeError: it is none.
+        UsageError: it is empty, which would be the current directory.
     """
     if not isinstance(given, str | os.PathLike):
         raise TypeError(f"{argument} is {given!r:.60} ({type(given).__name__}); expected a path")
+    if not os.fspath(given):
+        raise UsageError(f"{argument} is empty; expected a path")
     return Path(given)
+
+
+@contextmanager
+def own_words() -> Iterator[None]:
+    """Where an error of the core names options of the command line, name what MindSpore's functions or Python take."""
+    try:
+        yield
+    except SourceError as error:
+        raise type(error)(_in_own_words(str(error))) from error.__cause__
+
+
+def _in_own_words(message: str) -> str:
+    """Return a message with arguments in the place of options.
+
+    >>> _in_own_words("differs; give --layout 'bias=whole'")
+    "differs; give layouts={'bias': 'whole'} to reshard.open"
+    """
+    for option, argument in _WORDS:
+        message = re.sub(option, argument, message)
+    return message

@@ -21,6 +21,20 @@ _LAUNCHERS = (
 
 _WORLD = "hccl_world_group"
 
+GRAPH_MODE = 0
+PYNATIVE_MODE = 1
+"""What a script's set-up lines give as `mode`."""
+
+
+class ParallelMode:
+    """What a script's set-up lines give as `parallel_mode`."""
+
+    STAND_ALONE = "stand_alone"
+    DATA_PARALLEL = "data_parallel"
+    HYBRID_PARALLEL = "hybrid_parallel"
+    SEMI_AUTO_PARALLEL = "semi_auto_parallel"
+    AUTO_PARALLEL = "auto_parallel"
+
 
 def init(backend_name: str | None = None) -> None:
     """Do nothing, at the place where MindSpore connects the processes.

@@ -26,6 +26,7 @@ from reshard.mindspore.arguments import (
     DirectoryError,
     check_format,
     check_rank,
+    own_words,
     path_of,
     strategy_of,
     target_directory,
@@ -338,12 +339,16 @@ def open_ranks(
     """
     checked_format(path)
     if before is None:
-        return _open_whole(path, suffix)
+        with own_words():
+            return _open_whole(path, suffix)
     try:
-        return open_source(path, strategy=before, stage=stage, suffix=suffix)
-    except SourceError:
+        with own_words():
+            return open_source(path, strategy=before, stage=stage, suffix=suffix)
+    except SourceError as error:
+        if isinstance(error.__cause__, OSError):
+            raise  # a directory that cannot be read is none without files
         source = before if stage is None else before.of_stage(stage)
-        present = {int(file.parent.name.removeprefix("rank_")) for file in _rank_files(path)}
+        present = present_ranks(path)
         absent = set(source.ranks) - present
         if not absent or not present:
             raise
@@ -364,6 +369,19 @@ def open_ranks(
             names(sorted(absent)),
         )
         return opened
+
+
+def check_all_stages(path: Path, source: Checkpoint) -> None:
+    """Refuse a strategy of one stage of a pipeline where the files of others are there: their tensors would be lost.
+
+    Raises:
+        StrategyError: it is one.
+    """
+    if source.part is not None and present_ranks(path) - set(source.ranks):
+        raise StrategyError(
+            f"{path}: src_strategy_file is that of stage {source.part} of a pipeline, and files of other stages are "
+            "there; give that of all, which merge_pipeline_strategys makes"
+        )
 
 
 def check_model(source: Checkpoint, after: Strategy | None) -> None:
@@ -443,6 +461,11 @@ def checked_format(path: Path) -> str | None:
     if len(found) > 1:
         raise SourceError(f"{path}: its rank directories hold both .ckpt and .safetensors files; expected one kind")
     return found.pop() if found else None
+
+
+def present_ranks(path: Path) -> set[int]:
+    """Return the ranks that have files."""
+    return {int(file.parent.name.removeprefix("rank_")) for file in _rank_files(path)}
 
 
 def _rank_files(path: Path) -> list[Path]:

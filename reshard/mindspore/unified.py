@@ -36,7 +36,15 @@ from reshard.mindspore.arguments import (
 from reshard.mindspore.launch import get_rank
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, qint4x2
-from reshard.mindspore.transform import check_complete, check_model, checked_format, open_ranks, warn_of
+from reshard.mindspore.transform import (
+    check_all_stages,
+    check_complete,
+    check_model,
+    checked_format,
+    open_ranks,
+    present_ranks,
+    warn_of,
+)
 from reshard.plan import plan
 from reshard.planner import THREADS
 from reshard.run import run
@@ -111,6 +119,7 @@ def unified_safetensors(
     checked_format(source_dir)
     opened = open_ranks(source_dir, before, None, suffix=file_suffix)
     check_model(opened, None)
+    check_all_stages(source_dir, opened)
     new_names = _chosen(opened, choice_func)
     stored = [
         Stored(new, 0 if tensor.text is not None else tensor.spec.nbytes, tensor.listed)
@@ -218,7 +227,10 @@ def load_distributed_checkpoint(
     elif unified_safetensors_dir is None:
         raise UsageError("unified_safetensors_dir is None; with format='safetensors' it is the source")
     else:
-        source = open_source(path_of("unified_safetensors_dir", unified_safetensors_dir))
+        source_dir = path_of("unified_safetensors_dir", unified_safetensors_dir)
+        if len(present_ranks(source_dir)) > 1:
+            raise SourceError(f"{source_dir}: has rank directories and no whole tensors; first use unified_safetensors")
+        source = open_source(source_dir)
     new_names = _renamed(source, name_map)
     if after is not None:
         new_names = _named(source, after, new_names)

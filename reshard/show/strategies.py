@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from reshard.strategy import Strategy
 
 LEGEND = """\
-layout: [extents of the device axes] map [the axis that cuts each dimension: 0 is
-the last, -1 none] opt N: rows are cut once more for the optimizer, into N pieces
-or, with -1, into one for each rank that would hold the same"""
+layout: [extents of the device axes] map [the axis that cuts each dimension:
+0 is the last, -1 none] opt N: rows are cut once more for the optimizer, into
+N pieces or, with -1, into one for each rank that would hold the same"""
 """What the text of a layout means."""
 
 
@@ -67,9 +67,9 @@ def strategy_text(strategy: Strategy, title: str) -> str:
     [2] map [0, -1]: 2 x 1 blocks, each on 1 rank
       h.{0-3}.w  (4 tensors)
     <BLANKLINE>
-    layout: [extents of the device axes] map [the axis that cuts each dimension: 0 is
-    the last, -1 none] opt N: rows are cut once more for the optimizer, into N pieces
-    or, with -1, into one for each rank that would hold the same
+    layout: [extents of the device axes] map [the axis that cuts each dimension:
+    0 is the last, -1 none] opt N: rows are cut once more for the optimizer, into
+    N pieces or, with -1, into one for each rank that would hold the same
     """
     stages = count_text(len(strategy.stages), "stage")
     if strategy.stages.start:

@@ -71,7 +71,7 @@ SETS = [
     a_set("MindSpore's index, no such tensor", index({"v": "a.safetensors"}, "param_name_map.json"), "tensor 'v': is not in a.safetensors, where the index says it is"),
     a_set("two indexes", index({"w": "a.safetensors"}, **{"param_name_map.json": b"{}"}), "has the indexes of two sets, param_name_map.json, model.safetensors.index.json; move one set to another directory"),
     a_set("an index without permission", tree({_INDEX: unreadable}), "model.safetensors.index.json: cannot be read: Permission denied"),
-    a_set("an empty directory", tree({}), "has no checkpoint at 'rank_0/*.safetensors' and so on; give --rank-pattern for other names"),
+    a_set("an empty directory", tree({}), "has no checkpoint at 'rank_0/*.ckpt' or 'rank_0/*.safetensors' and so on; give --rank-pattern for other names"),
 ]
 
 RANKS = [
@@ -86,6 +86,6 @@ RANKS = [
     ranks("a file name with a line break", tree({"rank_0/a\nerror: no.ckpt": b"\x0a\x05", "rank_1/a\nerror: no.ckpt": b"\x0a\x05"}), "rank_0: the file name 'a\\nerror: no.ckpt' has a line break; rename the file"),
     ranks("a rank's file of another shape", tree({"rank_0/a.ckpt": W, "rank_1/a.ckpt": proto(dims=[2], content=b"ab")}), "/item/bad/rank_1/a.ckpt: tensor 'w' has shape [2]; the strategy and the other ranks say [4]"),
     ranks("a rank's file of another dtype", tree({"rank_0/a.ckpt": W, "rank_1/a.ckpt": proto(kind=b"UInt8")}), "/item/bad/rank_1/a.ckpt: tensor 'w' is uint8; other ranks have int8"),
-    ranks("a rank directory without permission", tree({"rank_0/a.ckpt": W, "rank_1": lambda path: path.mkdir(0)}), "rank 1: has no file; it is needed for 1 tensors (w)"),
+    ranks("a rank directory without permission", tree({"rank_0/a.ckpt": W, "rank_1": lambda path: path.mkdir(0)}), "rank_1: cannot be read: Permission denied"),
     ranks("a directory without permission", lambda path: path.mkdir(0), "param_name_map.json: cannot be read: Permission denied"),
 ]

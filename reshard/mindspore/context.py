@@ -1,0 +1,19 @@
+"""MindSpore's `mindspore.context`, as far as the set-up lines of a script go: they are accepted, and do nothing."""
+
+from reshard.mindspore.launch import (
+    GRAPH_MODE,
+    PYNATIVE_MODE,
+    ParallelMode,
+    reset_auto_parallel_context,
+    set_auto_parallel_context,
+    set_context,
+)
+
+__all__ = [
+    "GRAPH_MODE",
+    "PYNATIVE_MODE",
+    "ParallelMode",
+    "reset_auto_parallel_context",
+    "set_auto_parallel_context",
+    "set_context",
+]
