@@ -357,7 +357,7 @@ def carry_out(
         found_by: tells, when all is written, with which options it is found in the target.
         source: what is read.
         asked: the options that said how to read it and what to take of it; None where no options do, and so no command
-            is proposed that verifies the result.
+            is proposed that verifies the result. None is proposed of some ranks of a de-duplicated target either.
         target_strategy: the strategy file of the target, or None.
         result: what was asked for, where that is a file in the target directory.
     """
@@ -399,6 +399,8 @@ def carry_out(
     if running.quiet and not running.as_json:
         return
     options = found_by()
+    if plan.request is not None and plan.request.remove_redundancy and plan.request.ranks is not None:
+        asked = None  # what the other ranks store would be missed, and nothing in these files tells that they do
     verify = None if asked is None else verify_command(there, target_strategy, options, source, asked)
     if running.as_json:
         print_json(report.report_data(plan, str(target), done, verify, check))

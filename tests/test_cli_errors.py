@@ -261,3 +261,10 @@ def test_one_glob_is_no_list_of_letters(case: Case) -> None:
     with pytest.raises(SourceError, match=r"net\.layer2\.weight"):
         reshard.plan(source, small, drop="*net.layer3*")
     assert reshard.Selection(include="net.*", exclude="b").include == ("net.*",)  # type: ignore[arg-type]
+
+
+def test_some_ranks_of_a_deduplicated_target_are_not_to_be_verified_alone(case: Case, tmp_path: Path) -> None:
+    some = ["--ranks", "0", "--remove-redundancy", "--json"]
+    result = call("transform", case.source, tmp_path / "out", *case.strategies, *some)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["verify"] is None
