@@ -91,6 +91,8 @@ def plan(
     """
     from reshard import plan_file, report, show
 
+    if overwrite and output is None:
+        raise UsageError("--overwrite is about the file of -o; give it too")
     if output is not None:
         refuse_existing(output, overwrite=overwrite)
         if target is not None:

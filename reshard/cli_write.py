@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,6 @@ def transform(
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     wanted = reshard.read_strategy(target_strategy) if target_strategy else None
     plan = reshard.plan(checkpoint, wanted, selection=selection, threads=running.threads, **planning)
-    refuse_other_ranks(plan, target)
     carry_out(
         plan,
         target,
@@ -206,10 +205,10 @@ def unify(
         kind = reshard.HuggingFaceSet if style == "huggingface" else reshard.MindSporeSet
         files = kind() if max_shard_size is None else kind(max_shard_size)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    refuse_one_stage(checkpoint, reading)
     plan = reshard.plan(
         checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads
     )
-    refuse_one_stage(checkpoint, reading)
     refuse_another_set(plan, target)
     carry_out(
         plan,
@@ -357,7 +356,8 @@ def carry_out(
         found_by: tells, when all is written, with which options it is found in the target.
         source: what is read.
         asked: the options that said how to read it and what to take of it; None where no options do, and so no command
-            is proposed that verifies the result. None is proposed of some ranks of a de-duplicated target either.
+            is proposed that verifies the result. None is proposed either of some ranks of a de-duplicated target, or
+            where files of other ranks are beside.
         target_strategy: the strategy file of the target, or None.
         result: what was asked for, where that is a file in the target directory.
     """
@@ -399,14 +399,15 @@ def carry_out(
     if running.quiet and not running.as_json:
         return
     options = found_by()
-    if plan.request is not None and plan.request.remove_redundancy and plan.request.ranks is not None:
-        asked = None  # what the other ranks store would be missed, and nothing in these files tells that they do
-    verify = None if asked is None else verify_command(there, target_strategy, options, source, asked)
+    others = _other_ranks(plan, target)
+    verify = None
+    if asked is not None and not (others or _is_a_share(plan)):
+        verify = verify_command(there, target_strategy, options, source, asked)
     if running.as_json:
         print_json(report.report_data(plan, str(target), done, verify, check))
     else:
         click.echo(report.report_text(plan, done, verify, made, check))
-        say(f"to look at it: {inspect_command(there, target_strategy, options)}")
+        say(others or f"to look at it: {inspect_command(there, target_strategy, options)}")
 
 
 @contextmanager
@@ -442,19 +443,25 @@ def refuse_another_set(plan: Plan, target: AnyPath) -> None:
         raise TargetError(f"{target}: has {names(other)} of another set; choose another directory, or remove it")
 
 
-def refuse_other_ranks(plan: Plan, target: AnyPath) -> None:
-    """Refuse a directory with files of ranks that the target does not have: they would be taken for a part of it."""
+def _is_a_share(plan: Plan) -> bool:
+    """Tell whether other ranks store what these would hold too: nothing in the files tells that they do."""
+    return plan.request is not None and plan.request.remove_redundancy and plan.request.ranks is not None
+
+
+def _other_ranks(plan: Plan, target: AnyPath) -> str:
+    """Tell of files of ranks that the target does not have, and which are found like its own; empty without any.
+
+    They are those of an older run, or of another stage: the strategy of one stage does not say which ranks others have.
+    """
     if plan.request is None or not isinstance(plan.request.files, RankFiles):
-        return
+        return ""
     way, ranks = plan.request.files, plan.request.target.ranks if plan.request.target else plan.ranks
     pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
-    others = [path for rank, paths in every_file(target, pattern).items() if rank not in ranks for path in paths]
-    if others:
-        found = names([path.relative_to(target) for path in others], most=3)  # type: ignore[arg-type]  # of one kind
-        raise TargetError(
-            f"{target}: has {found} of ranks that the target does not have, as of an older run; choose another "
-            "directory, or remove them"
-        )
+    files: list[AnyPath] = []
+    with suppress(SourceError):  # of what else is there; all that was asked for is done
+        files = [path for rank, paths in every_file(target, pattern).items() if rank not in ranks for path in paths]
+    found = names([path.relative_to(target) for path in files], most=3)  # type: ignore[arg-type]  # of one kind
+    return f"notice: {target} has {found} too, of ranks that are not this target's; remove what is old" if files else ""
 
 
 def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:

@@ -24,6 +24,7 @@ import fcntl
 import json
 import os
 import struct
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -195,12 +196,15 @@ class Journal:
         """
         self._made = not os.path.isdir(self.root)
         self.refuse_link()
-        self._locks, taken = _locked(f"{self.root}/{DIRECTORY}/lock", files)
-        if taken:
+        for seconds in (0.0, 0.01, 0.1):  # a run that ends has every byte for a moment
+            time.sleep(seconds)
+            self._locks, taken = _locked(f"{self.root}/{DIRECTORY}/lock", files)
+            if not taken:
+                return
             self.unlock()
-            raise TargetError(
-                f"{self.root}: another run writes {names(taken, most=3)}; wait for its end, or choose another target"
-            )
+        raise TargetError(
+            f"{self.root}: another run writes {names(taken, most=3)}; wait for its end, or choose another target"
+        )
 
     def unlock(self) -> None:
         """Give up the locks, and remove what holds no journal and is in nobody's use."""
@@ -367,7 +371,7 @@ def write_lines(path: str, lines: Iterable[dict[str, Any]], flags: int, *, sync:
         os.close(descriptor)
 
 
-def write_anew(path: str, lines: Iterable[dict[str, Any]]) -> None:
+def write_anew(path: str, lines: Iterable[dict[str, Any]], *, sync: bool = False) -> None:
     """Write a journal, in place of one that may be there; at no time there is none.
 
     That one is not written over: its inode may have other names (`cp -l`), or be no file at all.
@@ -379,7 +383,7 @@ def write_anew(path: str, lines: Iterable[dict[str, Any]]) -> None:
     with suppress(OSError):
         os.unlink(beside)
     try:
-        write_lines(beside, lines, os.O_EXCL, sync=os.path.lexists(path))
+        write_lines(beside, lines, os.O_EXCL, sync=sync)
         os.replace(beside, path)
     except BaseException as error:
         with suppress(OSError):
@@ -421,16 +425,15 @@ def lines_of(path: str, most_bytes: int = 0) -> Iterator[bytes]:
                 yield line
 
 
-def _opened(path: str, flags: int, tries: int = 3) -> int:
+def _opened(path: str, flags: int, tries: int = 100) -> int:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if os.path.islink(path):  # it may lead out of the target directory
             raise TargetError(f"{path}: is a link; remove it, or choose another target directory") from None
-        if (
-            error.errno in {errno.ENOENT, errno.EEXIST} and tries > 1
-        ):  # another run has just removed the empty directory
+        # Another run has just removed the empty directory, before or while `makedirs` looked.
+        if error.errno in {errno.ENOENT, errno.EEXIST} and tries > 1:
             return _opened(path, flags, tries - 1)
         raise write_error(path, error, 0) from error
 

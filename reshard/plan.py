@@ -370,7 +370,7 @@ def plan(
     """
     if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
         raise UsageError(f"source is {source!r}; expected a Checkpoint: open it with reshard.open")
-    if memory is not None and not isinstance(memory, int):
+    if isinstance(memory, str):
         raise UsageError(f"memory is {memory!r}; expected a number of bytes")
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}; expected at least 1")

@@ -113,10 +113,12 @@ def _files(root: AnyPath, rank_pattern: str) -> Iterable[AnyPath]:
         return root.files()
     # Two stars in one component are an error to glob, and mean the same as one here.
     pattern = re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*"))
-    above = pattern.rpartition("/")[0]
+    above = rank_pattern.rpartition("/")[0]
+    ranks = re.compile(re.escape(above).replace(re.escape("{rank}"), r"\d+").replace(r"\*", "[^/]*"))
     with reading(SourceError):  # to glob, a directory that may not be read has no files
-        for directory in root.glob(above) if above else [root]:
-            if directory.is_dir():
+        for directory in root.glob(pattern.rpartition("/")[0]) if above else [root]:
+            name = "" if directory == root else directory.relative_to(root).as_posix()
+            if ranks.fullmatch(name) and directory.is_dir():
                 os.scandir(directory).close()
     return [path for path in root.glob(pattern) if path.is_file()]
 

@@ -38,7 +38,7 @@ def report_text(
             f"{printable(report.directory)}, finished by an earlier run"
         )
         return "\n".join([done, *commands])
-    wrote = bytes_text(report.target_bytes - report.resumed)
+    wrote = bytes_text(report.bytes_written if report.resumed or report.finished else report.target_bytes)
     links = f", {count_text(report.links, 'file')} linked" if report.links else ""
     return "\n".join(
         [

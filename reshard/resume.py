@@ -120,6 +120,8 @@ class Session:
             local_store().close()  # what was read is written next
             written = {number: _spans(good) for number, good in self._good.items()}
             self.plan = remaining(plan, there.finished, written, root)
+            # Links are made before that is noted; what is there now was not made by this run.
+            self._before = {n: self._journal.found(file.path) for n, file in enumerate(plan.files) if file.link}
             self._left = [number for number, file in enumerate(self.plan.files) if not file.done]
             if not is_url(root):
                 self._check_space()
@@ -223,8 +225,9 @@ class Session:
         if number in self._good:
             return sum(end - begin for begin, end in _spans(self._good[number]))
         self._journal.discard(file.path)
-        if found and file.link is not None and record.digest == self._digests[number] and not spoiled:
-            return 0  # made, and not noted yet
+        made = file.link is not None and found is not None and found != self._before[number]
+        if made and record.digest == self._digests[number] and not spoiled:
+            return 0  # and not noted yet
         if found is None or not (found == record.replaces or _is_unnoted(self._journal, record, found)):
             self._journal.forget(file.path)
         return 0

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.cipher import store_of
-from reshard.errors import UsageError, names
+from reshard.errors import TargetError, UsageError, names
 from reshard.graph import Graph
 from reshard.journal import Journal, discard
 from reshard.ownership import owned
@@ -172,9 +172,9 @@ def run(
         checksums: sum up (CRC-32C) what is written, so that an interrupted run can be gone on with, and for
             `Report.manifest`; by default as `fsync`.
         journal: note in `.reshard` in the target directory what is written; without it, nothing can be gone on with,
-            and the files that an earlier run finished count as anybody's. At a URL finished files are noted, and
-            there are no locks: runs that write the same files at the same time are not kept apart. A zarr store has
-            none once it is finished.
+            and the files that an earlier run finished count as anybody's; there are locks for the time of the run,
+            where the file system has any. At a URL finished files are noted, and there are no locks: runs that write
+            the same files at the same time are not kept apart. A zarr store has no journal once it is finished.
         ownership: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
             By default `file` where the target is at a URL, `tensor` elsewhere.
         progress: called after each task.
@@ -304,7 +304,11 @@ def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> Callable[[], No
     locks = None
     if not is_url(root):
         locks = Journal(root)
-        locks.lock([file.path for file in plan.files])
+        try:
+            locks.lock([file.path for file in plan.files])
+        except TargetError as error:  # there are none on this file system, or no right to make any
+            if not isinstance(error.__cause__, OSError):
+                raise
     try:
         if not overwrite:
             _refuse_existing(plan, root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING
 
 from reshard.errors import TargetError
@@ -17,7 +18,9 @@ def refuse_existing(path: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Raise `TargetError` where a file would be replaced that nobody has said may be, or what is there is no file."""
     _refuse_others(Path(path))
     if os.path.lexists(path) and not overwrite:
-        raise TargetError(f"{path}: is there already; choose another name, or replace it with --overwrite")
+        raise TargetError(
+            f"{path}: is there already; choose another name, or replace it with --overwrite (overwrite=True)"
+        )
 
 
 def write_whole(place: Path, content: bytes | Iterable[bytes]) -> None:
@@ -49,7 +52,11 @@ def write_whole(place: Path, content: bytes | Iterable[bytes]) -> None:
 
 
 def _refuse_others(place: Path) -> None:
-    if place.is_dir():
+    try:
+        mode = place.stat().st_mode
+    except OSError:  # it is not there, or writing tells why it cannot be
+        return
+    if S_ISDIR(mode):
         raise TargetError(f"{place}: is a directory; expected the name of a file")
-    if place.exists() and not place.is_file():
+    if not S_ISREG(mode):
         raise TargetError(f"{place}: is no regular file but a pipe or a device; choose another name")

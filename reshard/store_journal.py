@@ -87,15 +87,15 @@ class StoreJournal(Journal):
         """Write what is known into a file that is no other's (`cp -l`), and has no torn line at its end."""
         path = self.path()
         lines = [{"file": file, **line} for file, record in self._records.items() for line in noted(record)]
-        try:
-            if lines:
-                write_anew(path, lines)
-            else:
+        if lines:
+            write_anew(path, lines, sync=True)
+        else:
+            try:
                 os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise write_error(path, error, 0) from error
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise write_error(path, error, 0) from error
         self._is_own = True
 
     def _write(self, file: str, lines: Iterable[dict[str, Any]], flags: int, *, sync: bool = False) -> None:

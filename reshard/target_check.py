@@ -50,8 +50,9 @@ def _check_kinds(plan: Plan, root: str) -> None:
     place = root
     while not os.path.lexists(place):
         place = os.path.dirname(place)
-    if not os.path.isdir(place):
-        raise TargetError(f"{place}: is no directory; expected one for the target")
+    for directory in (place, *sorted({os.path.dirname(f"{root}/{file.path}") for file in plan.files})):
+        if os.path.lexists(directory) and not os.path.isdir(directory):
+            raise TargetError(f"{directory}: is no directory; expected one for the target")
     for file in plan.files:
         if os.path.isdir(f"{root}/{file.path}"):
             raise TargetError(f"{root}/{file.path}: is a directory, and a file is to be there; move it away")

@@ -63,7 +63,8 @@ class RankFiles:
     def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:
         """Put all tensors of a rank into one file."""
         for part in (self.prefix, self.suffix):
-            if not part.isprintable() or "/" in part or "{rank}" in part or part.startswith("."):
+            hides = part is self.prefix and part.startswith(".")
+            if not part.isprintable() or "/" in part or "{rank}" in part or hides:
                 raise UsageError(f"prefix {part!r} is no beginning of a file name; expected one such as 'checkpoint_'")
         path = f"rank_{{rank}}/{self.prefix}{{rank}}{self.suffix}{extension}"
         return Volumes((path,), {tensor.name: 0 for tensor in tensors})

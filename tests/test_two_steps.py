@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -155,3 +156,31 @@ def test_what_is_no_directory_and_no_file_is_told_before(source: reshard.Checkpo
     for more in ({}, {"overwrite": True}, {"restart": True}):
         with pytest.raises(TargetError, match="is a directory, and a file is to be there"):
             plan.run(tmp_path / "out", **more)
+
+
+def test_a_foreign_file_in_the_place_of_a_link_stays(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = tmp_path / "out" / "rank_1" / "checkpoint_1.safetensors"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("theirs")
+    plan = reshard.plan(source, REPLICATED, link_replicas=True)
+    with monkeypatch.context() as patch:
+        final = fail_once(os.replace, lambda _, new: new.endswith("checkpoint_0.safetensors"), errno.EIO)
+        patch.setattr(os, "replace", final)
+        with pytest.raises(TargetError, match="cannot be given its final name"):
+            plan.run(tmp_path / "out", overwrite=True)
+    with pytest.raises(TargetError, match="has rank_1/checkpoint_1.safetensors already"):
+        plan.run(tmp_path / "out")
+    assert foreign.read_text() == "theirs"
+
+
+def test_without_a_journal_locks_are_an_attempt(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "fcntl", fail_once(fcntl.fcntl, lambda *_: True, errno.ENOSYS))
+    reshard.plan(source, TARGET).run(tmp_path / "out", journal=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", fail_once(fcntl.fcntl, lambda *_: True, errno.ENOSYS))
+        with pytest.raises(TargetError, match="cannot be locked"):
+            reshard.plan(source, TARGET).run(tmp_path / "other")

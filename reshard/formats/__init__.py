@@ -10,6 +10,7 @@ be written:
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import SourceError, UsageError
@@ -141,5 +142,6 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
     if not reader.size:
         raise SourceError(f"{path}: is empty; a checkpoint was expected (was saving it interrupted?)")
     # Of protobuf's first field MindSpore's .ckpt files have a message, and its strategy files the number of a stage.
-    seen = "looks like a strategy file" if start[:1] in {b"\x08", b"\x12"} else f"begins with {start[:8].hex(' ')}"
+    is_strategy = re.match(rb"(\x08.)?\x12", start, re.DOTALL)
+    seen = "may be a strategy file" if is_strategy else f"begins with {start[:8].hex(' ')}"
     raise SourceError(f"{path}: is of no known checkpoint format (it {seen}); expected safetensors or MindSpore .ckpt")

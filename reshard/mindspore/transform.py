@@ -339,8 +339,7 @@ def open_ranks(
     """
     checked_format(path)
     if before is None:
-        with own_words():
-            return _open_whole(path, suffix)
+        return _open_whole(path, suffix)
     try:
         with own_words():
             return open_source(path, strategy=before, stage=stage, suffix=suffix)
@@ -362,7 +361,8 @@ def open_ranks(
             by = [target for target, ranks in lacking.items() if rank in ranks]
             faults.add(f"source rank {rank}", f"has no file; {_needed(needing, by)}")
         faults.raise_if_any(SourceError)
-        opened = open_source(path, strategy=before, stage=stage, suffix=suffix, partial=True)
+        with own_words():
+            opened = open_source(path, strategy=before, stage=stage, suffix=suffix, partial=True)
         _log.warning(
             "%s: source rank %s has no file; other ranks hold all that is needed, if the strategy is the right one",
             path,
@@ -483,6 +483,7 @@ def _is_sub_network(before: Strategy, after: Strategy) -> bool:
     return len(before.stages) == len(after.stages) == 1 and own < wanted
 
 
+@own_words()
 def _open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> Checkpoint:
     """Open a source without a strategy: every rank holds all of it. MindSpore reads rank 0 and compares nothing."""
     ranks = set(path) if isinstance(path, Mapping) else set(read_headers(path, suffix=suffix)[1])

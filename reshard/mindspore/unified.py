@@ -24,7 +24,7 @@ import numpy as np
 from reshard.cipher import Cipher
 from reshard.dtypes import INT4
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
-from reshard.formats.unified import MindSporeSet, share_of
+from reshard.formats.unified import MindSporeSet, read_index, share_of
 from reshard.mindspore.arguments import (
     check_format,
     check_rank,
@@ -228,7 +228,7 @@ def load_distributed_checkpoint(
         raise UsageError("unified_safetensors_dir is None; with format='safetensors' it is the source")
     else:
         source_dir = path_of("unified_safetensors_dir", unified_safetensors_dir)
-        if len(present_ranks(source_dir)) > 1:
+        if len(present_ranks(source_dir)) > 1 and not read_index(source_dir):
             raise SourceError(f"{source_dir}: has rank directories and no whole tensors; first use unified_safetensors")
         source = open_source(source_dir)
     new_names = _renamed(source, name_map)

@@ -23,8 +23,8 @@ TARGETS = [
     Item("a prefix of 300 characters", tree({}), ".ckpt.partial: cannot be made: File name too long", (f"{_TO_RANKS} --prefix {'x' * 300}",), 6, "out"),
     a_target("a rank directory that leads out", tree({"rank_0": link("../outside")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/checkpoint_0.ckpt; remove the link"),
     a_target("a rank directory that leads above", tree({"rank_1": link("..")}), "rank_1/checkpoint_1.ckpt: leads out of the target directory, to /item/checkpoint_1.ckpt; remove the link"),
-    a_target("a rank directory that is a link to itself", tree({"rank_0": link("rank_0")}), "rank_0/checkpoint_0.ckpt.partial: cannot be made: File exists"),
-    a_target("a rank directory that is a file", tree({"rank_0": b""}), "rank_0/checkpoint_0.ckpt.partial: cannot be made: File exists"),
+    a_target("a rank directory that is a link to itself", tree({"rank_0": link("rank_0")}), "/item/out/rank_0: is no directory; expected one for the target"),
+    a_target("a rank directory that is a file", tree({"rank_0": b""}), "/item/out/rank_0: is no directory; expected one for the target"),
     a_target("a file that leads out", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/keep")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/keep; remove the link"),
     a_target("a file that leads to nothing outside", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/new")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/new; remove the link"),
     a_target("an unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.partial": link("../../outside/keep")}), "", code=0),  # it is no run's own, and removed
