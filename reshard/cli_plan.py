@@ -22,7 +22,8 @@ from reshard.cli_options import (
     target_options,
 )
 from reshard.cli_words import left_out_words, option, reading_words, selection_words, strategy_words
-from reshard.cli_write import KEYS, carry_out, found_by, refuse_another_set, refuse_one_stage
+from reshard.cli_write import KEYS, carry_out, refuse_another_set, refuse_one_stage
+from reshard.cli_written import found_by
 from reshard.errors import SourceError, UsageError
 from reshard.remote import as_path
 from reshard.small_file import refuse_existing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,12 @@ from reshard.cli_words import (
     strategy_words,
     verify_command,
 )
-from reshard.errors import SourceError, StrategyError, TargetError, UsageError, names
+from reshard.cli_written import found_by, is_a_share, other_ranks, told_apart
+from reshard.errors import StrategyError, TargetError, UsageError, names
 from reshard.formats.unified import SET_FILES
-from reshard.rank_files import RANK_PATTERN, every_file
-from reshard.remote import RemotePath, existing, forget_listings, is_url
+from reshard.rank_files import RANK_PATTERN
+from reshard.remote import existing, is_url
 from reshard.selection import Selection
-from reshard.target_files import RankFiles
 from reshard.terminal import Command, print_json, progress, say, say_notices
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def convert(
         directory,
         running,
         result=target,
-        found_by=lambda: option("rank-pattern", pattern) or ([] if name else _told_apart(plan, target)),
+        found_by=lambda: option("rank-pattern", pattern) or ([] if name else told_apart(plan, target)),
         source=source,
         asked=[*option("rank-pattern", pattern), *option("suffix", suffix), *selected(Selection(drop=drop))],
     )
@@ -399,9 +399,9 @@ def carry_out(
     if running.quiet and not running.as_json:
         return
     options = found_by()
-    others = _other_ranks(plan, target)
+    others = other_ranks(plan, target)
     verify = None
-    if asked is not None and not (others or _is_a_share(plan)):
+    if asked is not None and not (others or is_a_share(plan)):
         verify = verify_command(there, target_strategy, options, source, asked)
     if running.as_json:
         print_json(report.report_data(plan, str(target), done, verify, check))
@@ -443,27 +443,6 @@ def refuse_another_set(plan: Plan, target: AnyPath) -> None:
         raise TargetError(f"{target}: has {names(other)} of another set; choose another directory, or remove it")
 
 
-def _is_a_share(plan: Plan) -> bool:
-    """Tell whether other ranks store what these would hold too: nothing in the files tells that they do."""
-    return plan.request is not None and plan.request.remove_redundancy and plan.request.ranks is not None
-
-
-def _other_ranks(plan: Plan, target: AnyPath) -> str:
-    """Tell of files of ranks that the target does not have, and which are found like its own; empty without any.
-
-    They are those of an older run, or of another stage: the strategy of one stage does not say which ranks others have.
-    """
-    if plan.request is None or not isinstance(plan.request.files, RankFiles):
-        return ""
-    way, ranks = plan.request.files, plan.request.target.ranks if plan.request.target else plan.ranks
-    pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
-    files: list[AnyPath] = []
-    with suppress(SourceError):  # of what else is there; all that was asked for is done
-        files = [path for rank, paths in every_file(target, pattern).items() if rank not in ranks for path in paths]
-    found = names([path.relative_to(target) for path in files], most=3)  # type: ignore[arg-type]  # of one kind
-    return f"notice: {target} has {found} too, of ranks that are not this target's; remove what is old" if files else ""
-
-
 def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
     """Tell what a run would find of its target files, and which option it would need."""
     from reshard.resume import foreseen
@@ -478,38 +457,3 @@ def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
         (there.foreign, "would be in the way; a run needs --overwrite"),
     )
     return [f"{count_text(len(files), 'target file')} {words}" for files, words in told if files]
-
-
-def found_by(plan: Plan, target: AnyPath) -> list[str]:
-    """Return the options with which what was written is found, as those of a source."""
-    if plan.request is None or any(file.last for file in plan.files):
-        return []
-    some = plan.request.ranks is not None or plan.source.part is not None
-    partial = ["--partial"] if some and plan.request.target is not None else []
-    way = plan.request.files
-    pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}*") if isinstance(way, RankFiles) else None
-    return [*partial, *_told_apart(plan, target, pattern)]
-
-
-def _told_apart(plan: Plan, target: AnyPath, pattern: str | None = None) -> list[str]:
-    """Return the options that find what was written, where other checkpoints are in the same directories."""
-    from reshard.rank_files import rank_files
-
-    if isinstance(target, RemotePath):
-        forget_listings(target.url)
-    written = {file.rank: target / file.path for file in plan.files}
-    extension = PurePath(plan.files[0].path).suffix
-    tries: list[tuple[list[str], str, str | None]] = [
-        ([], RANK_PATTERN, None),
-        (option("suffix", extension), RANK_PATTERN, extension),
-    ]
-    if pattern:
-        tries.append((option("rank-pattern", pattern + extension), pattern + extension, None))
-    for options, rank_pattern, suffix in tries:
-        try:
-            found = rank_files(target, rank_pattern, suffix, [])
-        except SourceError:
-            continue
-        if all(found.get(rank) == [path] for rank, path in written.items()):
-            return options
-    return []

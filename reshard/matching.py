@@ -14,7 +14,7 @@ from reshard.checkpoint import Shard
 from reshard.difference import Difference
 from reshard.errors import SourceError
 from reshard.join import join
-from reshard.selection import matches, optimizer_states, select
+from reshard.selection import all_states, matches, select
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -77,8 +77,7 @@ def match(source: Checkpoint, target: Checkpoint, wishes: Selection) -> Matched:
     selected = select(source, target.strategy, lenient)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
     new_names = wishes.renamed(list(source.tensors))
-    named = [strategy.tensors for strategy in (source.strategy, target.strategy) if strategy]
-    states = optimizer_states(set().union(source.tensors, source.unreadable, target.tensors, *named))  # as `select`
+    states = all_states(source, target.strategy, target.tensors)
     found = Matched(notices=list(selected.notices))
     for name in chosen:
         new = new_names[name]

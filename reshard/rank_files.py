@@ -92,8 +92,7 @@ def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
             "'node{rank}/*.ckpt'"
         )
     any_extension = bool(Path(rank_pattern).suffix)
-    regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>\d+)", 1).replace(r"\*", "[^/]*")
-    matches = re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
+    matches = _matcher(rank_pattern)
     found: dict[int, list[AnyPath]] = {}
     spelled: dict[int, str] = {}
     for path in sorted(_files(root, rank_pattern), key=str):
@@ -107,6 +106,12 @@ def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
     return dict(sorted(found.items()))
 
 
+def _matcher(rank_pattern: str) -> re.Pattern[str]:
+    """Return what matches the paths of a pattern, in which a rank is the same number everywhere."""
+    regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>\d+)", 1).replace(r"\*", "[^/]*")
+    return re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
+
+
 def _files(root: AnyPath, rank_pattern: str) -> Iterable[AnyPath]:
     """Return the files that may match; all that there are where listing them is one request."""
     if isinstance(root, RemotePath):
@@ -114,11 +119,11 @@ def _files(root: AnyPath, rank_pattern: str) -> Iterable[AnyPath]:
     # Two stars in one component are an error to glob, and mean the same as one here.
     pattern = re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*"))
     above = rank_pattern.rpartition("/")[0]
-    ranks = re.compile(re.escape(above).replace(re.escape("{rank}"), r"\d+").replace(r"\*", "[^/]*"))
+    places = _matcher(above)
     with reading(SourceError):  # to glob, a directory that may not be read has no files
         for directory in root.glob(pattern.rpartition("/")[0]) if above else [root]:
             name = "" if directory == root else directory.relative_to(root).as_posix()
-            if ranks.fullmatch(name) and directory.is_dir():
+            if places.fullmatch(name) and directory.is_dir():
                 os.scandir(directory).close()
     return [path for path in root.glob(pattern) if path.is_file()]
 

@@ -204,8 +204,7 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
     """
     strategy = source.strategy
     wanted = target.tensors if target else {}
-    known = {**source.tensors, **source.unreadable, **(strategy.tensors if strategy else {})}
-    states = optimizer_states({**known, **wanted})
+    states = all_states(source, target)
     chosen = _chosen(source, wishes, states)
     renamed = wishes.renamed([name for name in source.tensors if name in chosen], source.tensors)
     faults = Faults(source.root)
@@ -322,6 +321,18 @@ def _in_message_order(source: Checkpoint, wanted: set[str]) -> list[str]:
     kept = [name for name in found if name in source.tensors]
     laid_out = {name for name in kept if source.tensors[name].listed or name in wanted}
     return [name for name in kept if name in laid_out] + [name for name in kept if name not in laid_out]
+
+
+def all_states(source: Checkpoint, target: Strategy | None, written: Collection[str] = ()) -> dict[str, str]:
+    """Return the optimizer states among all names of a conversion, and the name behind each one's prefix.
+
+    Args:
+        source: what is converted; what its strategy names counts, too.
+        target: the strategy of the target.
+        written: names that are in the target.
+    """
+    named = [strategy.tensors for strategy in (source.strategy, target) if strategy]
+    return optimizer_states(set().union(source.tensors, source.unreadable, written, *named))
 
 
 def optimizer_states(known: Collection[str]) -> dict[str, str]:

@@ -323,9 +323,7 @@ class LocalStore:
             if sync:
                 _sync_directory(path)
         except OSError as error:
-            if is_full(error):
-                raise write_error(partial, error, 0) from error
-            raise TargetError(f"{partial}: cannot be given its final name: {error.strerror}") from error
+            raise write_error(partial, error, 0, "given its final name") from error
 
     def link(self, original: str, path: str, *, sync: bool) -> None:
         """Make `path` a file with the bytes of another: a copy that shares its blocks, or else a hard link."""
@@ -339,9 +337,7 @@ class LocalStore:
             if sync:
                 _sync_directory(path)
         except OSError as error:
-            if is_full(error):
-                raise write_error(path, error, 0) from error
-            raise TargetError(f"{path}: cannot be linked to {original}: {error.strerror}") from error
+            raise write_error(path, error, 0, f"linked to {original}") from error
         finally:
             self.discard(path)  # renaming one link of a file to another leaves both
 
@@ -499,18 +495,13 @@ def _share_blocks(original: str, path: str) -> bool:
         return True
 
 
-def is_full(error: OSError) -> bool:
-    """Tell whether there is no room, for this file or this user."""
-    return error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-def write_error(path: str, error: OSError, nbytes: int) -> BudgetError | TargetError:
-    """Return the error that so many bytes cannot be written to a file."""
-    if is_full(error):
+def write_error(path: str, error: OSError, nbytes: int, done: str = "written") -> BudgetError | TargetError:
+    """Return the error that so many bytes cannot be written to a file, or that it cannot be `done` something else."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return BudgetError(
             f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target"
         )
-    return TargetError(f"{path}: cannot be written: {error.strerror}")
+    return TargetError(f"{path}: cannot be {done}: {error.strerror}")
 
 
 _local: LocalStore | None = None

@@ -31,6 +31,7 @@ LAYERS = [
     {"demo"},
     {"verdict"},
     {"verification"},
+    {"cli_written"},
     {"cli_words", "cli_manifest"},
     {"progress"},
     {"cli_options", "terminal"},
