@@ -156,6 +156,24 @@ class Tensor(NamedTuple):
     text: str | None = None
 
 
+class Looked(NamedTuple):
+    """How much of the contents was looked at when a checkpoint was opened (`contents`).
+
+    Attributes:
+        tensors: how many tensors were sampled.
+        of_tensors: of how many whose files can be compared.
+        copies: how many replicas were compared with the first one of their block, by samples.
+        whole: how many of these bit for bit, because they are small.
+        of_copies: how many replicas there are, beyond the first of each block.
+    """
+
+    tensors: int
+    of_tensors: int
+    copies: int
+    whole: int
+    of_copies: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint(Mapping[str, Any]):
     """A set of checkpoint files seen as whole tensors; a mapping of names to lazy dask arrays.
@@ -173,6 +191,7 @@ class Checkpoint(Mapping[str, Any]):
         partial: it was opened though the files of some ranks may not be there.
         left_out: names in the files that `sel` did not choose.
         decoding: reads the chunks of a zarr store that are not plain bytes; None where all are.
+        looked: how much of the contents was looked at when it was opened; None where nothing was.
     """
 
     root: str
@@ -187,6 +206,7 @@ class Checkpoint(Mapping[str, Any]):
     partial: bool = False
     left_out: frozenset[str] = frozenset()
     decoding: Coding | None = None
+    looked: Looked | None = None
 
     @property
     def coding(self) -> Coding | None:

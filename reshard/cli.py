@@ -61,9 +61,10 @@ Example:
   reshard inspect src_checkpoints --source-strategy src_strategy.ckpt
 
 The object of --json has the keys source, ranks, files (rank, path, format,
-nbytes), nbytes, notices, unreadable, and tensors: name, dtype, shape, nbytes,
-layouts, shards. For several ranks without a strategy it has source, ranks,
-files, and groups: ranks, tensors.
+nbytes), nbytes, notices, sampled (tensors, of_tensors, copies, whole,
+of_copies: what was looked at), unreadable, and tensors: name, dtype, shape,
+nbytes, layouts, shards. For several ranks without a strategy it has source,
+ranks, files, and groups: ranks, tensors.
 """,
     short_help="Show the tensors of a checkpoint.",
 )
@@ -71,7 +72,9 @@ files, and groups: ranks, tensors.
 @source_options
 @json_option
 def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading: Any) -> None:
-    """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts. Reads headers only.
+    """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts.
+
+    Headers are read, and with a strategy samples of the contents, to see whether it can be right.
 
     Repeated layers are one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors, of
     all that the row stands for. Without a strategy, several ranks are shown as their files are.

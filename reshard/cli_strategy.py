@@ -10,7 +10,7 @@ import reshard
 from reshard.cli_options import PATH, json_option, source_options
 from reshard.errors import UsageError, VerifyError
 from reshard.small_file import refuse_existing
-from reshard.terminal import Group, print_json, say_notices
+from reshard.terminal import Group, print_json, say, say_notices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -233,7 +233,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     With --source-strategy, or for a file of whole tensors, STRATEGY is that of a target to be made from CHECKPOINT;
     else it is CHECKPOINT's own.
     """
-    from reshard.show import count_text, printable
+    from reshard.show import count_text, looked_text, printable
     from reshard.source import read_headers
     from reshard.strategy_diff import check
 
@@ -245,6 +245,8 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     opened = reshard.open(checkpoint, strategy=own, **reading)
     say_notices([*opened.notices, *check(wanted, opened)])
     click.echo(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
+    if looked := looked_text(opened.looked):
+        say(f"sampled: {looked}")
 
 
 def _say_written(written: Strategy, output: Path) -> None:

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 KEYS = """
 The object of --json has the keys dry_run, source, target, format, ranks,
-tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
-files), source_files, target_files, tasks, peak_memory, ownership,
+tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes
+(whole files), source_files, target_files, tasks, peak_memory, ownership,
 read_amplification, seconds (null in a dry run), dropped, missing, notices,
-files: rank, path, nbytes; replicas, links, measured_memory, checksums,
-resumed, verify: the command to type (null where none says the same); manifest:
-the command that checks it.
+sampled (what was looked at when SOURCE was opened), files: rank, path, nbytes;
+replicas, links, measured_memory, checksums, resumed, verify: the command to
+type (null where none says the same); manifest: the command that checks it.
 """
 
 

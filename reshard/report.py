@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.show import bytes_text, count_text, list_text, plan_data, printable, ranges_text
+from reshard.show import bytes_text, count_text, list_text, looked_text, plan_data, printable, ranges_text
 
 if TYPE_CHECKING:
     from reshard.plan import Plan
@@ -39,6 +39,7 @@ def report_text(
         )
         return "\n".join([done, *commands])
     wrote = bytes_text(report.bytes_written if report.resumed or report.finished else report.target_bytes)
+    looked = looked_text(plan.source.looked)
     links = f", {count_text(report.links, 'file')} linked" if report.links else ""
     return "\n".join(
         [
@@ -54,6 +55,7 @@ def report_text(
             f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",
             f"dropped, because the target does not have it: {_names_or_none(report.dropped)}",
             f"missing, because the source does not have it: {_names_or_none(report.missing)}",
+            *([f"sampled, when the source was opened: {looked}"] if looked else []),
             f"checksums: {_checksums_text(report)}",
             f"memory: {bytes_text(report.peak_memory)} at the peak of this process",
             *commands,

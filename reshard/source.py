@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint, FileIndex, SourceFile
 from reshard.cipher import Cipher, store_of
-from reshard.contents import compare_contents, own_value
+from reshard.contents import compare_contents
 from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError, names
 from reshard.formats import index_file
 from reshard.formats.unified import read_index
@@ -62,8 +62,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         stage: only this stage of a pipeline. A strategy file of one stage, with no other, means the same.
         partial: the files of some ranks are enough; a plan that needs others is refused.
         cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra.
-        contents: look at the contents of small tensors for what headers cannot tell. Without it, copies that may be a
-            rank's own value are taken to be; `verify` compares them all.
+        contents: compare samples of replicas, which the strategy may be wrong to call so (`Checkpoint.looked` says how
+            many). Without it, copies that may be a rank's own value are taken to be; `verify` compares them all.
 
     Raises:
         SourceError: no files, no step that every rank has, missing ranks, headers that contradict the strategy;
@@ -95,12 +95,11 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")
     tensors = join(root, files, ranks, strategy, partial=partial)
-    if contents:
-        tensors = compare_contents(root, files, ranks, tensors, ruled, notices, store_of(cipher))
-    else:
-        tensors = {name: own_value(tensor, ruled) for name, tensor in tensors.items()}
+    tensors, looked = compare_contents(root, files, ranks, tensors, ruled, notices, store_of(cipher), copies=contents)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    return Checkpoint(root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial)
+    return Checkpoint(
+        root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial, looked=looked
+    )
 
 
 def reopen(

@@ -98,8 +98,8 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
         "dry_run", "source", "target", "format", "ranks", "tensors", "bytes_needed", "bytes_read", "bytes_written",
         "target_bytes",
         "source_files", "target_files", "tasks", "peak_memory", "ownership", "read_amplification", "seconds", "dropped",
-        "missing", "notices", "files", "replicas", "links", "measured_memory", "checksums", "resumed", "verify",
-        "manifest",
+        "missing", "notices", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
+        "verify", "manifest",
     }  # fmt: skip
     assert before["files"][3] == {"rank": 3, "path": "rank_3/checkpoint_3.ckpt", "nbytes": 4321}
     sizes = {name.removeprefix("dst/"): len(content) for name, content in tree(tmp_path).items()}

@@ -8,8 +8,9 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
-from checkpoints import numbers, tree, write_ranks
+from checkpoints import numbers, tree, write_file, write_ranks
 from commands import Case, call
 
 import reshard
@@ -268,3 +269,55 @@ def test_some_ranks_of_a_deduplicated_target_are_not_to_be_verified_alone(case: 
     result = call("transform", case.source, tmp_path / "out", *case.strategies, *some)
     assert result.exit_code == 0
     assert json.loads(result.stdout)["verify"] is None
+
+
+@pytest.mark.parametrize("command", ["transform", "unify", "plan", "check", "transform -q", "transform --dry-run"])
+def test_a_strategy_that_the_contents_contradict_is_4(tmp_path: Path, command: str) -> None:
+    """It says "whole on every rank" of what is split; rank 0's rows would be written as the whole tensor."""
+    full = numbers({"w": (8, 4), "v": (8, 4)})
+    rows, whole = Layout.of([4], [0, -1]), Layout.of([4], [-1, -1])
+    source = write_ranks(tmp_path / "src", full, Strategy.of({"w": rows, "v": rows}))
+    reshard.write_strategy(Strategy.of({"w": whole, "v": rows}), tmp_path / "wrong.ckpt")
+    name, _, option = command.partition(" ")
+    given = ["--source-strategy", tmp_path / "wrong.ckpt"]
+    result = {
+        "transform": lambda: call("transform", source, tmp_path / "out", *given, *([option] if option else [])),
+        "unify": lambda: call("unify", source, tmp_path / "out", *given),
+        "plan": lambda: call("plan", source, *given, "-o", tmp_path / "plan.json"),
+        "check": lambda: call("strategy", "check", tmp_path / "wrong.ckpt", source),
+    }[name]()
+    assert result.exit_code == 4
+    assert "tensor 'w': block [0:2, 0:4] differs between rank 0 and rank 1, which the strategy says" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_verify_does_not_call_whole_tensors_equal_to_blocks(tmp_path: Path) -> None:
+    full = numbers({"w": (8, 4), "v": (8, 4)})
+    rows, whole = Layout.of([4], [0, -1]), Layout.of([4], [-1, -1])
+    reshard.write_strategy(Strategy.of({"w": rows, "v": rows}), tmp_path / "listed.ckpt")
+    source = write_ranks(tmp_path / "src", full, Strategy.of({"w": whole, "v": rows}))
+    written = {"w": np.tile(full["w"], (4, 1)), "v": full["v"]}
+    target = write_file(tmp_path / "out" / "rank_0" / "checkpoint_0.safetensors", written).parents[1]
+    result = call("verify", target, "--against", source, "--source-strategy", tmp_path / "listed.ckpt")
+    assert result.exit_code == 4
+    assert "tensor 'w': is split by the strategy, and every rank holds the same bytes" in result.stderr
+
+
+def test_what_was_looked_at_is_said(tmp_path: Path) -> None:
+    whole = Strategy.of({"w": Layout.of([4], [-1, -1]), "large": Layout.of([4], [-1, -1])})
+    source = write_ranks(tmp_path / "src", numbers({"w": (8, 4), "large": (64, 1024)}), whole)
+    reshard.write_strategy(whole, tmp_path / "s.ckpt")
+    given = ["--source-strategy", tmp_path / "s.ckpt"]
+    said = "all 2 tensors; all 6 replicas, 3 of them bit for bit; verify compares all"
+    for result in (
+        call("inspect", source, *given),
+        call("strategy", "check", tmp_path / "s.ckpt", source),
+        call("transform", source, tmp_path / "out", *given, "--dry-run"),
+        call("transform", source, tmp_path / "out", *given),
+    ):
+        assert result.exit_code == 0, result.stderr
+        assert said in result.output
+    assert json.loads(call("inspect", source, *given, "--json").stdout)["sampled"] == {
+        "tensors": 2, "of_tensors": 2, "copies": 6, "whole": 3, "of_copies": 6,
+    }  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import numbers, write_file, write_ranks
+from checkpoints import blocks, numbers, write_file, write_ranks
 
 import reshard
 from reshard import Layout, Strategy
@@ -135,8 +135,6 @@ def test_parts_of_a_rank_are_read_together(tmp_path: Path) -> None:
     for rank in range(4):
         for part, name in enumerate(("w", "b")):
             some = Strategy.of({name: STRATEGY.tensors[name][0].layout})
-            from checkpoints import blocks
-
             write_file(
                 tmp_path / f"rank_{rank}" / f"checkpoint_{rank}_part{part}.ckpt", blocks(FULL, some, rank), "ckpt"
             )
@@ -146,8 +144,6 @@ def test_parts_of_a_rank_are_read_together(tmp_path: Path) -> None:
 
 
 def test_global_steps_must_agree(root: Path) -> None:
-    from checkpoints import blocks
-
     write_file(
         root / "rank_2" / "checkpoint_2.safetensors",
         {**blocks(FULL, STRATEGY, 2), "global_step": np.array(8, np.int32)},
@@ -259,8 +255,6 @@ def test_a_rule_that_makes_replicas_of_what_differs_is_refused(root: Path) -> No
 
 
 def test_unlisted_tensors_of_different_shapes_are_refused(root: Path) -> None:
-    from checkpoints import blocks
-
     write_file(
         root / "rank_3" / "checkpoint_3.safetensors", {**blocks(FULL, STRATEGY, 3), "x": np.zeros(3, np.float32)}
     )
@@ -294,19 +288,74 @@ def test_equal_constant_blocks_tell_nothing(tmp_path: Path) -> None:
     assert reshard.open(tmp_path, strategy=Strategy.of({"w": ROWS})).notices == ()
 
 
-def test_one_tensor_of_equal_blocks_among_others_is_only_noticed(tmp_path: Path) -> None:
-    full = {"w": FULL["w"], "table": np.tile(np.arange(4, dtype=np.float32), (8, 1))}
-    strategy = Strategy.of({"w": ROWS, "table": ROWS})
+@pytest.mark.parametrize("shape", [(8, 4), (512, 4096)], ids=["small", "large"])
+def test_one_tensor_that_is_whole_among_split_ones_is_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
+    full = {**FULL, "table": np.tile(np.arange(shape[1], dtype=np.float32), (shape[0], 1))}
+    strategy = Strategy.of({"w": ROWS, "b": Layout.of([4], [-1]), "table": ROWS})
     write_ranks(tmp_path, full, strategy)
-    assert reshard.open(tmp_path, strategy=strategy).notices == (
-        "all blocks of table are equal, though the strategy splits it",
-    )
+    with pytest.raises(SourceError, match=r"tensor 'table': is split by .* give --layout 'table=whole'; else the lay"):
+        reshard.open(tmp_path, strategy=strategy)
+    source = reshard.open(tmp_path, strategy=strategy, layouts={"table": "4:0,-1"})
+    assert source.tensors["table"].spec.shape == shape
+
+
+def test_constants_of_which_nobody_knows_whether_they_are_whole_are_warned_of(tmp_path: Path) -> None:
+    full = {**FULL, "zero": np.zeros(8, np.float32)}
+    strategy = Strategy.of({"w": ROWS, "b": Layout.of([4], [0]), "zero": Layout.of([4], [0])})
+    for rank in range(4):
+        tensors = {**blocks(full, strategy, rank), "b": FULL["b"]}
+        write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
+    with pytest.raises(SourceError, match=r"tensor 'b': is split by the strategy, and every rank holds the same"):
+        reshard.open(tmp_path, strategy=strategy)
+    (notice,) = reshard.open(tmp_path, strategy=strategy, layouts={"b": "whole"}).notices
+    assert notice.startswith("zero: constant, and equal on all ranks")
+
+
+# --- replicas that are none ---
+
+WHOLE = Layout.of([4], [-1, -1])
+
+
+@pytest.mark.parametrize("columns", [4, 8192], ids=["small", "large"])
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_a_strategy_that_says_whole_of_what_is_split_is_refused(tmp_path: Path, columns: int, format: str) -> None:
+    full = numbers({"w": (8, columns), "v": (8, 4)})
+    write_ranks(tmp_path, full, Strategy.of({"w": ROWS, "v": ROWS}), format)
+    wrong = Strategy.of({"w": WHOLE, "v": ROWS})
+    with pytest.raises(SourceError, match=r"tensor 'w': block .* differs between rank 0 and rank 1, which the strat"):
+        reshard.open(tmp_path, strategy=wrong)
+
+
+def test_every_axis_along_which_a_tensor_may_be_split_is_looked_at(tmp_path: Path) -> None:
+    """With one pair of replicas a tensor: the first and the last rank differ on all axes of the mesh."""
+    full = numbers({f"w{axis}.{number}": (8, 4) for axis in range(3) for number in range(4)})
+    mesh = [2, 2, 2]
+    truth = {name: Layout.of(mesh, [2 - int(name[1]), -1]) for name in full}
+    write_ranks(tmp_path, full, Strategy.of(truth))
+    for name in full:
+        wrong = Strategy.of({**truth, name: Layout.of(mesh, [-1, -1])})
+        with pytest.raises(SourceError, match=f"tensor '{name}': block"):
+            reshard.open(tmp_path, strategy=wrong)
+
+
+def test_the_number_of_reads_is_bounded_and_what_was_looked_at_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = numbers({f"layers.{n}.{kind}": (2, 4) for n in range(100) for kind in ("a", "b", "c", "d")})
+    strategy = Strategy.of(dict.fromkeys(full, WHOLE))
+    write_ranks(tmp_path, full, strategy)
+    assert reshard.open(tmp_path, strategy=strategy).looked == (400, 400, 1200, 1200, 1200)
+    monkeypatch.setattr(reshard.contents, "_MOST_READS", 300)
+    looked = reshard.open(tmp_path, strategy=strategy).looked
+    assert looked == (100, 400, 200, 200, 1200)
+    wrong = {**full, **{name: -value for name, value in full.items() if name.endswith(".c")}}
+    write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", wrong)
+    with pytest.raises(SourceError, match=r"tensor 'layers\.\d+\.c': block .* rank 0 and rank 3"):
+        reshard.open(tmp_path, strategy=strategy)  # one kind of tensor in a hundred layers is not missed
 
 
 def test_scalars_that_differ_are_noticed_and_kept_apart(tmp_path: Path) -> None:
     for rank in range(4):
-        from checkpoints import blocks
-
         tensors = {**blocks(FULL, STRATEGY, rank), "loss_scale": np.array(rank, np.float32), "note": f"rank {rank}"}
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
     source = reshard.open(tmp_path, strategy=STRATEGY)
@@ -370,8 +419,6 @@ def test_constants_beside_whole_tensors_are_named_with_them(tmp_path: Path) -> N
 
 
 def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
-    from checkpoints import blocks
-
     for rank in range(4):
         tensors = {**blocks(FULL, STRATEGY, rank), "rng": np.array([rank, 1], np.int64)}
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")

@@ -8,7 +8,14 @@ through `printable`, in HTML and SVG through `markup.tag` too.
 3. `notebook` puts both together for the `_repr_html_` of each type; it is imported where that is asked for.
 """
 
-from reshard.show.checkpoints import checkpoint_data, checkpoint_text, files_text, rank_files_data, rank_files_text
+from reshard.show.checkpoints import (
+    checkpoint_data,
+    checkpoint_text,
+    files_text,
+    looked_text,
+    rank_files_data,
+    rank_files_text,
+)
 from reshard.show.folding import fold, ranges_text
 from reshard.show.plans import plan_data, plan_text
 from reshard.show.strategies import LEGEND, layout_data, layout_text, strategy_data, strategy_text
@@ -25,6 +32,7 @@ __all__ = [
     "layout_data",
     "layout_text",
     "list_text",
+    "looked_text",
     "plan_data",
     "plan_text",
     "printable",

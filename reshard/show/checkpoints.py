@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from reshard.block import Shape
-    from reshard.checkpoint import Checkpoint, Entry, Shard, SourceFile, Tensor
+    from reshard.checkpoint import Checkpoint, Entry, Looked, Shard, SourceFile, Tensor
     from reshard.layout import Layout
 
 
@@ -67,9 +67,39 @@ def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
         f"{count_text(len(checkpoint), 'tensor')}, {bytes_text(checkpoint.nbytes)} in whole tensors, "
         f"{bytes_text(stored)} in the files with replicas"
     )
+    if looked := looked_text(checkpoint.looked):
+        lines.append(f"sampled: {looked}")
     for name, reason in checkpoint.unreadable.items():
         lines.append(f"not readable: {printable(name)}: {printable(reason)}")
     return "\n".join(lines)
+
+
+def looked_text(looked: Looked | None) -> str | None:
+    """Write how much of the contents was looked at when a checkpoint was opened; None where nothing can be compared.
+
+    >>> from reshard.checkpoint import Looked
+    >>> looked_text(Looked(2, 10, 4, 1, 70))
+    '2 of 10 tensors; 4 of 70 replicas, 1 of them bit for bit; verify compares all'
+    >>> looked_text(Looked(10, 10, 70, 70, 70))
+    'all 10 tensors; all 70 replicas, bit for bit'
+    """
+    if looked is None or not looked.of_tensors:
+        return None
+    tensors = count_text(looked.of_tensors, "tensor")
+    parts = [f"all {tensors}" if looked.tensors == looked.of_tensors else f"{looked.tensors:,} of {tensors}"]
+    if looked.of_copies:
+        copies = count_text(looked.of_copies, "replica")
+        some = f"all {copies}" if looked.copies == looked.of_copies else f"{looked.copies:,} of {copies}"
+        whole = "bit for bit" if looked.whole == looked.copies else f"{looked.whole:,} of them bit for bit"
+        parts.append(f"{some}, {whole}")
+    if looked.tensors < looked.of_tensors or looked.whole < looked.of_copies:
+        parts.append("verify compares all")
+    return "; ".join(parts)
+
+
+def looked_data(looked: Looked | None) -> dict[str, int] | None:
+    """Return for `--json` how much of the contents was looked at."""
+    return None if looked is None else looked._asdict()
 
 
 def _kind(checkpoint: Checkpoint, tensor: Tensor, shards: str) -> tuple[str, Shape, int, str, str]:
@@ -109,6 +139,7 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
         **_files_data(checkpoint.root, checkpoint.files, ranks),
         "nbytes": checkpoint.nbytes,
         "notices": list(checkpoint.notices),
+        "sampled": looked_data(checkpoint.looked),
         "unreadable": dict(checkpoint.unreadable),
         "tensors": [
             {

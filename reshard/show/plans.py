@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.show.checkpoints import files_text
+from reshard.show.checkpoints import files_text, looked_data, looked_text
 from reshard.show.folding import ranges_text
 from reshard.show.words import bytes_text, count_text, list_text, printable
 
@@ -41,6 +41,8 @@ def plan_text(plan: Plan, directory: str) -> str:
         ("dropped", list_text(plan.dropped) if plan.dropped else "none"),
         ("missing", list_text(plan.missing) if plan.missing else "none"),
     ]
+    if looked := looked_text(plan.source.looked):
+        rows.append(("sampled", looked))
     for number, file in enumerate(plan.files[:_MOST_FILES]):
         path = printable(f"{directory}/{file.path}")
         rows.append(("" if number else "files", f"{path}  {bytes_text(file.layout.size)}"))
@@ -67,5 +69,6 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "dropped": list(plan.dropped),
         "missing": list(plan.missing),
         "notices": list(plan.notices),
+        "sampled": looked_data(plan.source.looked),
         "files": [{"rank": file.rank, "path": file.path, "nbytes": file.layout.size} for file in plan.files],
     }
