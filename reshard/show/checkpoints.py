@@ -63,19 +63,19 @@ def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
     lines += [*table_lines(header, table, width, below=2), ""]
     if checkpoint.strategy is not None:
         lines += [*LEGEND.splitlines(), ""]
+    if looked := looked_text(checkpoint.looked):
+        lines.append(f"sampled: {looked}")
     lines.append(
         f"{count_text(len(checkpoint), 'tensor')}, {bytes_text(checkpoint.nbytes)} in whole tensors, "
         f"{bytes_text(stored)} in the files with replicas"
     )
-    if looked := looked_text(checkpoint.looked):
-        lines.append(f"sampled: {looked}")
     for name, reason in checkpoint.unreadable.items():
         lines.append(f"not readable: {printable(name)}: {printable(reason)}")
     return "\n".join(lines)
 
 
 def looked_text(looked: Looked | None) -> str | None:
-    """Write how much of the contents was looked at when a checkpoint was opened; None where nothing can be compared.
+    """Write how much of the contents was looked at when a checkpoint was opened; None where nothing is left to be said.
 
     >>> from reshard.checkpoint import Looked
     >>> looked_text(Looked(2, 10, 4, 1, 70))
@@ -83,7 +83,7 @@ def looked_text(looked: Looked | None) -> str | None:
     >>> looked_text(Looked(10, 10, 70, 70, 70))
     'all 10 tensors; all 70 replicas, bit for bit'
     """
-    if looked is None or not looked.of_tensors:
+    if looked is None or (looked.tensors == looked.of_tensors and not looked.of_copies):
         return None
     tensors = count_text(looked.of_tensors, "tensor")
     parts = [f"all {tensors}" if looked.tensors == looked.of_tensors else f"{looked.tensors:,} of {tensors}"]
