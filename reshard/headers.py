@@ -15,9 +15,9 @@ from reshard.remote_store import AnyStore
 from reshard.store import local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-    from reshard.checkpoint import Entry, FileIndex
+    from reshard.checkpoint import Entry, FileIndex, Runs
     from reshard.store import Readable
 
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; what cannot be converted, such as a hash table, may be huge
@@ -54,10 +54,10 @@ class Headers:
         if known is not None and known.is_of(path, self._store):
             return known.found
         index = self._with_shared_entries(index_file(path, store=self._store))
-        gaps = list(_gaps(index, size))
-        if sum(nbytes for _, nbytes in gaps) <= _MOST_HELD:
+        runs = gaps(index, size)
+        if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
             reader = RangeReader(path, store=self._store, window=0)
-            self._known[size] = _Header(index, [(offset, reader.read(offset, nbytes)) for offset, nbytes in gaps])
+            self._known[size] = _Header(index, [(offset, reader.read(offset, nbytes)) for offset, nbytes in runs])
         return index
 
     def _with_shared_entries(self, index: FileIndex) -> FileIndex:
@@ -68,12 +68,14 @@ class Headers:
         return index._replace(entries=alike[alike.index(index.entries)])
 
 
-def _gaps(index: FileIndex, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a file that are not contents of tensors; text is part of an index."""
+def gaps(index: FileIndex, size: int) -> Runs:
+    """Return the ranges of a file that are not contents of tensors; text is part of an index."""
+    found: list[tuple[int, int]] = []
     position = 0
     for offset, nbytes in sorted(run for entry in index.entries.values() if entry.text is None for run in entry.runs):
         if offset > position:
-            yield position, offset - position
+            found.append((position, offset - position))
         position = offset + nbytes
     if position < size:
-        yield position, size - position
+        found.append((position, size - position))
+    return tuple(found)

@@ -1,14 +1,17 @@
-"""Manifests: the size of every file of a checkpoint, and a checksum of every tensor's part in it.
+"""Manifests: the size of every file of a checkpoint, a checksum of every tensor's part in it, and one of all else.
 
 A manifest goes with files that leave the machine: they can be checked by it alone, without a strategy. As JSON it is
 
-    {"reshard_manifest": 1,
+    {"reshard_manifest": 2,
      "files": {
-       "rank_0/checkpoint_0.ckpt": {"nbytes": 8237, "tensors": {"w": ["float32", [2, 8], "8a9136aa"]}},
+       "rank_0/checkpoint_0.ckpt": {
+         "nbytes": 8237, "crc32c": "0d4f5e11", "tensors": {"w": ["float32", [2, 8], "8a9136aa"]}},
        "param_name_map.json": {"nbytes": 312, "crc32c": "62a8ab43"}}}
 
 with paths below the directory, and the CRC-32C of the contents of each tensor in the file, row-major, little-endian;
-of the UTF-8 bytes of a `str` entry. A file that is no checkpoint (an index) has one of all its bytes.
+of the UTF-8 bytes of a `str` entry. The file's own `crc32c` is that of all its bytes that are not contents of tensors,
+from first to last: of the header with all notes, of `str` entries as they are stored, of padding and trailers; so that
+no bit of a file is without a checksum. A file without tensors (the index of a set) has this one only.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from reshard.block import Shape
     from reshard.dtypes import DType
 
-VERSION = 1
+VERSION = 2
 
 _VERSION_KEY = "reshard_manifest"
 _LARGEST = 1 << 28
@@ -55,18 +58,18 @@ class FileSums:
 
     Attributes:
         nbytes: its size.
+        crc32c: of all its bytes that are not contents of tensors.
         tensors: what it has of each tensor.
-        crc32c: of all its bytes, where it is no checkpoint file; else None.
     """
 
     nbytes: int
+    crc32c: int
     tensors: Mapping[str, Part] = field(default_factory=dict)
-    crc32c: int | None = None
 
     @property
     def checksums(self) -> int:
-        """How many checksums there are: one of each tensor's part; or one, where it is no checkpoint file."""
-        return len(self.tensors) + (self.crc32c is not None)
+        """How many checksums there are: one of each tensor's part, and one of all else."""
+        return len(self.tensors) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +90,24 @@ class Manifest:
         cls,
         tensors: Mapping[str, Mapping[str, tuple[DType, Shape, int]]],
         nbytes: Mapping[str, int],
-        others: Mapping[str, int] | None = None,
+        crc32c: Mapping[str, int],
     ) -> Manifest:
         """Build a manifest from the checksums of blocks, such as those that the receipts of a run combine to.
 
         Args:
             tensors: for each checkpoint file, and each tensor in it, dtype, shape and CRC-32C.
             nbytes: the size of each file.
-            others: the CRC-32C of each file that is no checkpoint.
+            crc32c: of each file, the CRC-32C of all that is not contents of tensors.
 
         >>> from reshard.dtypes import BFLOAT16
-        >>> made = Manifest.of({"a.safetensors": {"w": (BFLOAT16, (2,), 7)}}, {"a.safetensors": 100, "i": 3}, {"i": 9})
-        >>> made.files["a.safetensors"].tensors["w"].crc32c, made.files["i"]
-        (7, FileSums(nbytes=3, tensors={}, crc32c=9))
+        >>> made = Manifest.of({"a.ckpt": {"w": (BFLOAT16, (2,), 7)}}, {"a.ckpt": 100, "i": 3}, {"a.ckpt": 8, "i": 9})
+        >>> made.files["a.ckpt"].tensors["w"].crc32c, made.files["i"]
+        (7, FileSums(nbytes=3, crc32c=9, tensors={}))
         """
         files = {
-            path: FileSums(nbytes[path], {name: Part(*part) for name, part in parts.items()})
-            for path, parts in tensors.items()
+            path: FileSums(size, crc32c[path], {name: Part(*part) for name, part in tensors.get(path, {}).items()})
+            for path, size in nbytes.items()
         }
-        files.update({path: FileSums(nbytes[path], {}, crc32c) for path, crc32c in (others or {}).items()})
         return cls(dict(sorted(files.items())))
 
     @property
@@ -116,7 +118,7 @@ class Manifest:
     def __repr__(self) -> str:
         """Describe the manifest on one line.
 
-        >>> Manifest({"a": FileSums(8)})
+        >>> Manifest({"a": FileSums(8, 0x62A8AB43)})
         <Manifest: 1 file, 8 bytes, 0 checksums of tensors>
         """
         count = len(self.files)
@@ -168,10 +170,8 @@ def check_paths(paths: Iterable[str]) -> None:
 
 
 def _file_data(file: FileSums) -> dict[str, object]:
-    data: dict[str, object] = {"nbytes": file.nbytes}
-    if file.crc32c is not None:
-        data["crc32c"] = f"{file.crc32c:08x}"
-    else:
+    data: dict[str, object] = {"nbytes": file.nbytes, "crc32c": f"{file.crc32c:08x}"}
+    if file.tensors:
         data["tensors"] = {
             name: [part.dtype.name, list(part.shape), f"{part.crc32c:08x}"] for name, part in file.tensors.items()
         }
@@ -196,10 +196,10 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         faults.add("$", f"has {names(repeated, most=3)} twice in one object")
     if not isinstance(content, dict) or _VERSION_KEY not in content:
         raise SourceError(f"manifest {path}: is none; expected a JSON object with the key {_VERSION_KEY!r}")
-    if type(content[_VERSION_KEY]) is not int or content[_VERSION_KEY] != VERSION:
-        raise SourceError(
-            f"manifest {path}: is of version {content[_VERSION_KEY]!r:.40}; known is {VERSION}: use a newer reshard"
-        )
+    version = content[_VERSION_KEY]
+    if type(version) is not int or version != VERSION:
+        advice = "make it anew from files that are sound" if version == 1 else "use a newer reshard"
+        raise SourceError(f"manifest {path}: is of version {version!r:.40}; expected {VERSION}; {advice}")
     match content:
         case {"files": dict(listed), **rest} if set(rest) == {_VERSION_KEY}:
             files = {name: _file(item, f"$.files[{name!r:.200}]", faults) for name, item in listed.items()}
@@ -212,16 +212,17 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def _file(item: object, where: str, faults: Faults) -> FileSums | None:
     match item:
-        case {"nbytes": int(nbytes), "tensors": dict(tensors), **rest} if _is_count(nbytes) and not rest:
+        case {"nbytes": int(nbytes), "crc32c": str(crc), **rest} if (
+            _is_count(nbytes)
+            and _SUM.fullmatch(crc)
+            and rest.keys() <= {"tensors"}
+            and isinstance(tensors := rest.get("tensors", {}), dict)
+        ):
             parts = {
                 name: _part(name, part, f"{where}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()
             }
-            return FileSums(nbytes, {name: part for name, part in parts.items() if part is not None})
-        case {"nbytes": int(nbytes), "crc32c": str(crc), **rest} if (
-            _is_count(nbytes) and _SUM.fullmatch(crc) and not rest
-        ):
-            return FileSums(nbytes, {}, int(crc, 16))
-    faults.add(where, "is no object of 'nbytes' and either 'tensors' or 'crc32c'")
+            return FileSums(nbytes, int(crc, 16), {name: part for name, part in parts.items() if part is not None})
+    faults.add(where, "is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'")
     return None
 
 

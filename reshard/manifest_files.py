@@ -1,4 +1,4 @@
-"""Making a manifest of files, and holding files against one: each byte of contents is read once, on some threads."""
+"""Making a manifest of files, and comparing files with one: each byte is read once, on some threads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.block import shape_text
-from reshard.checkpoint import ranges
+from reshard.checkpoint import FileIndex, ranges
 from reshard.checksum import combine_ranges, crc32c
 from reshard.difference import Difference
 from reshard.dtypes import STR
 from reshard.errors import SourceError
 from reshard.formats import index_file
+from reshard.headers import gaps
 from reshard.manifest import Manifest
 from reshard.remote_store import any_store
 from reshard.store import local_store
@@ -23,7 +24,7 @@ from reshard.threads import each
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reshard.checkpoint import Entry, SourceFile
+    from reshard.checkpoint import Entry, Runs, SourceFile
     from reshard.difference import Kind
     from reshard.manifest import FileSums
 
@@ -33,24 +34,24 @@ BAND_BYTES = 1 << 20
 
 
 class _Range(NamedTuple):
-    """A range of the contents of one tensor in one file; of all bytes of a file where there is no entry."""
+    """A range of the contents of one tensor in one file; without a name, of all that is not contents."""
 
     path: str
-    name: str
-    entry: Entry | None
+    name: str | None
+    runs: Runs
     begin: int
     nbytes: int
 
 
 class Summed(NamedTuple):
-    """The checksums of tensors in files, by path and name, and how many bytes were read for them."""
+    """The checksums of tensors in files, and of the rest of files, by path and name, and how many bytes were read."""
 
-    sums: Mapping[tuple[str, str], int]
+    sums: Mapping[tuple[str, str | None], int]
     read: int
 
 
 class Checked(NamedTuple):
-    """What holding files against a manifest found.
+    """What comparing files with a manifest found.
 
     Attributes:
         differences: what is not as the manifest says.
@@ -85,8 +86,12 @@ def sum_files(
     """
     top = root.absolute()
     paths = {file.path: Path(file.path).relative_to(top).as_posix() for file in files}
-    whole: dict[str, Mapping[str, Entry | None]] = {str(top / name): {"": None} for name in others}
-    summed = _summed({file.path: file.index.entries for file in files} | whole, threads, progress)
+    sizes = {file.path: file.nbytes for file in files}
+    sizes |= {place: Path(place).stat().st_size for place in (str(top / name) for name in others)}
+    paths |= {str(top / name): name for name in others}
+    indexed = {file.path: file.index for file in files}
+    rest = {place: gaps(indexed[place], n) if place in indexed else ((0, n),) for place, n in sizes.items()}
+    summed = _summed({place: index.entries for place, index in indexed.items()}, rest, threads, progress)
     tensors = {
         paths[file.path]: {
             name: (entry.dtype, shape_of(entry), summed.sums[file.path, name])
@@ -94,15 +99,14 @@ def sum_files(
         }
         for file in files
     }
-    nbytes = {paths[file.path]: file.nbytes for file in files}
-    nbytes |= {name: (top / name).stat().st_size for name in others}
-    return Manifest.of(tensors, nbytes, {name: summed.sums[str(top / name), ""] for name in others})
+    nbytes = {paths[place]: size for place, size in sizes.items()}
+    return Manifest.of(tensors, nbytes, {path: summed.sums[place, None] for place, path in paths.items()})
 
 
 def check_files(
     root: Path, manifest: Manifest, *, partial: bool, threads: int, progress: Callable[[int, int], None]
 ) -> Checked:
-    """Hold the files below a directory against a manifest; nothing else is needed.
+    """Compare the files below a directory with a manifest; nothing else is needed.
 
     Args:
         root: the directory.
@@ -114,7 +118,8 @@ def check_files(
     top = root.resolve()
     differences: list[Difference] = []
     paths: dict[str, str] = {}  # of the manifest, by where the file is
-    indexed: dict[str, Mapping[str, Entry | None]] = {}
+    indexed: dict[str, Mapping[str, Entry]] = {}
+    rest: dict[str, Runs] = {}
     for path, file in manifest.files.items():
         place = top / path
         if partial and not os.path.lexists(place):
@@ -123,17 +128,21 @@ def check_files(
         fault = _file_fault(top, place, file)
         if fault is not None:
             differences.append(replace(fault, path=path))
-        elif file.crc32c is not None:
-            indexed[str(place)] = {"": None}
+        elif not file.tensors:
+            rest[str(place)] = ((0, file.nbytes),)
         else:
-            indexed[str(place)] = _entries(path, str(place), file, differences)
-    summed = _summed(indexed, threads, progress)
+            before = len(differences)
+            index, indexed[str(place)] = _entries(path, str(place), file, differences)
+            if len(differences) == before:  # or the header is known to be another
+                rest[str(place)] = gaps(index, file.nbytes)
+    summed = _summed(indexed, rest, threads, progress)
     for (where, name), found in summed.sums.items():
         file = manifest.files[paths[where]]
-        expected = file.tensors[name].crc32c if file.crc32c is None else file.crc32c
+        expected = file.crc32c if name is None else file.tensors[name].crc32c
         if found != expected:
-            told = f"has the CRC-32C {found:08x}; expected {expected:08x}"
-            differences.append(Difference("checksum", told, name or None, path=paths[where]))
+            what = "the header, or what else is not contents, " if name is None and file.tensors else ""
+            told = f"{what}has the CRC-32C {found:08x}; expected {expected:08x}"
+            differences.append(Difference("checksum", told, name, path=paths[where]))
     return Checked(tuple(differences), tuple(paths.values()), summed.read)
 
 
@@ -147,7 +156,8 @@ def sum_entries(indexed: Mapping[str, Mapping[str, Entry]], *, threads: int) -> 
     Raises:
         SourceError: a file cannot be read, or is shorter than was said.
     """
-    return _summed(indexed, threads, lambda _done, _total: None).sums
+    sums = _summed(indexed, {}, threads, lambda _done, _total: None).sums
+    return {(path, name): value for (path, name), value in sums.items() if name is not None}
 
 
 def _file_fault(top: Path, place: Path, file: FileSums) -> Difference | None:
@@ -162,14 +172,17 @@ def _file_fault(top: Path, place: Path, file: FileSums) -> Difference | None:
     return None if nbytes == file.nbytes else Difference("size", f"has {nbytes} bytes; expected {file.nbytes}")
 
 
-def _entries(path: str, place: str, file: FileSums, differences: list[Difference]) -> dict[str, Entry | None]:
-    """Return what a file holds of the tensors that are worth summing; all else becomes a difference."""
+def _entries(
+    path: str, place: str, file: FileSums, differences: list[Difference]
+) -> tuple[FileIndex, dict[str, Entry]]:
+    """Return what a file holds, and of it the tensors that are worth summing; all else becomes a difference."""
+    found: dict[str, Entry] = {}
     try:
-        entries = index_file(place).entries
+        index = index_file(place)
     except SourceError as error:
         differences.append(Difference("file", f"cannot be read: {error}", path=path))
-        return {}
-    found: dict[str, Entry | None] = {}
+        return FileIndex("", {}), found
+    entries = index.entries
     for name, part in file.tensors.items():
         entry = entries.get(name)
         if entry is None:
@@ -185,7 +198,7 @@ def _entries(path: str, place: str, file: FileSums, differences: list[Difference
         for name in entries
         if name not in file.tensors
     ]
-    return found
+    return index, found
 
 
 def shape_of(entry: Entry) -> tuple[int, ...]:
@@ -194,29 +207,35 @@ def shape_of(entry: Entry) -> tuple[int, ...]:
 
 
 def _summed(
-    indexed: Mapping[str, Mapping[str, Entry | None]], threads: int, progress: Callable[[int, int], None]
+    indexed: Mapping[str, Mapping[str, Entry]],
+    rest: Mapping[str, Runs],
+    threads: int,
+    progress: Callable[[int, int], None],
 ) -> Summed:
-    """Sum the contents of tensors in files; without an entry, the bytes of a file."""
+    """Sum the contents of tensors in files, and the ranges that are the rest of files."""
     tasks: list[list[_Range]] = [[]]
-    sums: dict[tuple[str, str], int] = {}
-    room = TASK_BYTES
-    total = 0
+    sums: dict[tuple[str, str | None], int] = {}
+    wanted: list[tuple[str, str | None, Runs]] = [(path, None, runs) for path, runs in rest.items()]
     for path, entries in indexed.items():
         for name, entry in entries.items():
-            if entry is not None and entry.text is not None:
+            if entry.text is not None:
                 sums[path, name] = crc32c(entry.text.encode())
-                continue
-            sums[path, name] = 0  # of no bytes
-            nbytes = Path(path).stat().st_size if entry is None else entry.nbytes
-            for begin in range(0, nbytes, TASK_BYTES):
-                one = _Range(path, name, entry, begin, min(TASK_BYTES, nbytes - begin))
-                if one.nbytes > room:
-                    tasks.append([])
-                    room = TASK_BYTES
-                tasks[-1].append(one)
-                room -= one.nbytes
-            total += nbytes
-    found: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+            else:
+                wanted.append((path, name, entry.runs))
+    room = TASK_BYTES
+    total = 0
+    for path, part, runs in wanted:
+        sums[path, part] = 0  # of no bytes
+        nbytes = sum(length for _, length in runs)
+        for begin in range(0, nbytes, TASK_BYTES):
+            one = _Range(path, part, runs, begin, min(TASK_BYTES, nbytes - begin))
+            if one.nbytes > room:
+                tasks.append([])
+                room = TASK_BYTES
+            tasks[-1].append(one)
+            room -= one.nbytes
+        total += nbytes
+    found: dict[tuple[str, str | None], list[tuple[int, int, int]]] = {}
     read = 0
     scratch = threading.local()
 
@@ -242,10 +261,9 @@ def _task(task: Sequence[_Range], scratch: threading.local) -> list[tuple[_Range
     summed = []
     for one in task:
         value = 0
-        runs = ((0, one.begin + one.nbytes),) if one.entry is None else one.entry.runs
         for begin in range(one.begin, one.begin + one.nbytes, BAND_BYTES):
             band = scratch.buffer[: min(BAND_BYTES, one.begin + one.nbytes - begin)]
-            for offset, start, stop in ranges(runs, begin, len(band)):
+            for offset, start, stop in ranges(one.runs, begin, len(band)):
                 any_store().read_into(one.path, offset, band[start:stop])
             value = crc32c(band, value)
         summed.append((one, value))

@@ -1,5 +1,7 @@
 """The manifest of what a run wrote: what the files hold is known from their layouts, the checksums from the receipts.
 
+All that is not contents of tensors is in the plan, too: the literals of a layout, one behind the other.
+
 Headers are read from the plan's own bytes, by the formats' own readers, so that the manifest is the one that the
 files themselves would give. Only a block whose receipts do not make it up (one that was written twice around a crash,
 or by a run without checksums) is read from the disk.
@@ -42,19 +44,20 @@ def sums_of_files(
     Raises:
         SourceError: a block must be read for its sum, and cannot be.
     """
-    indexed: dict[int, Mapping[str, Entry]] = {}  # by the identity of layouts, which ranks with equal contents share
+    # By the identity of layouts, which ranks with equal contents share.
+    indexed: dict[int, tuple[Mapping[str, Entry], int]] = {}
     threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     for file in sorted(files, key=lambda file: file.path):
         layout = file.layout
-        if file.last or not layout.size:  # the index of a set; a .ckpt of nothing, which no format is told by
-            content = b"".join(content for _, content in sorted(layout.literals))
-            yield file.path, FileSums(layout.size, {}, crc32c(content))
-            continue
         if id(layout) not in indexed:
             if len(indexed) == _MOST_LAYOUTS:
                 indexed.clear()
-            indexed[id(layout)] = index_file(file.path, store=_OwnBytes(layout)).entries
-        entries, known = indexed[id(layout)], sums[file.path]
+            # The index of a set is no checkpoint file; a .ckpt of nothing is one that no format is told by.
+            none = file.last or not layout.size
+            entries = {} if none else index_file(file.path, store=_OwnBytes(layout)).entries
+            indexed[id(layout)] = entries, crc32c(b"".join(content for _, content in sorted(layout.literals)))
+        entries, rest = indexed[id(layout)]
+        known = sums[file.path]
         place = f"{root}/{file.path}"
         left = {name: entry for name, entry in entries.items() if name not in known}
         read = sum_entries({place: left}, threads=threads) if left else {}
@@ -62,6 +65,7 @@ def sums_of_files(
             file.path,
             FileSums(
                 layout.size,
+                rest,
                 {
                     name: Part(entry.dtype, shape_of(entry), read[place, name] if name in left else known[name])
                     for name, entry in entries.items()

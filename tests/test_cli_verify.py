@@ -111,7 +111,7 @@ def test_structure(folder: Path) -> None:
 def test_a_manifest(folder: Path) -> None:
     result = call("verify", "dst", "--write-manifest", "m.json")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == "wrote m.json: 18 checksums of 6 files\n"
+    assert result.stderr == "wrote m.json: 24 checksums of 6 files\n"
     Path("dst").rename("moved")
     result = call("verify", "moved", "--manifest", "m.json")
     assert result.exit_code == 0
@@ -128,7 +128,7 @@ def test_a_manifest(folder: Path) -> None:
     assert result.exit_code == 6
     assert "is one of the files of moved; choose another name for the manifest" in result.stderr
     assert Path("moved/rank_0/checkpoint_0.ckpt").read_bytes() == before
-    Path("m.json").write_text('{"reshard_manifest": 1, "files": {"../x": {"nbytes": 1, "tensors": {}}}}')
+    Path("m.json").write_text('{"reshard_manifest": 2, "files": {"../x": {"nbytes": 1, "crc32c": "00000000"}}}')
     result = call("verify", "moved", "--manifest", "m.json")
     assert result.exit_code == 4
     assert "no path below a directory" in result.stderr

@@ -14,40 +14,41 @@ MANIFEST = ("verify {file} --manifest {bad}", "verify {ranks} --target-strategy 
 
 a_manifest = partial(Item, commands=MANIFEST, file="bad.json")
 a_folder = partial(Item, commands=("verify {bad} --manifest {bad}/m.json", "verify {bad} --manifest {bad}/m.json --json"), code=3, file="bad")
-_LISTED = sums("a.ckpt", json.dumps({"nbytes": len(proto()), "tensors": {"w": ["int8", [4], "92c80a31"]}}))
+_LISTED = sums("a.ckpt", json.dumps({"nbytes": len(proto()), "crc32c": "daaea1cc", "tensors": {"w": ["int8", [4], "92c80a31"]}}))
 
 MANIFESTS = [
     a_manifest("empty", b"", "is not JSON: Expecting value: line 1 column 1 (char 0)"),
     a_manifest("a list", b"[]", "is none; expected a JSON object with the key 'reshard_manifest'"),
     a_manifest("deep JSON", b'{"a":' * 50_000, "is not JSON: it is nested too deeply"),
-    a_manifest("a key twice", b'{"reshard_manifest": 1, "reshard_manifest": 1, "files": {}}', "$: has reshard_manifest twice in one object"),
-    a_manifest("a file twice", b'{"reshard_manifest": 1, "files": {"a": {"nbytes": 1, "crc32c": "00000000"}, "a": {"nbytes": 2, "crc32c": "00000000"}}}', "$: has a twice in one object"),
+    a_manifest("a key twice", b'{"reshard_manifest": 2, "reshard_manifest": 2, "files": {}}', "$: has reshard_manifest twice in one object"),
+    a_manifest("a file twice", b'{"reshard_manifest": 2, "files": {"a": {"nbytes": 1, "crc32c": "00000000"}, "a": {"nbytes": 2, "crc32c": "00000000"}}}', "$: has a twice in one object"),
     a_manifest("a million keys, one twice", repeated(b'{"a":1', b',"a":1', 1_000_000, b"}"), "is none; expected a JSON object with the key 'reshard_manifest'", commands=MANIFEST[:1]),
-    a_manifest("a version to come", b'{"reshard_manifest": 2, "files": {}}', "is of version 2; known is 1: use a newer reshard"),
+    a_manifest("a version before", b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it anew from files that are sound"),
+    a_manifest("a version to come", b'{"reshard_manifest": 3, "files": {}}', "is of version 3; expected 2; use a newer reshard"),
     a_manifest("a file above", sums("../file.ckpt"), "path '../file.ckpt': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
     a_manifest("an absolute path", sums("/etc/passwd"), "path '/etc/passwd': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
     a_manifest("the directory itself", sums("."), "path '.': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
     a_manifest("a path with control characters", sums("\x1b[2J\nerror: no"), "path '\\x1b[2J\\nerror: no': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
     a_manifest("a path with half of a surrogate pair", sums("\ud800"), "path '\\ud800': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
     a_manifest("a path of 10,000 characters", sums("a" * 10_000), "path 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa: has 10000 characters; at most 4096 bytes are taken"),
-    a_manifest("a name of 10,000 characters", sums("a", '{"nbytes": 1, "tensors": {"' + "w" * 10_000 + '": ["int8", [4], "00000000"]}}'), "$.files['a'].tensors['wwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwww]: is a name of 10000 characters; at most 4096 bytes are taken"),
-    a_manifest("a path above, 300,000 times", repeated(b'{"reshard_manifest": 1, "files": {"../a": {}', b',"../a": {}', 300_000, b"}}"), "has 3 faults:", commands=MANIFEST[:1]),
-    a_manifest("a size of 4,000 digits", sums("a", '{"nbytes": ' + "9" * 4000 + ', "crc32c": "00000000"}'), "$.files['a']: is no object of 'nbytes' and either 'tensors' or 'crc32c'"),
+    a_manifest("a name of 10,000 characters", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"' + "w" * 10_000 + '": ["int8", [4], "00000000"]}}'), "$.files['a'].tensors['wwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwww]: is a name of 10000 characters; at most 4096 bytes are taken"),
+    a_manifest("a path above, 300,000 times", repeated(b'{"reshard_manifest": 2, "files": {"../a": {}', b',"../a": {}', 300_000, b"}}"), "has 3 faults:", commands=MANIFEST[:1]),
+    a_manifest("a size of 4,000 digits", sums("a", '{"nbytes": ' + "9" * 4000 + ', "crc32c": "00000000"}'), "$.files['a']: is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"),
     a_manifest("a size of 5,000 digits", sums("a", '{"nbytes": ' + "9" * 5000 + ', "crc32c": "00000000"}'), "is not JSON: it has a number of thousands of digits"),
-    a_manifest("a negative size", sums("a", '{"nbytes": -1, "crc32c": "00000000"}'), "$.files['a']: is no object of 'nbytes' and either 'tensors' or 'crc32c'"),
-    a_manifest("a checksum of Arabic digits", sums("a", '{"nbytes": 1, "crc32c": "\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660"}'), "$.files['a']: is no object of 'nbytes' and either 'tensors' or 'crc32c'"),
-    a_manifest("a checksum of nine digits", sums("a", '{"nbytes": 1, "crc32c": "000000000"}'), "$.files['a']: is no object of 'nbytes' and either 'tensors' or 'crc32c'"),
-    a_manifest("an unknown dtype", sums("a", '{"nbytes": 1, "tensors": {"w": ["int3", [4], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
-    a_manifest("a shape of 10,000 dimensions", sums("a", '{"nbytes": 1, "tensors": {"w": ["int8", [' + "1," * 9_999 + '1], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
-    a_manifest("a negative dimension", sums("a", '{"nbytes": 1, "tensors": {"w": ["int8", [-4], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
+    a_manifest("a negative size", sums("a", '{"nbytes": -1, "crc32c": "00000000"}'), "$.files['a']: is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"),
+    a_manifest("a checksum of Arabic digits", sums("a", '{"nbytes": 1, "crc32c": "\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660"}'), "$.files['a']: is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"),
+    a_manifest("a checksum of nine digits", sums("a", '{"nbytes": 1, "crc32c": "000000000"}'), "$.files['a']: is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"),
+    a_manifest("an unknown dtype", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"w": ["int3", [4], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
+    a_manifest("a shape of 10,000 dimensions", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"w": ["int8", [' + "1," * 9_999 + '1], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
+    a_manifest("a negative dimension", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"w": ["int8", [-4], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
     a_manifest("not UTF-8", b'{"\xff":1}', "is not JSON: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"),
     a_manifest("a checkpoint", proto(), "is not JSON: Expecting value: line 2 column 1 (char 1)"),
     a_manifest("a file of 2 GB", sparse(b"{", 2 << 30), "has more than 268435456 bytes, which no manifest has"),
     *not_to_be_read(a_manifest),
     a_manifest("a directory", tree({"a": b""}), "is no regular file but a directory, a pipe or a device"),
     a_manifest("files that are not there", sums("rank_9/a.ckpt"), "is not what /item/bad.json says: 1 difference, in rank_9/a.ckpt", code=3),
-    a_manifest("a huge size", sums("file.ckpt", '{"nbytes": 4611686018427387903, "tensors": {"w": ["int8", [4611686018427387903], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 1 difference, in file.ckpt", commands=MANIFEST[:1], code=3),
-    a_manifest("tensors of other shapes", sums("file.ckpt", '{"nbytes": 21, "tensors": {"w": ["int8", [4611686018427387903], "00000000"], "\\u001b[2J\\nerror: no": ["int8", [], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 2 differences, in w, '\\x1b[2J\\nerror: no', in file.ckpt", commands=MANIFEST[:1], code=3),
+    a_manifest("a huge size", sums("file.ckpt", '{"nbytes": 4611686018427387903, "crc32c": "00000000", "tensors": {"w": ["int8", [4611686018427387903], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 1 difference, in file.ckpt", commands=MANIFEST[:1], code=3),
+    a_manifest("tensors of other shapes", sums("file.ckpt", '{"nbytes": 21, "crc32c": "00000000", "tensors": {"w": ["int8", [4611686018427387903], "00000000"], "\\u001b[2J\\nerror: no": ["int8", [], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 2 differences, in w, '\\x1b[2J\\nerror: no', in file.ckpt", commands=MANIFEST[:1], code=3),
 ]
 
 FOLDERS = [

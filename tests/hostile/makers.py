@@ -130,7 +130,7 @@ def a_plan_file(**source: Any) -> Callable[[Path], None]:
 
 def sums(path: str, file: str = '{"nbytes": 21, "crc32c": "00000000"}') -> bytes:
     """A manifest of one file, which is said to be so."""
-    return f'{{"reshard_manifest": 1, "files": {{{json.dumps(path)}: {file}}}}}'.encode()
+    return f'{{"reshard_manifest": 2, "files": {{{json.dumps(path)}: {file}}}}}'.encode()
 
 
 def fifo(path: Path) -> None:
