@@ -84,9 +84,10 @@ if TARGET or SOURCE is incomplete or not sound.
 
 The object of --json has the keys target, against, equal, ranks, files, tensors,
 copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
-notices, and differences: kind (values, missing, extra, dtype, shape, text;
-file, size, checksum), told, tensor, side, rank, path, block (start, stop),
-index (in the whole tensor), index_in_block, count, found, expected, reference.
+notices, unchecked (what was not looked at), and differences: kind (values,
+missing, extra, dtype, shape, text, note; file, size, checksum), told, tensor,
+side, rank, path, block (start, stop), index (in the whole tensor),
+index_in_block, count, found, expected, reference.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
 )
@@ -99,6 +100,11 @@ index (in the whole tensor), index_in_block, count, found, expected, reference.
     help="The checkpoint that TARGET was made from, or is equal to.",
 )
 @_target_options
+@click.option(
+    "--deduplicated",
+    is_flag=True,
+    help="TARGET stores each replica once, on one of the ranks that share it; safetensors files say so themselves.",
+)
 @source_options
 @selection_options
 @click.option(
@@ -131,6 +137,7 @@ def verify(
     target_strategy: AnyPath | None,
     source_strategy: AnyPath | None,
     target_reading: dict[str, Any],
+    deduplicated: bool,
     selection: Selection,
     sample: float | None,
     seed: int | None,
@@ -145,16 +152,18 @@ def verify(
 ) -> None:
     """Check the checkpoint TARGET: that it is all there; that every bit of it is SOURCE's; that its files are unharmed.
 
-    Without --against or --manifest only headers are read: every rank is there, every block is there and covers its
-    tensor once, names and shapes are as the strategy says. With --against SOURCE the two are compared whatever their
-    layouts and formats, as a conversion with the same options would have made TARGET, and replicas with each other. Two
-    directories of the same ranks need no strategies.
+    Without --against or --manifest only headers are read: every rank is there and has what the strategy gives it, every
+    block is there and covers its tensor once, names and shapes are as the strategy says. With --against SOURCE the two
+    are compared whatever their layouts and formats, as a conversion with the same options would have made TARGET on
+    every rank, and replicas with each other. Two directories of the same ranks need no strategies.
     """
     from reshard.verdict import summary, verdict_data, verdict_text
     from reshard.verification import opened
     from reshard.verification import verify as verified
 
     _check_usage(source, manifest, write_manifest, reading, source_strategy, sample)
+    if deduplicated and (manifest or write_manifest):
+        raise UsageError("--deduplicated is about a strategy's ranks; a manifest says what each file holds")
     if write_manifest is not None:
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
@@ -168,6 +177,7 @@ def verify(
                 opened(target, target_strategy, **target_reading),
                 against=None if source is None else opened(source, source_strategy, what="source", **reading),
                 selection=selection,
+                deduplicated=deduplicated,
                 sample=sample,
                 seed=seed,
                 memory=memory,

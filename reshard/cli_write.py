@@ -33,7 +33,7 @@ from reshard.cli_words import (
     strategy_words,
     verify_command,
 )
-from reshard.cli_written import found_by, is_a_share, other_ranks, told_apart
+from reshard.cli_written import found_by, is_a_share, is_silently_deduplicated, other_ranks, told_apart
 from reshard.errors import StrategyError, TargetError, UsageError, names
 from reshard.formats.unified import SET_FILES
 from reshard.rank_files import RANK_PATTERN
@@ -402,7 +402,8 @@ def carry_out(
     others = other_ranks(plan, target)
     verify = None
     if asked is not None and not (others or is_a_share(plan)):
-        verify = verify_command(there, target_strategy, options, source, asked)
+        once = ["--deduplicated"] if is_silently_deduplicated(plan) else []
+        verify = verify_command(there, target_strategy, options, source, [*once, *asked])
     if running.as_json:
         print_json(report.report_data(plan, str(target), done, verify, check))
     else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.cli_words import option
 from reshard.errors import SourceError, names
+from reshard.formats.ckpt import NAME as CKPT
 from reshard.rank_files import RANK_PATTERN, every_file, rank_files
 from reshard.remote import RemotePath, forget_listings
 from reshard.target_files import RankFiles
@@ -53,6 +54,12 @@ def told_apart(plan: Plan, target: AnyPath, pattern: str | None = None) -> list[
 def is_a_share(plan: Plan) -> bool:
     """Tell whether other ranks store what these would hold too: nothing in the files tells that they do."""
     return plan.request is not None and plan.request.remove_redundancy and plan.request.ranks is not None
+
+
+def is_silently_deduplicated(plan: Plan) -> bool:
+    """Tell whether each replica is stored once in files that do not say so, because their format has no notes."""
+    request = plan.request
+    return request is not None and request.remove_redundancy and request.target is not None and plan.format == CKPT
 
 
 def other_ranks(plan: Plan, target: AnyPath) -> str:

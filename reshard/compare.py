@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from reshard.bands import Recipe
-from reshard.checkpoint import Shard, ranges
+from reshard.checkpoint import ranges
 from reshard.cipher import store_of
+from reshard.replicas import every_shard, in_several_stages
 from reshard.threads import each
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def checks(
         tensor, other = source.tensors[source_name], target.tensors[name]
         names = (name, source_name, tensor.spec.dtype, cast(tensor.spec.dtype))
         key = (tensor.spec.shape, id(tensor.shards), id(other.shards))
-        if tensor.varies or _in_several_stages(source, tensor) or _in_several_stages(target, other):
+        if tensor.varies or in_several_stages(source, tensor) or in_several_stages(target, other):
             found.append(_check(source, tensor, target, other, names))
             continue
         if key not in known:  # tensors alike have one recipe, and one list of copies
@@ -171,39 +172,16 @@ def _check(
     copies: dict[Block, list[Copy]] = {}
     if not tensor.varies:
         first = {shard.block: shard.holders[0] for shard in references}
-        for shard in _every_shard(source, tensor):
+        for shard in every_shard(source, tensor):
             some = [Copy("source", number) for number in shard.holders if number != first.get(shard.block)]
             if some:
                 copies.setdefault(shard.block, []).extend(some)
-    for shard in _every_shard(target, other):
+    for shard in every_shard(target, other):
         if shard.holders:
             copies.setdefault(shard.block, []).extend(Copy("target", number) for number in shard.holders)
     recipe = Recipe.of(shape, [shard.block for shard in references], list(copies))
     holders = references[0].holders if own_values else tuple(shard.holders[0] for shard in references)
     return Check(*names, shape, recipe, holders, tuple(map(tuple, copies.values())), own_values)
-
-
-def _in_several_stages(checkpoint: Checkpoint, tensor: Tensor) -> bool:
-    return (
-        tensor.listed and checkpoint.strategy is not None and len(checkpoint.strategy.stages_of(tensor.spec.name)) > 1
-    )
-
-
-def _every_shard(checkpoint: Checkpoint, tensor: Tensor) -> Sequence[Shard]:
-    """Return every block of a tensor and all files that hold it, in whatever stage; blocks of two may overlap."""
-    strategy = checkpoint.strategy
-    if strategy is None or not _in_several_stages(checkpoint, tensor):
-        return tensor.shards
-    name = tensor.spec.name
-    by_rank: dict[int, list[int]] = {}
-    for number, (file, rank) in enumerate(zip(checkpoint.files, checkpoint.ranks, strict=True)):
-        if name in file.index.entries:
-            by_rank.setdefault(rank, []).append(number)
-    grid = strategy.grid(name, tensor.spec.shape)
-    return [
-        Shard(block, tuple(number for rank in ranks for number in by_rank.get(rank, ())))
-        for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
-    ]
 
 
 class Run(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from reshard.block import Block
 
-Kind = Literal["values", "missing", "extra", "dtype", "shape", "text", "file", "size", "checksum"]
+Kind = Literal["values", "missing", "extra", "dtype", "shape", "text", "note", "file", "size", "checksum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +16,16 @@ class Difference:
     """One thing that is not as it should be.
 
     Attributes:
-        kind: `values` (elements differ), `missing` or `extra` (a tensor, in the target), `dtype`, `shape`, `text` (a
-            `str` entry); and against a manifest `file` (not there, or not readable), `size`, `checksum`.
+        kind: `values` (elements differ), `missing` or `extra` (a tensor, in the target or in one rank's file, which
+            may be there so that it cannot be read), `dtype`, `shape`, `text` (a `str` entry), `note` (in the
+            `__metadata__` of a file); and against a manifest `file` (not there, or not readable), `size`, `checksum`.
         told: what was found and what was expected, in words.
-        name: the tensor, as the target calls it; None where a whole file is meant.
+        name: the tensor, as the target calls it; None where a file, or a note of it, is meant.
         side: `source` where a replica in the source differs from another one there.
         rank: of the file; None where no file is meant.
         path: of the file.
-        block: the part of the tensor that the file holds, of `values`; so are all that follow.
-        index: of the first element that differs, in the whole tensor.
+        block: the part of the tensor that the file holds, or shall hold.
+        index: of the first element that differs, in the whole tensor, of `values`; so are all that follow.
         count: how many elements differ, of those that were compared.
         found: the bits of that element, as hexadecimal digits.
         expected: the bits that it should have.

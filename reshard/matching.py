@@ -13,14 +13,24 @@ from reshard.block import shape_text
 from reshard.checkpoint import Shard
 from reshard.difference import Difference
 from reshard.errors import SourceError
+from reshard.formats.safetensors import NAME as SAFETENSORS
 from reshard.join import join
+from reshard.replicas import Replicas, is_deduplicated
 from reshard.selection import all_states, matches, select
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from reshard.checkpoint import Checkpoint, Tensor
+    from reshard.difference import Kind
     from reshard.selection import Selection
+
+
+_ABSENT = "is in the source, not in the target"
+_LACKS = (
+    "is not in the file of this rank, which shall have it; if each replica is stored once, give --deduplicated "
+    "(deduplicated=True)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +52,13 @@ class Matched:
     notices: list[str] = field(default_factory=list)
 
 
-def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Checkpoint, Checkpoint]]:
-    """Yield what is compared with what: the two checkpoints, or, where no strategy joins their ranks, rank by rank."""
+def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Checkpoint, Checkpoint, int | None]]:
+    """Yield what is compared with what: the two checkpoints, or, where no strategy joins their ranks, rank by rank.
+
+    Beside them is the rank; None of the two checkpoints.
+    """
     if source.tensors and target.tensors:
-        yield source, target
+        yield source, target, None
         return
     for one, what, other in ((source, "source", target), (target, "target", source)):
         if not one.tensors and (other.tensors or set(source.ranks) != set(target.ranks)):
@@ -54,12 +67,12 @@ def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Che
                 f"--{what}-strategy, or --{'target-' * (what == 'target')}layout '*=RULE'"
             )
     for rank in sorted(set(source.ranks)):
-        yield _of_rank(source, rank), _of_rank(target, rank)
+        yield _of_rank(source, rank), _of_rank(target, rank), rank
 
 
 def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     """Return what one rank holds, as a checkpoint of whole tensors whose files are numbered as before."""
-    numbers = [number for number, other in enumerate(checkpoint.ranks) if other == rank]
+    numbers = _numbers(checkpoint, rank)
     files = [checkpoint.files[number] for number in numbers]
     tensors = {
         name: tensor._replace(
@@ -71,23 +84,54 @@ def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, unreadable=unreadable)
 
 
-def match(source: Checkpoint, target: Checkpoint, wishes: Selection) -> Matched:
-    """Find each source tensor in the target, by the name that a conversion gives it."""
+def _numbers(checkpoint: Checkpoint, rank: int | None) -> list[int]:
+    """Return the numbers of the files of a rank; None means all."""
+    return [number for number, other in enumerate(checkpoint.ranks) if rank in {None, other}]
+
+
+def match(
+    source: Checkpoint,
+    target: Checkpoint,
+    wishes: Selection,
+    *,
+    rank: int | None = None,
+    deduplicated: bool = False,
+) -> Matched:
+    """Find each source tensor in the target, by the name that a conversion gives it, on every rank that it gives it to.
+
+    Args:
+        source: what a conversion reads.
+        target: compared with what it writes.
+        wishes: what the conversion was asked for.
+        rank: the two are what this rank holds of two checkpoints; None where they are the checkpoints.
+        deduplicated: the target stores each replica once, whether its files say so or not.
+    """
     lenient = replace(wishes, drop=("*",), allow_missing=("*",))
     selected = select(source, target.strategy, lenient)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
     new_names = wishes.renamed(list(source.tensors))
     states = all_states(source, target.strategy, target.tensors)
     found = Matched(notices=list(selected.notices))
+    replicas = Replicas(target, once=deduplicated or is_deduplicated(target), converted=True)
+    paths = {target.ranks[number]: target.files[number].path for number in reversed(range(len(target.files)))}
+    unreadable = _unreadable(target, rank)
     for name in chosen:
         new = new_names[name]
         other = target.tensors.get(new)
         if other is not None:
-            _hold_headers(found, source, target, source.tensors[name], other, wishes)
+            _compare_headers(found, source, target, source.tensors[name], other, wishes)
+            found.differences.extend(
+                Difference("missing", _LACKS, new, "target", lack.rank, paths.get(lack.rank), lack.block)
+                for lack in replicas.lacking(other)
+                if (lack.rank, new) not in unreadable
+            )
+        elif new in target.unreadable:  # which is a difference of its own
+            continue
         elif _may_lack(source, target, name, new, wishes, states):
             found.dropped.append(name)
         else:
-            found.differences.append(Difference("missing", "is in the source, not in the target", name=new))
+            path = None if rank is None else paths[rank]
+            found.differences.append(Difference("missing", _ABSENT, new, "target", rank, path))
     for name in set(source.unreadable) & set(selected.dropped):
         found.dropped.append(name)
         if not matches(name, wishes.drop):
@@ -102,25 +146,80 @@ def match(source: Checkpoint, target: Checkpoint, wishes: Selection) -> Matched:
             found.left_out.append(name)
         else:
             found.differences.append(Difference("extra", "is in the target, not in the source", name=name))
+    written = {new for _, new in selected.kept}
+    dropped = {name for _, name in unreadable if name not in written and matches(name, wishes.drop)}
+    _add_unreadable(found, unreadable, written, dropped | (known - expected))
+    found.differences.extend(_of_notes(source, target, rank))
     return found
+
+
+def _add_unreadable(
+    found: Matched,
+    unreadable: Mapping[tuple[int, str], tuple[str, str]],
+    written: Collection[str],
+    unasked: Collection[str],
+) -> None:
+    """Add the entries of a target that cannot be read; they differ from all that a conversion writes."""
+    for (rank, name), (reason, path) in unreadable.items():
+        if name in unasked:
+            found.left_out.append(name)
+        else:
+            kind: Kind = "missing" if name in written else "extra"
+            found.differences.append(Difference(kind, f"{reason}, and is not compared", name, "target", rank, path))
+
+
+def _unreadable(target: Checkpoint, rank: int | None) -> dict[tuple[int, str], tuple[str, str]]:
+    """Return the entries of a target's files that cannot be read, by rank and name: the reason, and the file's path."""
+    return {
+        (target.ranks[number], name): (reason, target.files[number].path)
+        for number in _numbers(target, rank)
+        for name, reason in target.files[number].index.unreadable
+        if name in target.unreadable
+    }
+
+
+def compares_notes(source: Checkpoint, target: Checkpoint) -> bool:
+    """Tell whether both have files with notes, which a conversion carries over from one to the other."""
+    return all(any(file.index.format == SAFETENSORS for file in side.files) for side in (source, target))
+
+
+def _of_notes(source: Checkpoint, target: Checkpoint, rank: int | None) -> Iterator[Difference]:
+    """Compare the notes of the target's files with those of the source's, which a conversion carries over.
+
+    Source files whose notes differ leave open which of them a target file has. `format` says who wrote a file.
+    """
+    if not compares_notes(source, target):
+        return
+    given = [dict(source.files[number].index.metadata) for number in _numbers(source, rank)]
+    for number in _numbers(target, rank):
+        file = target.files[number]
+        notes = dict(file.index.metadata)
+        for key in sorted({key for some in (notes, *given) for key in some} - {"format"}):
+            values = [some.get(key) for some in given]
+            if file.index.format == SAFETENSORS and notes.get(key) not in values:
+                told = f"has {_noted(key, notes.get(key))}; the source has {_noted(key, values[0])}"
+                yield Difference("note", told, None, "target", target.ranks[number], file.path)
+
+
+def _noted(key: str, value: str | None) -> str:
+    return f"no note {key!r:.80}" if value is None else f"the note {key!r:.80} with {value!r:.80}"
 
 
 def _may_lack(
     source: Checkpoint, target: Checkpoint, name: str, new: str, wishes: Selection, states: Mapping[str, str]
 ) -> bool:
     """Tell whether the target need not have a tensor that is asked for."""
-    if matches(name, wishes.drop):
-        return True
     strategy = target.strategy
     if strategy is None:
         return False
-    if new not in strategy.tensors:  # a conversion drops states that the target does not name
-        return source.tensors[name].listed and (name in states or target.part is not None)
+    if new not in strategy.tensors:  # a conversion drops what the target does not name; weights, where it is asked to
+        may = name in states or target.part is not None or matches(name, wishes.drop)
+        return source.tensors[name].listed and may
     present = {strategy.stage_of(rank) for rank in target.ranks}  # opened with --partial, there may be no rank of it
     return not present.intersection(strategy.stages_of(new))
 
 
-def _hold_headers(
+def _compare_headers(
     found: Matched, source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Tensor, wishes: Selection
 ) -> None:
     """Compare what headers say of a tensor on both sides; what agrees goes on to be compared."""

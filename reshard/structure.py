@@ -1,4 +1,8 @@
-"""Whether a checkpoint is all there and sound, from headers alone, and what unfinished runs left beside it."""
+"""Whether a checkpoint is all there and sound, from headers alone, and what unfinished runs left beside it.
+
+Which rank shall hold which block is known from the strategy; of what it does not name, only that all ranks of a stage
+save the same names, because they run the same network.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import TYPE_CHECKING
 from reshard.bands import is_grid
 from reshard.block import shape_text
 from reshard.errors import Faults, SourceError, names
+from reshard.replicas import Replicas, every_shard, in_several_stages, is_deduplicated
 from reshard.selection import matches, optimizer_states
 from reshard.store import PARTIAL
 
@@ -18,15 +23,17 @@ if TYPE_CHECKING:
 
     from reshard.block import Block, Shape
     from reshard.checkpoint import Checkpoint
+    from reshard.selection import Selection
     from reshard.strategy import Strategy
 
 
-def check_structure(target: Checkpoint, allow_missing: Iterable[str]) -> list[str]:
+def check_structure(target: Checkpoint, wishes: Selection, *, deduplicated: bool = False) -> list[str]:
     """Check all that headers tell, beyond what was checked when the checkpoint was opened.
 
     Args:
         target: a checkpoint; one that has no tensors is of ranks that no strategy joins.
-        allow_missing: globs of weights that the strategy names and no file need have.
+        wishes: `allow_missing` has globs of tensors that need not be there, `drop` of entries that nobody can read.
+        deduplicated: each replica is stored once, whether the files say so or not.
 
     Returns:
         what should be known though it is no fault.
@@ -35,17 +42,28 @@ def check_structure(target: Checkpoint, allow_missing: Iterable[str]) -> list[st
         SourceError: something is not sound; all faults at once.
     """
     faults = Faults(target.root)
-    notices = [*target.notices, *(f"tensor {name!r} {reason}" for name, reason in target.unreadable.items())]
+    notices = list(target.notices)
+    for number, file in enumerate(target.files):
+        for name, reason in file.index.unreadable:
+            if name in target.unreadable and not matches(name, wishes.drop):
+                faults.add(f"rank {target.ranks[number]}: {name!r}", f"{reason}; to leave it out give --drop '{name}'")
     if not target.tensors:
         notices.append("no strategy joins the ranks: each is sound for itself; a strategy would tell whether it is all")
         present = set(target.ranks)
         absent = sorted({*range(max(present))} - present)
         if absent:
             faults.add(f"rank {names(absent)}", f"has no file, though there are ranks up to {max(present)}")
+        empty = [r for r, file in zip(target.ranks, target.files, strict=True) if not file.index.entries]
+        if empty:
+            notices.append(f"rank {names(empty)} has a file without any tensor, and others have tensors")
     _check_cover(target, faults)
     if target.strategy is not None:
-        _check_names(target, target.strategy, allow_missing, faults)
-        notices += _lacking(target, target.strategy)
+        _check_names(target, target.strategy, wishes.allow_missing, faults)
+        once = deduplicated or is_deduplicated(target)
+        _check_ranks(target, wishes, faults, once=once)
+        notices += _shared(target, target.strategy)
+        if once:
+            notices.append("replicas are stored once: each block is there at least once in its stage")
     faults.raise_if_any(SourceError)
     return notices
 
@@ -87,25 +105,44 @@ def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable
             )
 
 
-def _lacking(target: Checkpoint, strategy: Strategy) -> list[str]:
-    """Tell which ranks lack what the strategy gives them and others have."""
-    present = set(target.ranks)
-    held: dict[int, set[str]] = {rank: set() for rank in present}
-    for file, rank in zip(target.files, target.ranks, strict=True):
-        held[rank].update(file.index.entries)
-    ranks: set[int] = set()
+def _check_ranks(target: Checkpoint, wishes: Selection, faults: Faults, *, once: bool) -> None:
+    """Every rank that is there must have what the strategy gives it, as far as any rank of its stage has it."""
+    replicas = Replicas(target, once=once, converted=False)
+    told = {
+        (rank, name) for rank, file in zip(target.ranks, target.files, strict=True) for name, _ in file.index.unreadable
+    }
+    lacking: dict[int, list[str]] = {}
+    for name, tensor in target.tensors.items():
+        lacks = replicas.lacking(tensor)
+        if lacks and not matches(name, wishes.allow_missing):
+            for rank in dict.fromkeys(lack.rank for lack in lacks if (lack.rank, name) not in told):
+                lacking.setdefault(rank, []).append(name)
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, some in sorted(lacking.items()):
+        alike.setdefault(tuple(some), []).append(rank)
+    for lacked, ranks in alike.items():
+        faults.add(
+            f"rank {names(ranks)}",
+            f"has no {names(lacked, most=3)} in its file, which other ranks of the stage have; if each replica is "
+            "stored once, give --deduplicated (deduplicated=True)",
+        )
+
+
+def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
+    """Tell which stages have nothing of what they share with others."""
     lacking: dict[str, None] = {}
-    for name in target.tensors:
-        for stage in strategy.stages_of(name):
-            first = stage * strategy.devices
-            for rank in present.intersection(range(first, first + strategy.devices)):
-                if name not in held[rank]:
-                    ranks.add(rank)
-                    lacking[name] = None
+    stages: set[int] = set()
+    present = {strategy.stage_of(rank) for rank in target.ranks}
+    for name, tensor in target.tensors.items():
+        if in_several_stages(target, tensor):
+            held = {strategy.stage_of(target.ranks[n]) for s in every_shard(target, tensor) for n in s.holders}
+            if without := present.intersection(strategy.stages_of(name)) - held:
+                lacking[name] = None
+                stages |= without
     if not lacking:
         return []
-    told = "replicas are stored once, or a tensor that stages share is left out of some"
-    return [f"rank {names(sorted(ranks))} lacks what other ranks have of {names(lacking, most=3)}: {told}"]
+    told = f"stage {names(sorted(stages))} has nothing of {names(lacking, most=3)}, which it shares with others"
+    return [f"{told}: MindSpore leaves out what another stage stores"]
 
 
 def leftovers(root: Path) -> list[str]:

@@ -24,8 +24,10 @@ def verdict_text(found: Verification) -> str:
     lines = [f"{printable(found.target)}: {_conclusion(found)}"]
     files = count_text(found.files, "file")
     ranks = f" of {count_text(len(found.ranks), 'rank')} ({ranges_text(found.ranks)})" if found.ranks else ""
-    blocks = "copies of blocks held against others" if found.ranks and found.against else "blocks of them"
+    blocks = "copies of blocks compared with others" if found.ranks and found.against else "blocks of them"
     lines.append(f"{count_text(found.tensors, 'tensor')}, {found.copies:,} {blocks}; {files}{ranks}")
+    if found.unchecked:
+        lines.append(f"not looked at: {'; '.join(found.unchecked)}")
     if found.bytes_read:
         rate = f" ({bytes_text(found.bytes_read / found.seconds)}/s)" if found.seconds else ""
         lines.append(f"read {bytes_text(found.bytes_read)} in {found.seconds:.2f} s{rate}")
@@ -72,7 +74,7 @@ def _conclusion(found: Verification) -> str:
 
 
 def _difference_lines(one: Difference, found: Verification) -> Iterable[str]:
-    subject = f"tensor {printable(one.name)}" if one.name is not None else printable(one.path)
+    subject = f"tensor {printable(one.name)}" if one.name is not None else _below(one.path or "", found.target)
     yield f"  {subject}: {printable(one.told)}"
     if one.path is not None and one.name is not None:
         root = found.against if one.side == "source" else found.target
@@ -114,6 +116,7 @@ def verdict_data(found: Verification) -> dict[str, object]:
         "dropped": list(found.dropped),
         "left_out": list(found.left_out),
         "notices": list(found.notices),
+        "unchecked": list(found.unchecked),
         "differences": [_difference_data(one) for one in found.differences],
     }
 

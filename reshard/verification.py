@@ -1,10 +1,12 @@
 """`reshard.verify`: is a checkpoint sound, is it that which another became, are its files those of a manifest.
 
-* Of structure alone: every rank is there, headers are sound, every block is there and covers its tensor once, names and
-  shapes are as the strategy says. Headers are read, contents are not.
-* Against a source: what a conversion with the same options would have written is what is there, bit for bit, and
-  replicas agree on both sides (`compare`).
-* Against a manifest: sizes and checksums are what they were (`manifest_files`).
+* Of structure alone: every rank is there and has what the strategy gives it, headers are sound, every block is there
+  and covers its tensor once, names and shapes are as the strategy says. Headers are read, contents are not.
+* Against a source: what a conversion with the same options would have written is what is there, on every rank, bit for
+  bit, and replicas agree on both sides (`compare`).
+* Against a manifest: sizes and checksums are what they were (`manifest_files`); every bit of a file is in one of them.
+
+What a way does not look at is in `Verification.unchecked`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from reshard.formats.unified import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
 from reshard.manifest import Manifest, read_manifest
 from reshard.manifest_files import check_files, sum_files
-from reshard.matching import match, pairs_of_ranks
+from reshard.matching import compares_notes, match, pairs_of_ranks
 from reshard.planner import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_BAND_BYTES, THREADS
 from reshard.rank_files import RANK_PATTERN
 from reshard.remote import is_url
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     """Gets the bytes done and the bytes to be done."""
 
 _EXTENSIONS = {".ckpt", ".safetensors"}
+_NEVER = "checksums that files carry (crc_num), and how text entries are stored"
 _BUFFERS = 4  # of a band, for each thread: as read from either side, which elements differ, and cast
 
 
@@ -54,12 +57,12 @@ class Verification:
 
     Attributes:
         target: the directory or file that was looked at.
-        against: the source that it was held against, or the manifest; None for its structure alone.
+        against: the source that it was compared with, or the manifest; None for its structure alone.
         ranks: ranks whose files were looked at; none for a manifest, which knows of none.
         files: how many files of the target were looked at.
         tensors: how many tensors were looked at.
-        copies: how many blocks in files were looked at or held against others, replicas included.
-        bytes_read: bytes of contents read, of both sides.
+        copies: how many blocks in files were looked at or compared with others, replicas included.
+        bytes_read: bytes of contents read, of both sides; against a manifest, bytes of the files.
         total_bytes: what a comparison of all rows reads.
         differences: what is not as it should be.
         dropped: tensors of the source that the target need not have, and has not.
@@ -68,6 +71,7 @@ class Verification:
         seed: of the sample.
         notices: what should be known though it is no difference.
         seconds: how long it took.
+        unchecked: what of the files was not looked at, and could be anything.
     """
 
     target: str
@@ -85,6 +89,7 @@ class Verification:
     seed: int | None = None
     notices: tuple[str, ...] = ()
     seconds: float = 0.0
+    unchecked: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -111,6 +116,7 @@ def verify(
     sample: float | None = None,
     seed: int | None = None,
     partial: bool = False,
+    deduplicated: bool = False,
     memory: int | None = None,
     threads: int | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -131,6 +137,8 @@ def verify(
             compared.
         seed: of the random choice of rows; by default a new one, which the result tells.
         partial: files of the manifest may be lacking; a checkpoint of some ranks only is opened so.
+        deduplicated: the target stores each replica once (`remove_redundancy`), on any of the ranks that the strategy
+            gives it to. safetensors files say so themselves; `.ckpt` files cannot.
         memory: resident memory in bytes that it may take at its peak.
         threads: how many; by default one for each available processor, at most 4.
         progress: called with bytes compared (as `written`) and to be compared.
@@ -140,13 +148,16 @@ def verify(
 
     Raises:
         SourceError: a checkpoint that cannot be compared at all: files lacking, headers that are not sound or
-            contradict the strategy, a block in no file; all faults at once.
-        UsageError: a selection that matches nothing, a sample that is none.
+            contradict the strategy, a block in no file; of structure alone, a rank that lacks a tensor too, and an
+            entry that cannot be read; all faults at once.
+        UsageError: a selection that matches nothing, a sample that is none, an option that would do nothing.
         BudgetError: `memory` is too little.
     """
     began = time.perf_counter()
     if against is not None and manifest is not None:
         raise UsageError("a target is held against a source or against a manifest; name one of them")
+    if deduplicated and manifest is not None:
+        raise UsageError("a manifest says what each file holds; leave deduplicated out")
     if sample is not None and (not 0 < sample <= 1 or against is None):
         raise UsageError(f"sample is {sample}; expected a share of what is compared with a source, up to 1")
     threads, told = _threads(threads), _told(progress, began)
@@ -159,10 +170,10 @@ def verify(
         checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy)
         wishes = selection or Selection()
         if against is None:
-            found = _structure(checkpoint, wishes)
+            found = _structure(checkpoint, wishes, deduplicated)
         else:
             source = against if isinstance(against, Checkpoint) else opened(against, source_strategy, what="source")
-            found = _against_source(checkpoint, source, wishes, sample, seed, memory, threads, told)
+            found = _against_source(checkpoint, source, wishes, deduplicated, sample, seed, memory, threads, told)
     return replace(found, seconds=time.perf_counter() - began)
 
 
@@ -225,7 +236,8 @@ def opened(
             some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix"}}
             files, ranks, notices = read_headers(path, **some)
             if len(set(ranks)) > 1:
-                return Checkpoint(str(path), {}, files, ranks, notices=tuple(notices))
+                unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
+                return Checkpoint(str(path), {}, files, ranks, notices=tuple(notices), unreadable=unreadable)
         return open_checkpoint(path, strategy=strategy, contents=False, **reading)
     except SourceError as error:
         left = leftovers(Path(str(path)))
@@ -254,9 +266,10 @@ def _told(progress: Callable[[Progress], None] | None, began: float) -> Told:
     return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
 
 
-def _structure(target: Checkpoint, wishes: Selection) -> Verification:
+def _structure(target: Checkpoint, wishes: Selection, deduplicated: bool) -> Verification:
     """Check all that headers tell; what is not sound is an error."""
-    notices = check_structure(target, wishes.allow_missing)
+    notices = check_structure(target, wishes, deduplicated=deduplicated)
+    unnamed = () if target.strategy else ("names and shapes, which no strategy tells",)
     return Verification(
         target.root,
         None,
@@ -265,6 +278,7 @@ def _structure(target: Checkpoint, wishes: Selection) -> Verification:
         len({name for file in target.files for name in file.index.entries}),
         sum(len(file.index.entries) for file in target.files),
         notices=(*notices, *leftovers(Path(target.root))),
+        unchecked=("contents", *unnamed, "notes (__metadata__)", _NEVER),
     )
 
 
@@ -272,6 +286,7 @@ def _against_source(
     target: Checkpoint,
     source: Checkpoint,
     wishes: Selection,
+    deduplicated: bool,
     sample: float | None,
     seed: int | None,
     memory: int | None,
@@ -289,8 +304,8 @@ def _against_source(
     dropped: list[str] = []
     left_out: list[str] = []
     notices = [*source.notices, *target.notices]
-    for one_source, one_target in pairs_of_ranks(source, target):
-        matched = match(one_source, one_target, wishes)
+    for one_source, one_target, rank in pairs_of_ranks(source, target):
+        matched = match(one_source, one_target, wishes, rank=rank, deduplicated=deduplicated)
         every += checks(one_source, one_target, matched.pairs, wishes.target_dtype)
         differences += matched.differences
         dropped += matched.dropped
@@ -325,6 +340,7 @@ def _against_source(
         sample,
         seed if sample is not None else None,
         (*dict.fromkeys(notices), *leftovers(Path(target.root))),
+        unchecked=("the note `format`" if compares_notes(source, target) else "notes (__metadata__)", _NEVER),
     )
 
 
@@ -370,7 +386,7 @@ def _within(memory: int | None, threads: int, sides: Sequence[Checkpoint]) -> tu
 def _against_manifest(
     target: Path, manifest: Manifest | str | os.PathLike[str], partial: bool, threads: int, told: Told
 ) -> Verification:
-    """Hold files against a manifest."""
+    """Compare files with a manifest."""
     known = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
     root = _root(target)
     checked = check_files(root, known, partial=partial, threads=threads, progress=told)

@@ -97,6 +97,8 @@ def test_structure(folder: Path) -> None:
     assert result.stdout == (
         "dst: complete and sound in structure; contents were not read\n3 tensors, 18 blocks of them; "
         "6 files of 6 ranks (0-5)\n"
+        "not looked at: contents; notes (__metadata__); checksums that files carry (crc_num), and how text entries are "
+        "stored\n"
     )
     Path("dst/rank_3/checkpoint_3.ckpt").rename("dst/rank_3/checkpoint_3.ckpt.partial")
     result = call(*TARGET)

@@ -52,7 +52,7 @@ LAYERS = [
     {"source", "move", "compare", "matching", "manifest_files", "structure", "chunk_task", "file_task", "ownership"},
     {"zarr_source"},
     {"zarr_files"},
-    {"contents"},
+    {"contents", "replicas"},
     {"join"},
     {"zarr_planner"},
     {"planner"},
