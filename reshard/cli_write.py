@@ -55,7 +55,8 @@ tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes
 (whole files), source_files, target_files, tasks, peak_memory, ownership,
 read_amplification, seconds (null in a dry run), dropped, missing, notices,
 sampled (what was looked at when SOURCE was opened), files: rank, path, nbytes;
-replicas, links, measured_memory, checksums, resumed, verify: the command to
+replicas, links, measured_memory, checksums, resumed, finished: how many files
+an earlier run had finished, which were not read again; verify: the command to
 type (null where none says the same); manifest: the command that checks it.
 """
 
@@ -452,7 +453,7 @@ def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
     there = foreseen(plan, str(target), overwrite=running.overwrite, restart=running.restart)
     begun = [record for _, record in there.begun if record.wrote]
     told = (
-        (there.finished, "would be kept, finished by an earlier run"),
+        (there.finished, "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
         (begun, "would be gone on with, begun by an earlier run"),
         (there.changed, "would be refused, made by another plan or from other sources; a run needs --restart"),
         (there.foreign, "would be in the way; a run needs --overwrite"),

@@ -37,7 +37,7 @@ def report_text(
             f"nothing is left to do: {count_text(len(report.files), 'file')} ({plan.format}) in "
             f"{printable(report.directory)}, finished by an earlier run"
         )
-        return "\n".join([done, *commands])
+        return "\n".join([done, _unread_text(report, verify), *commands])
     wrote = bytes_text(report.bytes_written if report.resumed or report.finished else report.target_bytes)
     looked = looked_text(plan.source.looked)
     links = f", {count_text(report.links, 'file')} linked" if report.links else ""
@@ -52,6 +52,7 @@ def report_text(
                 f"wrote {wrote} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
             ),
             *([f"went on from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
+            *([_unread_text(report, verify)] if report.finished else []),
             f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",
             f"dropped, because the target does not have it: {_names_or_none(report.dropped)}",
             f"missing, because the source does not have it: {_names_or_none(report.missing)}",
@@ -60,6 +61,16 @@ def report_text(
             f"memory: {bytes_text(report.peak_memory)} at the peak of this process",
             *commands,
         ]
+    )
+
+
+def _unread_text(report: Report, verify: str | None) -> str:
+    """Say of finished files that what their contents are now is not known: they may have rotted on the disk."""
+    how = "the command below reads" if verify else "reshard verify reads"
+    files = "file" if report.finished == 1 else "files"
+    return (
+        f"not read again: {report.finished:,} finished {files}, whose size and time are as the earlier run noted them; "
+        f"{how} every bit"
     )
 
 
@@ -86,6 +97,7 @@ def report_data(
     data["measured_memory"] = report and report.peak_memory
     data["checksums"] = report and _checksums_data(report)
     data["resumed"] = report and report.resumed
+    data["finished"] = report and report.finished
     data["verify"] = report and verify
     data["manifest"] = report and check
     return data

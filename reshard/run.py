@@ -63,7 +63,8 @@ class Report(NamedTuple):
         peak_memory: the most resident memory that this process had since it began, in bytes; the workers of a cluster
             are other processes.
         resumed: bytes of contents that an earlier run had written; not among `bytes_written`.
-        finished: how many of the files an earlier run had finished.
+        finished: how many of the files an earlier run had finished; they were not read again, and their size and time
+            are as it noted them.
         checksums: target file to tensor to the CRC-32C of its bytes there; None where none were made.
     """
 

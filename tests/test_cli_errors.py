@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 from typing import TYPE_CHECKING
 
@@ -321,3 +322,24 @@ def test_what_was_looked_at_is_said(tmp_path: Path) -> None:
     assert json.loads(call("inspect", source, *given, "--json").stdout)["sampled"] == {
         "tensors": 2, "of_tensors": 2, "copies": 6, "whole": 3, "of_copies": 6,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_a_deduplicated_target_is_verified_as_one(case: Case, tmp_path: Path, format: str) -> None:
+    """Only .ckpt files need the option: the others say so themselves."""
+    same = ["--source-strategy", case.source_strategy, "--target-strategy", case.source_strategy]
+    result = call(
+        "transform", case.source, tmp_path / "out", *same, "--format", format, "--remove-redundancy", "--json"
+    )
+    proposed = shlex.split(json.loads(result.stdout)["verify"])
+    assert ("--deduplicated" in proposed) == (format == "ckpt")
+    assert call(*proposed[1:]).exit_code == 0
+    without = call(*(word for word in proposed[1:] if word != "--deduplicated"))
+    assert without.exit_code == (3 if format == "ckpt" else 0)
+    structure = ["verify", tmp_path / "out", "--target-strategy", case.source_strategy]
+    assert call(*structure).exit_code == (4 if format == "ckpt" else 0)
+    assert call(*structure, "--deduplicated").exit_code == 0
+    refused = call(*structure[:2], "--manifest", "m.json", "--deduplicated")
+    assert (refused.exit_code, refused.stderr) == (
+        2, "error: --deduplicated is about a strategy's ranks; a manifest says what each file holds\n",
+    )  # fmt: skip

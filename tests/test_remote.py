@@ -257,7 +257,10 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS).run(tmp_path / "out")
     assert get(f"{bucket}/out") == tree(tmp_path / "out")
     dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
-    assert dry.stderr == "notice: 3 target files would be kept, finished by an earlier run\n"
+    assert (
+        dry.stderr
+        == "notice: 3 target files would be kept unread, finished by an earlier run; reshard verify reads every bit\n"
+    )
     dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "--cast=float32=float16")
     assert "notice: 3 target files would be refused, made by another plan" in dry.stderr
     again = command("transform", f"{bucket}/src", f"{bucket}/out", *options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +17,6 @@ from reshard.checksum import crc32c
 from reshard.report import report_data, report_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.run import Report
 
 SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "adam_m.w": Layout.of([4], [0, -1])})
@@ -78,6 +78,30 @@ def test_in_words(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
     )
 
 
+def test_finished_files_are_not_read_again(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
+    """A bit of one has rotted, with its size and time kept: only `verify` sees it."""
+    path = Path(report.directory) / report.files[3]
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    again = plan.run(report.directory)
+    command = "reshard verify dst"
+    told = "finished files, whose size and time are as the earlier run noted them; the command below reads every bit\n"
+    assert again.finished == 4
+    assert f"\nnot read again: 4 {told}to verify it: {command}" in report_text(plan, again, command)
+    assert report_text(plan, again).endswith("as the earlier run noted them; reshard verify reads every bit")
+    assert report_data(plan, "dst", again)["finished"] == 4
+    (Path(report.directory) / report.files[0]).unlink()
+    again = plan.run(report.directory)
+    assert again.finished == 3
+    assert f"\nnot read again: 3 {told}" in report_text(plan, again, command)
+    path.unlink()
+    assert "not read again: 3 " in report_text(plan, plan.run(report.directory))
+    assert "not read again" not in report_text(plan, plan.run(report.directory, restart=True))
+
+
 def test_it_fits_on_one_screen_and_shows_no_control_characters(plan: reshard.Plan, report: Report) -> None:
     many = tuple(f"n{k}.x{k % 7}\x1b.{'w' * (k % 5)}" for k in range(10_000))
     text = report_text(plan, report._replace(dropped=many, missing=many), "reshard verify dst")
@@ -97,6 +121,6 @@ def test_as_data_it_has_the_same_keys_before_and_after(plan: reshard.Plan, repor
     before, after = report_data(plan, "dst"), report_data(plan, "dst", report, "reshard verify dst")
     assert list(before) == list(after)
     assert [key for key in before if before[key] != after[key]] == [
-        "dry_run", "seconds", "measured_memory", "checksums", "resumed", "verify",
+        "dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "verify",
     ]  # fmt: skip
     assert json.loads(json.dumps(after))["replicas"] == 5
