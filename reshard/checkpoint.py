@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UsageError, names
+from reshard.errors import SourceError, UsageError, names
 
 if TYPE_CHECKING:
     import os
@@ -192,6 +192,7 @@ class Checkpoint(Mapping[str, Any]):
         left_out: names in the files that `sel` did not choose.
         decoding: reads the chunks of a zarr store that are not plain bytes; None where all are.
         looked: how much of the contents was looked at when it was opened; None where nothing was.
+        lone_rank: why its tensors, which are taken for whole ones, seem to be those of one rank of several; else empty.
     """
 
     root: str
@@ -207,6 +208,16 @@ class Checkpoint(Mapping[str, Any]):
     left_out: frozenset[str] = frozenset()
     decoding: Coding | None = None
     looked: Looked | None = None
+    lone_rank: str = ""
+
+    def require_whole(self) -> None:
+        """Check that nothing says that its tensors are one rank's blocks, though it was opened as of whole ones.
+
+        Raises:
+            SourceError: its place or its header does; what to do is in the error.
+        """
+        if self.lone_rank:
+            raise SourceError(self.lone_rank)
 
     @property
     def coding(self) -> Coding | None:

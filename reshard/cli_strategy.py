@@ -125,6 +125,7 @@ def make_strategy(
 
     refuse_existing(output, overwrite=overwrite)
     checkpoint = reshard.open(like, strategy=source_strategy, **reading)
+    checkpoint.require_whole()
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.text is None}
     made = strategy_from_file(
         rules,

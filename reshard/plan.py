@@ -364,7 +364,7 @@ def plan(
 
     Raises:
         SourceError: weights are missing or would be dropped; all at once.
-            Also a target layout that does not fit a tensor's shape.
+            Also a target layout that does not fit a tensor's shape, or a source that seems to be one rank of several.
         BudgetError: `memory` is too little; the least that works is told.
         UsageError: unknown format, rank or an unsound prefix.
     """
@@ -376,6 +376,7 @@ def plan(
         raise UsageError(f"threads is {threads}; expected at least 1")
     if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
         raise UsageError(f"target is {target!r}; expected a Strategy: read the file with reshard.read_strategy")
+    source.require_whole()
     from reshard.formats.zarr import NAME as ZARR
     from reshard.formats.zarr import ZarrGroup
     from reshard.planner import Planner  # it makes what is defined here

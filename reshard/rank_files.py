@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, names
+from reshard.formats.directories import PARTS, RUNS, refuse_directory, refuse_one_of_several
 from reshard.remote import RemotePath
 from reshard.untrusted import reading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
 RANK_PATTERN = "rank_{rank}/*"
 """Where the files of a rank are, below the directory that is opened."""
@@ -25,6 +27,7 @@ RANK_PATTERN = "rank_{rank}/*"
 _EXTENSIONS = {".ckpt", ".safetensors"}
 _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
+_RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 
 AnyPath = Path | RemotePath
 """Where a file is: on this machine, or at a URL."""
@@ -42,18 +45,21 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
         notices: gets a line where a newer step is passed over.
 
     Raises:
-        SourceError: no files, no checkpoint in common, or several.
+        SourceError: no files, no checkpoint in common, or several; or they are of a directory format.
     """
     is_directory = root.is_dir()
     if not is_directory and (root.is_file() if isinstance(root, RemotePath) else os.path.lexists(root)):
+        refuse_one_of_several(root)
         return {0: [root]}
     if not is_directory:
         raise SourceError(f"{root}: is not there; expected a directory of rank directories, or one checkpoint file")
     found = every_file(root, rank_pattern)
+    by_rank = bool(found)
     if not found:
         inside: Iterable[AnyPath] = root.iterdir()
         flat = sorted((path for path in inside if path.is_file() and _is_checkpoint_name(path)), key=str)
         found = {0: flat} if flat else {}
+    _refuse_directory_formats(root, found, by_rank=by_rank)
     if not found:
         usual = [f"rank_0/*{extension}" for extension in sorted(_EXTENSIONS)]
         examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
@@ -69,7 +75,46 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
         without = [rank for rank, paths in found.items() if not paths]
         if without:
             raise SourceError(f"{root}: no file of rank {names(without)} ends with {suffix!r}; give another --suffix")
-    return _same_checkpoint(root, found, notices)
+    chosen = _same_checkpoint(root, found, notices)
+    if not by_rank and len(chosen[0]) == 1:
+        refuse_one_of_several(chosen[0][0])
+    return chosen
+
+
+def rank_of(path: AnyPath) -> tuple[int, list[int]] | None:
+    """Return whose rank's a file or directory is by its place, and which other ranks lie beside; None for any other.
+
+    >>> rank_of(Path("run/rank_3/net.ckpt"))
+    (3, [])
+    """
+    own = path.absolute() if path.is_dir() else path.absolute().parent
+    match = _RANK_DIRECTORY.fullmatch(own.name)
+    if match is None:
+        return None
+    others: set[int] = set()
+    with suppress(SourceError, OSError):  # a directory that may not be listed
+        for beside in own.parent.iterdir():
+            other = _RANK_DIRECTORY.fullmatch(beside.name)
+            if other and beside.name != own.name and _has_checkpoint(beside):
+                others.add(int(other[1]))
+    return int(match[1]), sorted(others)
+
+
+def _has_checkpoint(directory: AnyPath) -> bool:
+    """Tell whether a directory has a checkpoint file; one at a URL is taken to, as it has something."""
+    return isinstance(directory, RemotePath) or any(map(_is_checkpoint_name, directory.iterdir()))
+
+
+def _refuse_directory_formats(root: AnyPath, found: Mapping[int, Sequence[AnyPath]], *, by_rank: bool) -> None:
+    """Check that the checkpoint files that were found, or what there is where none were, are not of such a format."""
+    inside: dict[AnyPath, list[str]] = {}
+    for path in (path for paths in found.values() for path in paths):
+        inside.setdefault(path.parent, []).append(path.name)
+    if not found or root in inside:
+        inside[root] = [path.name for path in root.iterdir()]
+    for directory, file_names in inside.items():
+        besides = ([RUNS] if found else []) + ([PARTS] if by_rank and len(file_names) == 1 else [])
+        refuse_directory(directory, file_names, besides=besides)
 
 
 def _inside_instead(root: AnyPath, rank_pattern: str) -> str:

@@ -11,11 +11,12 @@ from reshard.cipher import Cipher, store_of
 from reshard.contents import compare_contents
 from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError, names
 from reshard.formats import index_file
+from reshard.formats.directories import PARTS, refuse_blocks, refuse_directory, refuse_one_of_several
 from reshard.formats.unified import read_index
 from reshard.headers import Headers
 from reshard.join import join
 from reshard.layout import Layout
-from reshard.rank_files import RANK_PATTERN, AnyPath, rank_files
+from reshard.rank_files import RANK_PATTERN, AnyPath, rank_files, rank_of
 from reshard.remote import RemotePath, as_path, forget_listings
 from reshard.remote_store import REQUESTS, store_at
 from reshard.strategy import Strategy
@@ -82,6 +83,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     root = str(as_path(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_path(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
+    lone_rank = ""
+    if not layouts and len(set(ranks)) == 1:
+        lone_rank = _lone_rank(path, strategy, files, ranks[0], notices)
     strategy, ruled = _with_rules(strategy, layouts or {}, files, ranks)
     strategy, part = _one_stage(strategy, stage, files, ranks, notices)
     if strategy is not None and part is not None:
@@ -98,7 +102,18 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     tensors, looked = compare_contents(root, files, ranks, tensors, ruled, notices, store_of(cipher), copies=contents)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     return Checkpoint(
-        root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial, looked=looked
+        root,
+        tensors,
+        files,
+        ranks,
+        strategy,
+        part,
+        tuple(notices),
+        unreadable,
+        cipher,
+        partial,
+        looked=looked,
+        lone_rank=lone_rank,
     )
 
 
@@ -163,7 +178,12 @@ def read_headers(
     """
     notices: list[str] = []
     if isinstance(path, Mapping):
-        return *_indexed({rank: [as_path(path[rank])] for rank in sorted(path)}, cipher), notices
+        chosen = {rank: as_path(path[rank]) for rank in sorted(path)}
+        for file in chosen.values():
+            if len(chosen) == 1:
+                refuse_one_of_several(file)
+            refuse_directory(file.parent, [file.name], besides=[PARTS])
+        return *_indexed({rank: [file] for rank, file in chosen.items()}, cipher), notices
     root = as_path(path)
     if isinstance(root, RemotePath):
         forget_listings(root.url)
@@ -191,6 +211,54 @@ def read_headers(
             faults.add(f"tensor {name!r}", f"is in {names(file_names)}; expected in one file of the set")
     faults.raise_if_any(SourceError)
     return files, ranks, notices
+
+
+def _lone_rank(
+    path: AnyName | Mapping[int, AnyName],
+    strategy: Strategy | None,
+    files: Sequence[SourceFile],
+    rank: int,
+    notices: list[str],
+) -> str:
+    """Return why files of one rank, opened as whole tensors, seem to be of one rank of several; empty if they do not.
+
+    Args:
+        path: what was opened.
+        strategy: says which block the rank holds; None for whole tensors.
+        files: what was found.
+        rank: whose they are taken to be.
+        notices: gets the reason, or what else their place says.
+
+    Raises:
+        SourceError: by their place they are of another rank than the strategy would take them for.
+    """
+    place = None if isinstance(path, Mapping) else rank_of(as_path(path))
+    own, others = place or (rank, [])
+    if strategy is not None:
+        if own != rank and len(strategy.ranks) > 1:
+            raise SourceError(
+                f"{path}: is of rank {own} by its place, and would be taken for rank {rank}; expected the directory "
+                "above it; open that, with --partial if other ranks are not there"
+            )
+        return ""
+    shared = next((file.path for file in files if file.index.deduplicated), None)
+    if others:
+        reason = (
+            f"{path}: is of rank {own} by its place, and rank {names(others, most=3)} lies beside; expected whole "
+            "tensors, as no strategy is given; open the directory above with its strategy"
+        )
+    elif shared:
+        reason = (
+            f"{shared}: is de-duplicated, as its header says (remove_redundancy), and other ranks have what it lacks; "
+            "expected whole tensors, as no strategy is given; open the directory of all ranks with its strategy"
+        )
+    else:
+        if own:
+            notices.append(f"{path}: is of rank {own} by its place; its tensors are taken for whole ones")
+        return ""
+    reason += ", or give --layout '*=whole' if it lacks nothing"
+    notices.append(reason)
+    return reason
 
 
 def _one_stage(
@@ -240,6 +308,8 @@ def _indexed(
         SourceFile(str(path.absolute()), *status, index)
         for path, (status, index) in zip(paths, _headers(paths, cipher), strict=True)
     ]
+    for file in files:
+        refuse_blocks(file.path, dict(file.index.metadata))
     return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
 
 

@@ -119,7 +119,9 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
 
     Raises:
         StrategyError: all faults at once.
+        SourceError: the checkpoint seems to be one rank of several, and its shapes those of blocks.
     """
+    checkpoint.require_whole()
     faults = Faults(checkpoint.root)
     notices = []
     states = optimizer_states({**strategy.tensors, **checkpoint.tensors})

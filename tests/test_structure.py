@@ -60,7 +60,7 @@ LAYERS = [
     {"strategy_diff"},
     {"rank_files", "selection", "headers"},
     {"zarr_chunks"},
-    {"formats.ckpt", "formats.safetensors", "formats.unified", "formats.zarr"},
+    {"formats.ckpt", "formats.safetensors", "formats.directories", "formats.unified", "formats.zarr"},
     {"formats"},
     {"bands", "checkpoint", "cipher", "target_files", "manifest", "difference"},
     {"remote_journal"},

@@ -9,6 +9,7 @@ param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safe
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from reshard.target_files import SomeFiles, Volumes
 from reshard.untrusted import parse_json, read_small, reading
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from reshard.remote import RemotePath
@@ -176,6 +177,21 @@ def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], M
         beside = [directory / name for name in SET_FILES[2:]]
         files += [file for file in beside if file not in files and file.is_file()]
     return files, weight_map
+
+
+def files_beside(directory: Path | RemotePath, names: Collection[str]) -> tuple[str, set[str]]:
+    """Return the index of a unified set and the files of that, as far as the index can be read; empty without any.
+
+    Args:
+        directory: where the index may be.
+        names: what is in the directory.
+    """
+    for index in SET_INDEXES:
+        if index in names:
+            with suppress(SourceError, OSError):
+                beside = SET_FILES[2:] if index == _MINDSPORE_INDEX else ()
+                return index, {*_weight_map(directory / index).values(), *(name for name in beside if name in names)}
+    return "", set()
 
 
 def _is_file(path: Path | RemotePath) -> bool:

@@ -1,4 +1,4 @@
-"""Pack a folder of MindSpore's files into the archives beside this script.
+"""Pack a folder of other programs' files into the archives beside this script.
 
     python tests/data/pack.py FOLDER
 
@@ -13,7 +13,7 @@ import tarfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FOLDERS = ("cases", "deduplicated", "encrypted", "merged", "real", "strategies")
+FOLDERS = ("cases", "deduplicated", "directories", "encrypted", "merged", "real", "strategies")
 
 
 def pack(folder: Path, archive: Path) -> None:

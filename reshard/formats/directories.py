@@ -1,0 +1,185 @@
+"""Directory formats: what is kept in many files that mean something only together, and how each is recognised.
+
+A block, a shard of a set and a file of whole tensors look the same from inside, so that one of several, or a directory
+of another program's blocks, would pass for whole tensors or for rank files. What tells them apart is looked for before
+any header is read: names that no other files have, and the first bytes of files that other programs use too. (Blocks of
+PyTorch's safetensors also say in their header that they are some.)
+
+None of these formats is read from here: a unified set is with its index (`unified`), the others are not yet. Whoever
+reads one takes it out of this list.
+
+Sources: PyTorch 2.13 `distributed/checkpoint` (`filesystem.py`, `hf_storage.py`), hyper-parallel
+`core/distributed_checkpoint`, mindformers 2.1.0 `checkpoint/checkpoint.py`, MindSpore 2.10
+`parallel/transform_safetensors.py`, Hugging Face's sharded safetensors.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import SourceError
+from reshard.formats import RangeReader
+from reshard.formats.unified import SET_INDEXES, files_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+    from pathlib import Path
+
+    from reshard.remote import RemotePath
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+"""In the notes of a safetensors file: where its blocks lie in their tensors, as PyTorch writes it."""
+
+_MARK_BYTES = 4096  # a mark is in the first bytes; the file may be as long as a model has tensors
+_STAGE = re.compile(r"(?P<name>.*)_part(?P<stage>\d+)(?P<extension>\.\w+)", re.DOTALL)
+
+
+class DirectoryFormat(NamedTuple):
+    """A way to keep a checkpoint in the files of one directory.
+
+    Attributes:
+        files: matches the names of its files, which no other checkpoint's files have.
+        problem: what such a file is, as the rest of a sentence.
+        advice: what is expected in its place, and what to do.
+        marks: names of files that others have too, and what finds this format in their first bytes.
+    """
+
+    files: re.Pattern[str]
+    problem: str
+    advice: str
+    marks: Mapping[str, re.Pattern[bytes]] = MappingProxyType({})
+
+    def shown_by(self, directory: Path | RemotePath, names: Iterable[str]) -> str | None:
+        """Return the first of some files of a directory that is of this format; None where none is."""
+        for name in names:
+            mark = self.marks.get(name)
+            if self.files.fullmatch(name) or (mark and mark.search(_start(directory / name))):
+                return name
+        return None
+
+
+_WHOLE = "expected rank files or whole tensors; "
+_SET = f"expected all of them with their index, {' or '.join(SET_INDEXES)}; "
+_CONSOLIDATE = f"{_WHOLE}such blocks are not read yet: have PyTorch consolidate them, and give what that makes"
+
+PARTS = DirectoryFormat(
+    re.compile(r"(?:part\d+|hyper_param)\.(?:safetensors|ckpt)"),
+    "is one of the parts of a unified set",
+    f"{_SET}get what is not there, or rename a file that has all of a model",
+)
+"""Told by short names, which the only file of a rank may have too."""
+
+RUNS = DirectoryFormat(
+    re.compile(r"latest_checkpoint(?:ed)?_iteration\.txt"),
+    "names an iteration of a training run that saves distributed checkpoints",
+    f"{_WHOLE}such checkpoints are not read yet: save rank files or whole tensors instead",
+)
+"""Above the directories that have the files; a whole file beside is no part of it."""
+
+DIRECTORY_FORMATS = (
+    DirectoryFormat(
+        re.compile(r"__\d+_\d+\.distcp|__\d+\.metadata|\.rank\d+_metadata|_rank\d+_\.safetensors"),
+        "is of a distributed checkpoint (DCP) of PyTorch, Megatron or hyper-parallel",
+        f"{_WHOLE}such checkpoints are not read yet: have the program that wrote it save whole tensors as safetensors",
+        {".metadata": re.compile(rb"\A\x80[\x02-\x05]")},  # a pickle
+    ),
+    DirectoryFormat(
+        re.compile(r"shard-\d{5,}-.+-\d{5,}-of-\d{5,}\.safetensors"),
+        "has blocks that PyTorch saved for Hugging Face",
+        _CONSOLIDATE,
+    ),
+    DirectoryFormat(
+        re.compile(r"(?:.+-)?(?:model|opt)-\d{7,}-\d{7,}\.safetensors"),
+        "is of a Checkpoint 2.0 of MindSpore Transformers",
+        f"{_WHOLE}such checkpoints are not read yet: save it with use_legacy_format: True",
+        {"metadata.json": re.compile(rb'"state_dict_metadata"\s*:')},
+    ),
+    RUNS,
+    DirectoryFormat(
+        re.compile(r"(?:.+[-_.])?\d{5,}-of-(?!0*1\.)\d{5,}\.(?:safetensors|ckpt)"),
+        "is one of the shards of a unified set",
+        f"{_SET}get what is not there",
+    ),
+    PARTS,
+)
+"""Every one that is recognised, the surest first."""
+
+
+def refuse_directory(
+    directory: Path | RemotePath, names: Iterable[str], *, besides: Collection[DirectoryFormat] = ()
+) -> None:
+    """Check that files of a directory are not those of a directory format.
+
+    Args:
+        directory: where they are.
+        names: of the files in it.
+        besides: formats that they may have all the same.
+
+    Raises:
+        SourceError: they are.
+    """
+    names = sorted(names)
+    for known in DIRECTORY_FORMATS:
+        if known not in besides and (name := known.shown_by(directory, names)):
+            raise SourceError(f"{directory}: {name} {known.problem}; {known.advice}")
+
+
+def refuse_one_of_several(path: Path | RemotePath) -> None:
+    """Check that a file is not one of several that make a checkpoint together, by its name and what is beside it.
+
+    Raises:
+        SourceError: it is.
+    """
+    directory, beside = path.absolute().parent, [path.name]
+    with suppress(SourceError, OSError):  # a directory that may not be listed
+        beside = [other.name for other in directory.iterdir()]
+    index, files = files_beside(directory, beside)
+    if path.name in files:
+        if len(files) > 1:
+            raise SourceError(
+                f"{path}: is one of {len(files)} files of a set, which {index} beside it names; expected all of them; "
+                f"open {directory}"
+            )
+        return
+    for known in DIRECTORY_FORMATS:
+        if name := known.shown_by(directory, [path.name, *set(known.marks).intersection(beside)]):
+            found = "" if name == path.name else f"{name} beside it "
+            raise SourceError(f"{path}: {found}{known.problem}; {known.advice}")
+    match = _STAGE.fullmatch(path.name)
+    if match:
+        others = [
+            name
+            for name in beside
+            if name != path.name and (other := _STAGE.fullmatch(name)) and other.group(1, 3) == match.group(1, 3)
+        ]
+        if others or int(match["stage"]):
+            raise SourceError(
+                f"{path}: is one of several parts of a checkpoint by its name; expected all of them; open {directory}, "
+                "or rename a file that has all of it"
+            )
+
+
+def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:
+    """Check that a file does not say of itself that it has blocks of tensors.
+
+    Args:
+        path: the file.
+        notes: what its header says beside the tensors.
+
+    Raises:
+        SourceError: it does.
+    """
+    if SHARDING_INFO in notes:
+        raise SourceError(
+            f"{path}: has blocks that PyTorch saved, as its header says ({SHARDING_INFO}); {_CONSOLIDATE}"
+        )
+
+
+def _start(path: Path | RemotePath) -> bytes:
+    """Return the first bytes of a file, none of one that cannot be read."""
+    with suppress(SourceError, OSError):
+        return RangeReader(str(path), window=_MARK_BYTES).upto(0, _MARK_BYTES)
+    return b""
