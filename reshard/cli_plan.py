@@ -22,7 +22,7 @@ from reshard.cli_options import (
     target_options,
 )
 from reshard.cli_words import left_out_words, option, reading_words, selection_words, strategy_words
-from reshard.cli_write import KEYS, carry_out, refuse_another_set, refuse_one_stage
+from reshard.cli_write import KEYS, carry_out, refuse_one_stage
 from reshard.cli_written import found_by
 from reshard.errors import SourceError, UsageError
 from reshard.remote import as_path
@@ -178,8 +178,6 @@ def run(plan_file: Path, target: Path | None, source: Path | None, running: Runn
             raise UsageError(f"{plan_file} names no target; give it: reshard run {plan_file} TARGET")
         target = PATH.convert(saved.names.directory, None, None)
     made = saved.plan(source, threads=running.threads)
-    if any(file.last for file in made.files):
-        refuse_another_set(made, target)
     names, request = saved.names, made.request
     assert request is not None  # noqa: S101 -- a plan that is read has one
     carry_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,10 @@ from reshard.cli_words import (
     strategy_words,
     verify_command,
 )
-from reshard.cli_written import found_by, is_a_share, is_silently_deduplicated, other_ranks, told_apart
-from reshard.errors import StrategyError, TargetError, UsageError, names
-from reshard.formats.unified import SET_FILES
+from reshard.cli_written import Beside, beside, found_by, is_a_share, is_silently_deduplicated, told_apart
+from reshard.errors import StrategyError, TargetError, UsageError
 from reshard.rank_files import RANK_PATTERN
-from reshard.remote import existing, is_url
+from reshard.remote import is_url
 from reshard.selection import Selection
 from reshard.terminal import Command, print_json, progress, say, say_notices
 
@@ -210,7 +210,6 @@ def unify(
     plan = reshard.plan(
         checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads
     )
-    refuse_another_set(plan, target)
     carry_out(
         plan,
         target,
@@ -358,7 +357,7 @@ def carry_out(
         source: what is read.
         asked: the options that said how to read it and what to take of it; None where no options do, and so no command
             is proposed that verifies the result. None is proposed either of some ranks of a de-duplicated target, or
-            where files of other ranks are beside.
+            where what is beside would be found in its place, or with it as files of other ranks.
         target_strategy: the strategy file of the target, or None.
         result: what was asked for, where that is a file in the target directory.
     """
@@ -367,7 +366,8 @@ def carry_out(
 
     cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)
     cli_manifest.check_plan(running.write_manifest, plan, target)
-    plan = owned(plan, running.ownership, str(target))
+    there = beside(plan, target) if result in {None, target} else Beside()
+    plan = owned(replace(plan, notices=(*plan.notices, *there.warnings)), running.ownership, str(target))
     if not running.quiet:
         say_notices(plan.notices)
     if running.dry_run:
@@ -392,24 +392,24 @@ def carry_out(
             checksums=None if running.write_manifest is None else True,
             progress=shown,
         )
-    there, made, check = result or target, None, None
+    place, made, check = result or target, None, None
     if running.write_manifest is not None:
         made = cli_manifest.write(running.write_manifest, done, overwrite=running.overwrite)
-        if not is_url(str(there)):  # it is held against local files
-            check = manifest_command(there, running.write_manifest)
+        if not is_url(str(place)):  # it is held against local files
+            check = manifest_command(place, running.write_manifest)
     if running.quiet and not running.as_json:
         return
     options = found_by()
-    others = other_ranks(plan, target)
     verify = None
-    if asked is not None and not (others or is_a_share(plan)):
+    if asked is not None and there.found and not is_a_share(plan):
         once = ["--deduplicated"] if is_silently_deduplicated(plan) else []
-        verify = verify_command(there, target_strategy, options, source, [*once, *asked])
+        verify = verify_command(place, target_strategy, options, source, [*once, *asked])
     if running.as_json:
         print_json(report.report_data(plan, str(target), done, verify, check))
     else:
         click.echo(report.report_text(plan, done, verify, made, check))
-        say(others or f"to look at it: {inspect_command(there, target_strategy, options)}")
+        if there.found:
+            say(f"to look at it: {inspect_command(place, target_strategy, options)}")
 
 
 @contextmanager
@@ -435,14 +435,6 @@ def refuse_one_stage(checkpoint: Checkpoint, reading: Mapping[str, Any]) -> None
             "models; give the strategy of all stages (`reshard strategy merge` makes it), or "
             f"--stage {checkpoint.part} for what this one has"
         )
-
-
-def refuse_another_set(plan: Plan, target: AnyPath) -> None:
-    """Refuse a directory in which something of an older set would be taken for a part of this one."""
-    planned = {file.path for file in plan.files}
-    other = existing(target, [name for name in SET_FILES if name not in planned])
-    if other:
-        raise TargetError(f"{target}: has {names(other)} of another set; choose another directory, or remove it")
 
 
 def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:

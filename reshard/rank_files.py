@@ -57,7 +57,7 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
     by_rank = bool(found)
     if not found:
         inside: Iterable[AnyPath] = root.iterdir()
-        flat = sorted((path for path in inside if path.is_file() and _is_checkpoint_name(path)), key=str)
+        flat = sorted((path for path in inside if path.is_file() and is_checkpoint_name(path)), key=str)
         found = {0: flat} if flat else {}
     _refuse_directory_formats(root, found, by_rank=by_rank)
     if not found:
@@ -102,7 +102,7 @@ def rank_of(path: AnyPath) -> tuple[int, list[int]] | None:
 
 def _has_checkpoint(directory: AnyPath) -> bool:
     """Tell whether a directory has a checkpoint file; one at a URL is taken to, as it has something."""
-    return isinstance(directory, RemotePath) or any(map(_is_checkpoint_name, directory.iterdir()))
+    return isinstance(directory, RemotePath) or any(map(is_checkpoint_name, directory.iterdir()))
 
 
 def _refuse_directory_formats(root: AnyPath, found: Mapping[int, Sequence[AnyPath]], *, by_rank: bool) -> None:
@@ -142,7 +142,7 @@ def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
     spelled: dict[int, str] = {}
     for path in sorted(_files(root, rank_pattern), key=str):
         match = matches.fullmatch(path.relative_to(root).as_posix())  # type: ignore[arg-type]  # of one kind
-        if not match or not _is_checkpoint_name(path, any_extension=any_extension):
+        if not match or not is_checkpoint_name(path, any_extension=any_extension):
             continue
         rank = int(match["rank"])
         if spelled.setdefault(rank, match["rank"]) != match["rank"]:
@@ -173,7 +173,12 @@ def _files(root: AnyPath, rank_pattern: str) -> Iterable[AnyPath]:
     return [path for path in root.glob(pattern) if path.is_file()]
 
 
-def _is_checkpoint_name(path: AnyPath, *, any_extension: bool = False) -> bool:
+def is_checkpoint_name(path: AnyPath, *, any_extension: bool = False) -> bool:
+    """Tell a checkpoint file from others by its name.
+
+    Raises:
+        SourceError: the name has a line break.
+    """
     if "\n" in path.name:  # it could say in a message what it likes
         raise SourceError(f"{path.parent}: the file name {path.name!r} has a line break; rename the file")
     if path.suffix in {".tmp", ".meta", ".partial"} or "_breakpoint" in path.stem or path.name == "meta.json":

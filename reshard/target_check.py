@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reshard.errors import TargetError, names
+from reshard.formats.directories import is_of_a_set
 from reshard.journal import DIRECTORY
 from reshard.remote import RemotePath, forget_listings, is_url
 from reshard.store import PARTIAL
+from reshard.target_files import SomeFiles
 
 if TYPE_CHECKING:
     from reshard.plan import Plan
@@ -23,7 +26,7 @@ def check_target(plan: Plan, root: str) -> None:
 
     Raises:
         TargetError: it is a file, has a directory where a file goes, a source file, or a link that leads out of it; or,
-            where the files must be alone, others.
+            where the files must be alone, others; or, where they are a unified set, files of another.
         SourceError: the target's storage cannot be reached.
     """
     below = root.rstrip("/") + "/"
@@ -43,6 +46,8 @@ def check_target(plan: Plan, root: str) -> None:
         _check_kinds(plan, root)
     if plan.alone:
         _check_alone(plan, root)
+    elif any(file.last for file in plan.files):
+        _check_one_set(plan, root)
 
 
 def _check_kinds(plan: Plan, root: str) -> None:
@@ -62,8 +67,7 @@ def _check_alone(plan: Plan, root: str) -> None:
     """Refuse a directory in which something else would be taken for a part of what is written."""
     planned = {file.path for file in plan.files}
     if is_url(root):
-        forget_listings(root)
-        found = [str(path.relative_to(RemotePath(root))) for path in RemotePath(root).files()]
+        found = _files_at(root)
     else:
         found = [os.path.relpath(os.path.join(where, name), root) for where, _, some in os.walk(root) for name in some]
     other = [
@@ -71,3 +75,26 @@ def _check_alone(plan: Plan, root: str) -> None:
     ]
     if other:
         raise TargetError(f"{root}: has {names(sorted(other), most=3)} beside; choose another directory, or remove it")
+
+
+def _check_one_set(plan: Plan, root: str) -> None:
+    """Refuse a directory in which something of another set would be taken for a part of this one: many readers glob.
+
+    What is replaced may have more files, or others, than what replaces it. They are not removed here: nothing that a
+    run does not write is ever removed, and a run that is stopped, whose set has no index, could not be gone on with.
+    """
+    planned = {file.path for file in plan.files}
+    if plan.request and isinstance(plan.request.files, SomeFiles):  # what other processes write
+        planned.update(plan.request.files.every.paths)
+    found: list[str] = []
+    with suppress(OSError):  # it is not there yet, or may be written to and not be listed
+        found = _files_at(root) if is_url(root) else os.listdir(root)
+    other = sorted(name for name in found if is_of_a_set(name) and name not in planned)
+    if other:
+        raise TargetError(f"{root}: has {names(other, most=3)} of another set; choose another directory, or remove it")
+
+
+def _files_at(url: str) -> list[str]:
+    """Return the paths of all files below a URL, as it is now."""
+    forget_listings(url)
+    return [str(path.relative_to(RemotePath(url))) for path in RemotePath(url).files()]

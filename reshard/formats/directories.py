@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats import RangeReader
-from reshard.formats.unified import SET_INDEXES, files_beside
+from reshard.formats.unified import SET_FILES, SET_INDEXES, files_beside
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -106,6 +106,18 @@ DIRECTORY_FORMATS = (
     PARTS,
 )
 """Every one that is recognised, the surest first."""
+
+
+_OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|model\.safetensors")
+
+
+def is_of_a_set(name: str) -> bool:
+    """Tell whether a file, by its name, is a file or the index of a unified set, of whichever style.
+
+    >>> [is_of_a_set(name) for name in ("part7.safetensors", "model-00001-of-00001.safetensors", "net.safetensors")]
+    [True, True, False]
+    """
+    return name in SET_FILES or any(known.fullmatch(name) for known in (PARTS.files, _OF_A_SET))
 
 
 def refuse_directory(

@@ -106,6 +106,7 @@ def unified_safetensors(
         NotADirectoryError: `dst_dir` is a file.
         ValueError: no files or both formats, `src_dir` is a file, a rank that is needed is missing, files that
             contradict the strategy, `choice_func` gives two tensors one name or keeps none.
+        TargetError: `dst_dir` has files of another set, which readers that do not look at the map would take too.
     """
     source_dir = path_of("src_dir", src_dir)
     target_dir = target_directory("dst_dir", dst_dir)
