@@ -193,6 +193,7 @@ class Checkpoint(Mapping[str, Any]):
         decoding: reads the chunks of a zarr store that are not plain bytes; None where all are.
         looked: how much of the contents was looked at when it was opened; None where nothing was.
         lone_rank: why its tensors, which are taken for whole ones, seem to be those of one rank of several; else empty.
+        elsewhere: where `part` is one stage of a pipeline, names that only others have, as far as is known.
     """
 
     root: str
@@ -209,6 +210,7 @@ class Checkpoint(Mapping[str, Any]):
     decoding: Coding | None = None
     looked: Looked | None = None
     lone_rank: str = ""
+    elsewhere: frozenset[str] = frozenset()
 
     def require_whole(self) -> None:
         """Check that nothing says that its tensors are one rank's blocks, though it was opened as of whole ones.
@@ -258,7 +260,8 @@ class Checkpoint(Mapping[str, Any]):
                 alike = names(map(repr, _nearest(pattern, every)))
                 raise UsageError(f"{self.root}: no tensor matches {pattern!r}{f'; nearest are {alike}' * bool(alike)}")
             chosen.update(some)
-        return self.without(every.keys() - chosen)
+        wanted = {name for name in self.elsewhere if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        return replace(self.without(every.keys() - chosen), elsewhere=frozenset(wanted))
 
     def without(self, left_out: Collection[str]) -> Checkpoint:
         """Return the checkpoint without some tensors; names that it does not have do no harm."""

@@ -181,7 +181,12 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--partial", is_flag=True, help="The source may lack ranks; blocks that are needed must still be there."
         ),
-        click.option("--stage", type=click.IntRange(min=0), metavar="N", help="Only this stage of a pipeline source."),
+        click.option(
+            "--stage",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Only this stage of a pipeline source; with --source-strategy of that stage or of all.",
+        ),
         click.option(
             "--layout",
             "layouts",
@@ -204,11 +209,18 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def planning(*args: Any, **given: Any) -> Any:
-        return command(*args, planning={key: given.pop(key) for key in _PLANNING}, **given)
+        asked = {key: given.pop(key) for key in _PLANNING}
+        return command(*args, planning=asked | {"stage": given.pop("target_stage")}, **given)
 
     wrapped: Callable[..., Any] = planning
     for option in (
         memory_option,
+        click.option(
+            "--target-stage",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Only the ranks of this stage of a pipeline target; with --target-strategy of that stage or of all.",
+        ),
         click.option("--link-replicas", is_flag=True, help="Make target files that are equal links to one file."),
         click.option(
             "--remove-redundancy", is_flag=True, help="Store each block on one of the ranks that would hold it."

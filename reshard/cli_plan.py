@@ -22,7 +22,7 @@ from reshard.cli_options import (
     target_options,
 )
 from reshard.cli_words import left_out_words, option, reading_words, selection_words, strategy_words
-from reshard.cli_write import KEYS, carry_out, refuse_one_stage
+from reshard.cli_write import KEYS, carry_out
 from reshard.cli_written import found_by
 from reshard.errors import SourceError, UsageError
 from reshard.remote import as_path
@@ -103,7 +103,6 @@ def plan(
         wanted = reshard.read_strategy(target_strategy) if target_strategy else None
         made = reshard.plan(checkpoint, wanted, selection=selection, **planning)
     else:
-        refuse_one_stage(checkpoint, reading)
         made = _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
     if output is not None:
         name_map = click.get_current_context().meta.get(NAME_MAP)
@@ -136,6 +135,7 @@ def _unified(
     """Plan a unified set, for which the options of rank directories mean nothing."""
     others = [key for key in ("ranks", "remove_redundancy", "link_replicas") if planning[key]]
     others += ["target_strategy"] if target_strategy else []
+    others += ["target_stage"] if planning["stage"] is not None else []
     others += ["format"] if planning["format"] not in {None, "safetensors"} else []
     if others:
         given = ", ".join(f"--{key.replace('_', '-')}" for key in others)

@@ -35,16 +35,15 @@ from reshard.cli_words import (
     verify_command,
 )
 from reshard.cli_written import Beside, beside, found_by, is_a_share, is_silently_deduplicated, told_apart
-from reshard.errors import StrategyError, TargetError, UsageError
+from reshard.errors import TargetError, UsageError
 from reshard.rank_files import RANK_PATTERN
 from reshard.remote import is_url
 from reshard.selection import Selection
 from reshard.terminal import Command, print_json, progress, say, say_notices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from reshard.checkpoint import Checkpoint
     from reshard.plan import Plan
     from reshard.rank_files import AnyPath
     from reshard.target_files import TargetFiles
@@ -206,7 +205,6 @@ def unify(
         kind = reshard.HuggingFaceSet if style == "huggingface" else reshard.MindSporeSet
         files = kind() if max_shard_size is None else kind(max_shard_size)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
-    refuse_one_stage(checkpoint, reading)
     plan = reshard.plan(
         checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads
     )
@@ -425,16 +423,6 @@ def _client(running: Running) -> Iterator[Any]:
             workers = len(client.scheduler_info(n_workers=-1)["workers"])
             say(f"cluster: {workers} worker{'s' * (workers != 1)}; dashboard: {client.dashboard_link}")
         yield client
-
-
-def refuse_one_stage(checkpoint: Checkpoint, reading: Mapping[str, Any]) -> None:
-    """Refuse to make a set of one stage of a pipeline as if it were of the model, unless that stage is asked for."""
-    if checkpoint.part is not None and reading["stage"] is None:
-        raise StrategyError(
-            f"{checkpoint.root}: the strategy is that of stage {checkpoint.part} of a pipeline, and a set holds whole "
-            "models; give the strategy of all stages (`reshard strategy merge` makes it), or "
-            f"--stage {checkpoint.part} for what this one has"
-        )
 
 
 def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from reshard.rank_files import AnyPath
 
 
-def found_by(plan: Plan, target: AnyPath) -> list[str]:
+def found_by(plan: Plan, directory: AnyPath) -> list[str]:
     """Return the options with which what was written is found, as those of a source."""
     if plan.request is None or any(file.last for file in plan.files):
         return []
-    some = plan.request.ranks is not None or plan.source.part is not None
-    partial = ["--partial"] if some and plan.request.target is not None else []
-    way = plan.request.files
+    way, strategy = plan.request.files, plan.request.target
+    some = strategy is not None and (len(plan.ranks) < len(strategy.ranks) or plan.source.part is not None)
+    partial = ["--partial"] if some else []
+    stage = option("stage", plan.request.stage) if strategy and strategy.others else []
     pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}*") if isinstance(way, RankFiles) else None
-    return [*partial, *told_apart(plan, target, pattern)]
+    return [*partial, *stage, *told_apart(plan, directory, pattern)]
 
 
 def told_apart(plan: Plan, target: AnyPath, pattern: str | None = None) -> list[str]:
@@ -131,11 +132,12 @@ def _own(plan: Plan) -> re.Pattern[str]:
 def _other_ranks(plan: Plan, target: AnyPath) -> list[str]:
     """Return the files of ranks that the target does not have, and which are found like its own.
 
-    They are those of an older run, or of another stage: the strategy of one stage does not say which ranks others have.
+    They are those of an older run. Where the target is one stage of a pipeline nobody says which ranks others have.
     """
-    if plan.request is None or not isinstance(plan.request.files, RankFiles):
+    strategy = plan.request and plan.request.target
+    if plan.request is None or not isinstance(plan.request.files, RankFiles) or (strategy and strategy.others):
         return []
-    way, ranks = plan.request.files, plan.request.target.ranks if plan.request.target else plan.ranks
+    way, ranks = plan.request.files, strategy.ranks if strategy else plan.ranks
     pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
     files = [path for rank, paths in every_file(target, pattern).items() if rank not in ranks for path in paths]
     return [path.relative_to(target).as_posix() for path in files]  # type: ignore[arg-type]  # of one kind

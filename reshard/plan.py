@@ -13,8 +13,9 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.block import Block
-from reshard.errors import UsageError, names
+from reshard.errors import StrategyError, UsageError, names
 from reshard.selection import Selection, globs
+from reshard.strategy import ALL_STAGES
 
 if TYPE_CHECKING:
     import os
@@ -149,6 +150,7 @@ class Request:
     remove_redundancy: bool
     link_replicas: bool
     memory: int | None
+    stage: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -333,6 +335,7 @@ def plan(
     prefix: str = "checkpoint_",
     files: TargetFiles | None = None,
     ranks: Iterable[int] | None = None,
+    stage: int | None = None,
     selection: Selection | None = None,
     drop: Iterable[str] = (),
     allow_missing: Iterable[str] = (),
@@ -352,6 +355,8 @@ def plan(
             is one stage of a pipeline.
         files: another way to lay out the target's files (see `target_files`), such as a unified set or a `ZarrGroup`.
         ranks: only these ranks of the target; by default all.
+        stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it,
+            where it, or the files that were beside it, tell that there are others; what it does not name is dropped.
         selection: less than all tensors, under other names, as other dtypes.
         drop: globs of weights that the target may lack though the source has them; beside the selection's.
         allow_missing: globs of weights that the source may lack though the target has them; likewise.
@@ -365,6 +370,7 @@ def plan(
     Raises:
         SourceError: weights are missing or would be dropped; all at once.
             Also a target layout that does not fit a tensor's shape, or a source that seems to be one rank of several.
+        StrategyError: the target is one stage of a pipeline and `stage` is not given, or has no such stage.
         BudgetError: `memory` is too little; the least that works is told.
         UsageError: unknown format, rank or an unsound prefix.
     """
@@ -388,7 +394,7 @@ def plan(
         from reshard.zarr_planner import ZarrPlanner  # likewise
 
         files = files or ZarrGroup()
-        if target or ranks or remove_redundancy or link_replicas:
+        if target or ranks or stage is not None or remove_redundancy or link_replicas:
             raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
         if format not in {None, ZARR} or not isinstance(files, ZarrGroup):
             raise UsageError(f"format {format} and {type(files).__name__} do not go together")
@@ -399,17 +405,47 @@ def plan(
         files = RankFiles(prefix, "" if source.part is None else f"_part{source.part}")
     if ranks is not None:
         ranks = tuple(ranks)
+    target, wanted = _of_stage(target, stage, ranks)
     made = Planner(
         source,
         target,
         format=format,
         files=files,
-        ranks=ranks,
+        ranks=wanted,
         wishes=wishes,
         remove_redundancy=remove_redundancy,
         link_replicas=link_replicas,
         memory=memory,
         threads=threads,
     ).plan()
-    request = Request(target, made.format, files, ranks, wishes, remove_redundancy, link_replicas, memory)
+    request = Request(target, made.format, files, ranks, wishes, remove_redundancy, link_replicas, memory, stage)
     return replace(made, request=request)
+
+
+def _of_stage(
+    target: Strategy | None, stage: int | None, ranks: Iterable[int] | None
+) -> tuple[Strategy | None, tuple[int, ...] | None]:
+    """Return the strategy and the ranks of a target, of which only one stage may be asked for.
+
+    Raises:
+        StrategyError: the strategy is that of one stage and none is asked for, or does not have the one that is.
+        UsageError: ranks of other stages are asked for, or there is no strategy.
+    """
+    wanted = None if ranks is None else tuple(ranks)
+    if stage is None:
+        if target is not None and target.others:
+            number = target.stages.start
+            raise StrategyError(
+                f"the target strategy is that of stage {number} of a pipeline, which has others; give {ALL_STAGES}, or "
+                f"--target-stage {number} (stage=) if only the ranks of this one are wanted"
+            )
+        return target, wanted
+    if target is None:
+        raise UsageError(f"stage {stage} of the target is asked for, and no strategy says which ranks it has")
+    one = target.of_stage(stage)
+    outside = set(wanted or ()).difference(one.ranks)
+    if outside:
+        raise UsageError(f"rank {names(sorted(outside))} is asked for; stage {stage} has the ranks {names(one.ranks)}")
+    if len(target.stages) == 1:
+        return one, wanted
+    return target, tuple(one.ranks) if wanted is None else wanted  # all of it says which tensors other stages have

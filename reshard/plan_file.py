@@ -79,6 +79,7 @@ _SOURCE = {
     "stage": Maybe(COUNT),
     "partial": FLAG,
     "varying": [TEXT],
+    "elsewhere": [TEXT],
     "left_out": [TEXT],
     "notices": [LINE],
     "encryption": Maybe(TEXT),
@@ -89,6 +90,7 @@ _TARGET = {
     "strategy": Maybe(_STRATEGY),
     "format": TEXT,
     "ranks": Maybe([COUNT]),
+    "stage": Maybe(COUNT),
     "memory": Maybe(COUNT),
     "remove_redundancy": FLAG,
     "link_replicas": FLAG,
@@ -190,6 +192,7 @@ class PlanFile:
             format=request.format,
             files=request.files,
             ranks=request.ranks,
+            stage=request.stage,
             selection=request.selection,
             remove_redundancy=request.remove_redundancy,
             link_replicas=request.link_replicas,
@@ -224,6 +227,7 @@ class PlanFile:
             part=given["stage"],
             partial=given["partial"],
             varying=set(given["varying"]),
+            elsewhere=given["elsewhere"],
             notices=given["notices"],
             cipher=cipher,
         )
@@ -334,6 +338,7 @@ def _data(plan: Plan, request: Request, names: Names) -> Json:
             "strategy": _strategy_data(request.target),
             "format": request.format,
             "ranks": request.ranks,
+            "stage": request.stage,
             "memory": request.memory,
             "remove_redundancy": request.remove_redundancy,
             "link_replicas": request.link_replicas,
@@ -367,6 +372,7 @@ def _source_data(source: Checkpoint) -> Json:
         "stage": source.part,
         "partial": source.partial,
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
+        "elsewhere": sorted(source.elsewhere),
         "left_out": sorted(source.left_out),
         "notices": source.notices,
         "encryption": source.cipher.mode if source.cipher else None,
@@ -472,6 +478,7 @@ def _request(content: Json) -> Request:
         target["remove_redundancy"],
         target["link_replicas"],
         target["memory"],
+        target["stage"],
     )
 
 

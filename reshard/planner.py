@@ -27,7 +27,7 @@ from reshard.plan import Move, Piece, Plan, Stats, TargetFile
 from reshard.redundancy import stored_once
 from reshard.remote import is_url
 from reshard.remote_store import fetched_bytes
-from reshard.selection import select
+from reshard.selection import is_training_state, select
 from reshard.target_files import Stored
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Planner:
             self.selected.dropped,
             self.selected.missing,
             {new: tensor.text or "" for tensor, new in texts},
-            (*self.source.notices, *self.selected.notices),
+            (*self.source.notices, *self.selected.notices, *self._whole_copies()),
             coding=self.coding,
         )
 
@@ -207,6 +207,21 @@ class Planner:
             )
             return None
         return grid
+
+    def _whole_copies(self) -> tuple[str, ...]:
+        """Tell which tensors of a source of whole ones are copied to every rank: no strategy says how they are cut."""
+        if self.target is None or self.source.strategy is not None:
+            return ()
+        tensors = self.source.tensors
+        whole = [
+            new for old, new in self.selected.kept if not (self._names(new) or is_training_state(old, tensors[old]))
+        ]
+        if not whole:
+            return ()
+        count = f"{len(whole)} tensor{'s' * (len(whole) != 1)}"
+        return (
+            f"{count} that the target strategy does not name are copied whole to every rank: {names(whole, most=3)}",
+        )
 
     def _names(self, new: str) -> bool:
         """Tell whether the target strategy names a tensor."""

@@ -7,6 +7,9 @@
 | yes | does not | does not | a copy |
 | no | any | names it | nothing: missing; a weight must be covered by a pattern |
 
+What one stage of a pipeline does not have, others do: where one was asked for, as the source or as the target, such a
+weight is dropped or missing without a pattern.
+
 Optimizer states that are dropped or missing are reported and no error. Without a source strategy the source is one
 rank of whole tensors; without a target strategy the target is.
 
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.strategy import ALL_STAGES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -212,7 +216,7 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
     for name, new in renamed.items():
         if target is not None and source.tensors[name].listed and new not in wanted:
             dropped.append(name)
-            if name not in states and not matches(name, wishes.drop):
+            if not (name in states or target.others or matches(name, wishes.drop)):
                 faults.add(f"tensor {name!r}", f"is not in the target strategy; to leave it out give --drop '{name}'")
     for name, reason in source.unreadable.items():
         if name in chosen:
@@ -225,11 +229,10 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
         had = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:
         had = {*source.tensors, *source.left_out}
-    expected = wanted if target else strategy.tensors if strategy else {}
+    expected = wanted if target else [*(strategy.tensors if strategy else ()), *sorted(source.elsewhere)]
     absent = [name for name in expected if name not in had and _may_be_asked_for(name, wishes, states)]
     missing = _missing(source, absent, states, wishes, faults)
-    foreign = target is not None and not any(new in wanted for new in renamed.values())
-    faults.raise_if_any(SourceError, advice="no name is in both; is the strategy of another model?" if foreign else "")
+    faults.raise_if_any(SourceError, advice=_advice(target, set(renamed.values()), states))
     left_out = set(dropped)
     kept = [
         (name, renamed[name])
@@ -238,6 +241,21 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
     ]
     taken = [name for name in source.tensors if wishes.weights_only and name in states and name not in chosen]
     return Selected(tuple(kept), tuple(dropped), tuple(missing), _of_states(taken, states))
+
+
+def _advice(target: Strategy | None, known: Collection[str], states: Collection[str]) -> str:
+    """Return what to think of where weights would be dropped or are missing."""
+    if target is None:
+        return ""
+    if not any(name in target.tensors for name in known):
+        return "no name is in both; is the strategy of another model?"
+    return one_stage_advice(target, known, states)
+
+
+def one_stage_advice(strategy: Strategy, known: Collection[str], states: Collection[str]) -> str:
+    """Return what to give where a strategy does not name weights of a model that has all of its own, or nothing."""
+    some = len(strategy.stages) == 1 and all(name in known or name in states for name in strategy.tensors)
+    return f"if the strategy is that of one stage of a pipeline, give {ALL_STAGES}" if some else ""
 
 
 def _of_states(taken: Collection[str], states: Mapping[str, str]) -> tuple[str, ...]:
@@ -257,7 +275,7 @@ def _chosen(source: Checkpoint, wishes: Selection, states: Collection[str]) -> s
     faults.raise_if_any(UsageError)
     chosen = included - excluded
     if wishes.weights_only:
-        chosen = {n for n in chosen if n not in states and not _is_training_state(n, source.tensors.get(n))}
+        chosen = {n for n in chosen if n not in states and not is_training_state(n, source.tensors.get(n))}
     if every and not chosen:
         raise UsageError("selection: leaves no tensor of the source")
     return chosen
@@ -285,7 +303,7 @@ def _may_be_asked_for(name: str, wishes: Selection, states: Collection[str]) -> 
     return included and not matches(name, globs[1]) and not (wishes.weights_only and name in states)
 
 
-def _is_training_state(name: str, tensor: Tensor | None) -> bool:
+def is_training_state(name: str, tensor: Tensor | None) -> bool:
     """Tell what is neither weight nor state of one: text, and single numbers of well-known names."""
     if tensor is None:
         return False
@@ -296,10 +314,9 @@ def _missing(
     source: Checkpoint, absent: list[str], states: Collection[str], wishes: Selection, faults: Faults
 ) -> list[str]:
     """Return the names that are wanted and absent; weights that no pattern covers are faults."""
-    if source.part is not None and source.strategy:  # one stage says nothing of the tensors of the others
-        absent = [name for name in absent if name in source.strategy.tensors]
+    own = source.strategy.tensors if source.part is not None and source.strategy else absent
     for name in absent:
-        if name not in states and not matches(name, wishes.allow_missing):
+        if name in own and name not in states and not matches(name, wishes.allow_missing):
             faults.add(
                 f"tensor {name!r}",
                 f"is in the strategy and in no source file; to go on without it give --allow-missing '{name}'",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from reshard.checkpoint import Checkpoint, FileIndex, SourceFile
 from reshard.cipher import Cipher, store_of
@@ -19,7 +19,7 @@ from reshard.layout import Layout
 from reshard.rank_files import RANK_PATTERN, AnyPath, rank_files, rank_of
 from reshard.remote import RemotePath, as_path, forget_listings
 from reshard.remote_store import REQUESTS, store_at
-from reshard.strategy import Strategy
+from reshard.strategy import ALL_STAGES, Strategy
 from reshard.strategy_file import read_strategy
 from reshard.threads import results
 from reshard.untrusted import reading
@@ -44,7 +44,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
     layouts: Mapping[str, str] | None = None,
-    stage: int | None = None,
+    stage: int | Literal["own"] | None = None,
     partial: bool = False,
     cipher: Cipher | None = None,
     contents: bool = True,
@@ -60,7 +60,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         suffix: take the files whose names end so (extension left out or not), where a rank has several.
         layouts: glob of tensor names to a rule (see `Layout.parse`), in place of what the strategy says; `copy` for
             tensors of which every rank has a value of its own.
-        stage: only this stage of a pipeline. A strategy file of one stage, with no other, means the same.
+        stage: only this stage of a pipeline. A strategy of one stage is refused without it, where the strategy, the
+            files beside it or those of the checkpoint tell that there are others. `own`: take a strategy for what it
+            is; of one stage with the files of others its tensors are taken, and that is noticed.
         partial: the files of some ranks are enough; a plan that needs others is refused.
         cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra.
         contents: compare samples of replicas, which the strategy may be wrong to call so (`Checkpoint.looked` says how
@@ -87,7 +89,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if not layouts and len(set(ranks)) == 1:
         lone_rank = _lone_rank(path, strategy, files, ranks[0], notices)
     strategy, ruled = _with_rules(strategy, layouts or {}, files, ranks)
-    strategy, part = _one_stage(strategy, stage, files, ranks, notices)
+    every = strategy
+    strategy, part = _one_stage(root, strategy, stage, files, ranks, notices)
+    elsewhere: set[str] = set()
     if strategy is not None and part is not None:
         inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
         if not inside:
@@ -95,7 +99,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
                 f"{root}: stage {part} has the ranks {names(strategy.ranks)}; the files are "
                 f"of rank {names(sorted(set(ranks)))}"
             )
+        elsewhere.update(every.tensors if every else (), *(file.index.entries for file in files))
         files, ranks = tuple(files[n] for n in inside), tuple(ranks[n] for n in inside)
+        elsewhere.difference_update(strategy.tensors, *(file.index.entries for file in files))
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")
     tensors = join(root, files, ranks, strategy, partial=partial)
@@ -114,6 +120,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         partial,
         looked=looked,
         lone_rank=lone_rank,
+        elsewhere=frozenset(elsewhere),
     )
 
 
@@ -125,6 +132,7 @@ def reopen(
     part: int | None,
     partial: bool,
     varying: Collection[str],
+    elsewhere: Collection[str],
     notices: Sequence[str],
     cipher: Cipher | None,
 ) -> Checkpoint:
@@ -137,6 +145,7 @@ def reopen(
         part: as `Checkpoint.part`.
         partial: as `Checkpoint.partial`.
         varying: names of the tensors that differ from rank to rank.
+        elsewhere: as `Checkpoint.elsewhere`.
         notices: as `Checkpoint.notices`.
         cipher: decrypts the files.
 
@@ -147,7 +156,10 @@ def reopen(
     joined = join(root, files, ranks, strategy, partial=partial)
     tensors = {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in joined.items()}
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    return Checkpoint(root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial)
+    return Checkpoint(
+        root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial,
+        elsewhere=frozenset(elsewhere),
+    )  # fmt: skip
 
 
 @reading(SourceError)
@@ -262,33 +274,52 @@ def _lone_rank(
 
 
 def _one_stage(
+    root: str,
     strategy: Strategy | None,
-    stage: int | None,
+    stage: int | Literal["own"] | None,
     files: Sequence[SourceFile],
     ranks: Sequence[int],
     notices: list[str],
 ) -> tuple[Strategy | None, int | None]:
-    """Tell whether the source is one stage of a longer pipeline; return the strategy of that stage, and its number."""
+    """Return the strategy of the stage that the source is of a longer pipeline, and its number; None of a whole one.
+
+    Raises:
+        StrategyError: it is one stage and none is asked for, or the strategy does not have the one that is.
+    """
+    if not (stage in {None, "own"} or isinstance(stage, int)):
+        raise UsageError(f"stage is {stage!r}; expected the number of one, or 'own'")
     if strategy is None:
-        if stage is not None:
+        if isinstance(stage, int):
             raise UsageError(f"stage {stage} is asked for, and no strategy says which ranks it has")
         return None, None
-    if stage is not None:
+    if isinstance(stage, int):
         return strategy.of_stage(stage), stage
-    outside = [number for number, rank in enumerate(ranks) if rank not in strategy.ranks]
-    if strategy.stages.start:
-        notices.append(_left_out(strategy, len(set(ranks))))
-        return strategy, strategy.stages.start
-    if strategy.merged or len(strategy.stages) > 1 or not outside:
+    beside = _has_other_stages(strategy, files, ranks)
+    if not (beside or strategy.stages.start or (strategy.others and stage is None)):
         return strategy, None
-    # The file of the first stage does not say that there are others. Their ranks have other tensors; ranks that have
-    # the same ones mean that the strategy is another.
+    number = strategy.stages.start
+    if stage is None:
+        told = ", and files of other stages are there" if beside else ", which has others"
+        raise StrategyError(
+            f"{root}: the strategy is that of stage {number} of a pipeline{told}; give {ALL_STAGES}, or "
+            f"--stage {number} (stage=) if only this one is meant"
+        )
+    notices.append(_left_out(strategy, len(set(ranks))))
+    return strategy, number
+
+
+def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Sequence[int]) -> bool:
+    """Tell whether files are there of other stages than the one that a strategy is of.
+
+    The file of the first stage does not say that there are others. Their ranks have other tensors; ranks that have the
+    same ones mean that the strategy is another.
+    """
+    outside = [number for number, rank in enumerate(ranks) if rank not in strategy.ranks]
+    if strategy.merged or len(strategy.stages) > 1 or not outside:
+        return False
     inside = {n for file, rank in zip(files, ranks, strict=True) if rank in strategy.ranks for n in file.index.entries}
     own = inside & set(strategy.tensors)
-    if any(own <= set(files[number].index.entries) for number in outside):
-        return strategy, None
-    notices.append(_left_out(strategy, len(set(ranks))))
-    return strategy, 0
+    return not any(own <= set(files[number].index.entries) for number in outside)
 
 
 def _left_out(strategy: Strategy, ranks: int) -> str:

@@ -28,6 +28,10 @@ MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
 """A tensor's name in a file that has several pipeline stages: the stage, a dash, the name."""
 
 
+ALL_STAGES = "the directory of its strategy files, or the merged file"
+"""What to give in place of the strategy file of one stage of a pipeline, for messages."""
+
+
 class Placed(NamedTuple):
     """A tensor's layout in one pipeline stage.
 
@@ -67,6 +71,8 @@ class Strategy:
         merged: the file has stage numbers in its names, which pipelines have after merging.
         current_stage: as the file gives it; it says nothing.
         unknown: what the file says beyond the format known here, kept for writing.
+        others: the pipeline is known to have more stages than those described: the file says so (stage 1 and higher),
+            the files beside it do, or one stage was chosen of several. No part of what strategies are compared by.
 
     >>> strategy = Strategy.of({"w": Layout.of([4], [0, -1])})
     >>> strategy.ranks, strategy.grid("w", (8, 2)).ranks
@@ -80,6 +86,11 @@ class Strategy:
     merged: bool = False
     current_stage: int = 2
     unknown: bytes | tuple[tuple[str, object], ...] = field(default=b"")
+    others: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.stages.start:
+            object.__setattr__(self, "others", True)
 
     @classmethod
     def of(
@@ -236,19 +247,27 @@ class Strategy:
     def of_stage(self, stage: int) -> Strategy:
         """Return what this strategy says of one stage of a pipeline.
 
-        The strategy file of one stage need not say which one it is: it is taken for the stage asked for.
+        The strategy file of one stage need not say which one it is: one that says 0 is taken for the stage asked for.
 
         Raises:
             StrategyError: there is no such stage.
         """
-        if len(self.stages) == 1 and not self.merged:
+        if len(self.stages) == 1 and not self.merged and not self.stages.start:
             moved = {name: (places[0]._replace(stage=stage),) for name, places in self.tensors.items()}
-            return replace(self, tensors=moved, stages=range(stage, stage + 1))
+            operators = tuple(operator._replace(stage=stage) for operator in self.operators)
+            return replace(self, tensors=moved, stages=range(stage, stage + 1), operators=operators, others=True)
         if stage not in self.stages:
             raise StrategyError(f"stage {stage} is asked for; the strategy has stages {names(self.stages)}")
         here = {name: tuple(p for p in places if p.stage == stage) for name, places in self.tensors.items()}
         tensors = {name: places for name, places in here.items() if places}
-        return replace(self, tensors=tensors, stages=range(stage, stage + 1), merged=False)
+        return replace(
+            self,
+            tensors=tensors,
+            stages=range(stage, stage + 1),
+            operators=tuple(operator for operator in self.operators if operator.stage == stage),
+            merged=False,
+            others=self.others or len(self.stages) > 1,
+        )
 
     def with_layout(self, name: str, layout: Layout | None) -> Strategy:
         """Return a copy in which a tensor has this layout in every stage, or is not named (None).
@@ -296,7 +315,7 @@ class Strategy:
         <Strategy: 1 tensor over 4 ranks>
         """
         stages = "" if len(self.stages) == 1 else f" in {len(self.stages)} pipeline stages"
-        one_stage = f" (stage {self.stages.start} of a pipeline)" if self.stages.start else ""
+        one_stage = f" (stage {self.stages.start} of a pipeline)" if self.others else ""
         count = len(self.tensors)
         return f"<Strategy: {count} tensor{'s' * (count != 1)} over {len(self.ranks)} ranks{stages}{one_stage}>"
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from reshard.block import shape_text
 from reshard.errors import Faults, LayoutError, StrategyError
 from reshard.layout import Layout, foldings
-from reshard.selection import optimizer_states
+from reshard.selection import is_training_state, one_stage_advice, optimizer_states
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
@@ -144,9 +144,10 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
     for name, tensor in checkpoint.tensors.items():
         if name in strategy.tensors:
             continue
-        if checkpoint.strategy is None or name in states:
+        one_stage = strategy.others and checkpoint.part is None and not is_training_state(name, tensor)
+        if name in states or (checkpoint.strategy is None and not one_stage):
             notices.append(f"tensor {name!r} is in the files and not in the strategy")
-        elif tensor.listed:
+        elif tensor.listed or one_stage:
             faults.add(f"tensor {name!r}", "is in the files and not in the strategy")
-    faults.raise_if_any(StrategyError)
+    faults.raise_if_any(StrategyError, advice=one_stage_advice(strategy, checkpoint.tensors, states))
     return notices

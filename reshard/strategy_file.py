@@ -4,6 +4,8 @@ Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `p
 
 * The pipeline stage is only in the operators' entries; `current_stage` says nothing.
 * A file is merged when every tensor name begins with a stage number and a dash.
+* The file of stage 0 does not say that there are others. Of the files of a pipeline's ranks, which lie side by side and
+  have the rank as the last number of their names, that of the highest rank does.
 * A nested tensor map comes as one `tensor_map` message a dimension in protobuf, the second one empty for a nested
   1-D tensor; JSON has it expanded (see `layout.foldings`).
 * Unknown protobuf fields and JSON keys are kept and written back.
@@ -11,14 +13,16 @@ Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `p
 
 from __future__ import annotations
 
+import filecmp
 import json
 import re
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.block import LONGEST_NAME, Shape, shape_text
-from reshard.errors import Faults, LayoutError, StrategyError, UsageError
+from reshard.errors import Faults, LayoutError, ReshardError, StrategyError, UsageError
 from reshard.layout import Axes, Layout, foldings
 from reshard.remote import RemotePath, as_path
 from reshard.small_file import write_whole
@@ -41,6 +45,7 @@ _TOP_KEYS = {"current_stage", "parallel_layout_item", "parallel_strategy_item"}
 _MOST_STAGES = 1 << 16
 _MOST_RANKS = 1 << 20
 _LARGEST_FILE = 1 << 26
+_LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
 _MISSING = "is missing; the file is cut short, or no strategy file"
 
 # What the protobuf fields of these names hold, so that any strategy read from JSON can be written as protobuf too.
@@ -56,7 +61,8 @@ _RANGES = {
 def read_strategy(path: str | os.PathLike[str] | RemotePath) -> Strategy:
     """Read a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks.
 
-    The format is told by content. The files of a directory are merged in memory.
+    The format is told by content. The files of a directory are merged in memory. Beside a local file that is not merged
+    the one that has the highest number in place of its own is looked at: whether the file is of one stage of several.
 
     Args:
         path: a file or a directory, local or at a URL.
@@ -74,7 +80,38 @@ def read_strategy(path: str | os.PathLike[str] | RemotePath) -> Strategy:
             f"{where}: names no tensor; expected the layout of at least one (MindSpore leaves such a file when the "
             "network has no parallel parameter, or its compilation failed)"
         )
+    if isinstance(where, Path) and not (strategy.merged or strategy.others):
+        return replace(strategy, others=_has_others_beside(where, strategy))
     return strategy
+
+
+def _has_others_beside(path: Path, strategy: Strategy) -> bool:
+    """Tell whether a file is of one stage of several, by the strategy file of the last rank, if one is beside it."""
+    parts = _LAST_NUMBER.fullmatch(path.name)
+    if parts is None:
+        return False
+    try:
+        found = [_LAST_NUMBER.fullmatch(other.name) for other in path.parent.iterdir()]
+        alike = [other for other in found if other and _are_alike(other, parts)]
+        last = path.with_name(max(alike, key=lambda other: int(other[2]))[0])
+        if last.name == path.name or filecmp.cmp(path, last, shallow=False):  # ranks of one stage have equal files
+            return False
+        other = _read_file(last)
+    except (OSError, ReshardError, ValueError):  # whatever it is, it is not asked for
+        return False
+    return not other.merged and other.devices == strategy.devices and other.stages != strategy.stages
+
+
+def _are_alike(a: re.Match[str], b: re.Match[str]) -> bool:
+    """Tell whether two names differ in their last numbers only, which may stand in them more than once.
+
+    >>> names = ["s_0.ckpt", "s_7.ckpt", "rank_0_rank_0.ckpt", "rank_7_rank_7.ckpt", "run_7_s_7.ckpt"]
+    >>> a, b, c, d, e = (_LAST_NUMBER.fullmatch(name) for name in names)
+    >>> _are_alike(a, b), _are_alike(c, d), _are_alike(a, e), _are_alike(c, e)
+    (True, True, False, False)
+    """
+    first, second = (re.sub(rf"(?<!\d){match[2]}(?!\d)", "#", match[0]) for match in (a, b))
+    return a.group(1, 3) == b.group(1, 3) or first == second
 
 
 def strategy_files(directory: Path | RemotePath) -> list[Path | RemotePath]:

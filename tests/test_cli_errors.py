@@ -172,7 +172,7 @@ def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more
     source = write_ranks(tmp_path / "src", numbers({"w": (4, 2), "v": (2, 2)}), pipeline)
     reshard.write_strategy(pipeline.of_stage(0), tmp_path / "stage_0.ckpt")
     read = [source, "--source-strategy", tmp_path / "stage_0.ckpt"]
-    said = "the strategy is that of stage 0 of a pipeline, and a set holds whole models"
+    said = "the strategy is that of stage 0 of a pipeline, and files of other stages are there; give the directory"
     for words in (["unify", *read, tmp_path / "out", *more], ["plan", *read, "--style", "mindspore"]):
         refused = call(*words)
         assert refused.exit_code == 4

@@ -10,7 +10,7 @@ from checkpoints import blocks, numbers, write_file, write_ranks
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.errors import SourceError
+from reshard.errors import SourceError, StrategyError
 
 ROWS = Layout.of([4], [0, -1])
 FULL = numbers({"w": (8, 4), "b": (4,)})
@@ -389,7 +389,9 @@ def test_one_stage_of_a_pipeline_says_what_is_left_out(tmp_path: Path) -> None:
     for stage, name in ((0, "w"), (1, "v")):
         source = reshard.open(tmp_path, strategy=strategy, stage=stage)
         assert (list(source), source.part, len(source.files)) == ([name], stage, 2)
-    first = reshard.open(tmp_path, strategy=strategy.of_stage(0))
+    with pytest.raises(StrategyError, match="files of other stages are there; give the directory"):
+        reshard.open(tmp_path, strategy=strategy.of_stage(0))
+    first = reshard.open(tmp_path, strategy=strategy.of_stage(0), stage="own")
     assert first.part == 0
     (notice,) = first.notices
     assert notice.startswith("the strategy is that of stage 0 of a pipeline: of 4 ranks only 0 to 1 are read")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
 from reshard.mindspore.arguments import (
@@ -37,6 +37,7 @@ from reshard.mindspore.save_load import load_parts
 from reshard.needed import lacking_ranks, needed_ranks
 from reshard.plan import plan
 from reshard.run import run
+from reshard.selection import all_states, is_training_state
 from reshard.source import open as open_source
 from reshard.source import read_headers
 from reshard.target_files import NamedFile
@@ -95,7 +96,8 @@ def transform_checkpoints(
         TypeError: an argument of the wrong type.
         NotADirectoryError: a directory is a file, or the source is not there.
         ValueError: an empty directory, both formats in it, a missing rank that is needed, files that contradict the
-            strategy, a strategy that cannot be read or is of another model.
+            strategy, a strategy that cannot be read, is of another model, or, for the target of a whole model, of one
+            stage of a pipeline.
         TargetError: a target file would be one of the source files.
     """
     if not isinstance(ckpt_prefix, str):
@@ -108,16 +110,18 @@ def transform_checkpoints(
         raise DirectoryError(f"src_checkpoints_dir {source_dir} is not there; expected a directory of rank directories")
     before = strategy_of("src_strategy_file", src_strategy_file)
     after = strategy_of("dst_strategy_file", dst_strategy_file)
-    stage = None
+    stage: int | Literal["own"] = "own"
     if before and after and checked_format(source_dir) == "ckpt" and _is_sub_network(before, after):
         stage = before.stages.start
     source = open_ranks(source_dir, before, after, stage=stage, suffix=file_suffix)
     check_model(source, after)
+    check_target_stages("dst_strategy_file", source, after)
     planned = plan(
         source,
         after,
         format=output_format,
         prefix=ckpt_prefix,
+        stage=own_stage(after),
         drop=["*"],
         allow_missing=["*"],
         threads=threads,
@@ -178,7 +182,7 @@ def transform_checkpoint_by_rank(
         for rank, needing in lacking_ranks(before, after, rank_id, files).items():
             faults.add(f"source rank {rank}", f"is not there; {_needed(needing, [rank_id])}")
         faults.raise_if_any(SourceError)
-        source = open_source(files, strategy=before, partial=True)
+        source = open_source(files, strategy=before, stage="own", partial=True)
     else:
         source = _open_whole(files)
     check_model(source, after)
@@ -188,6 +192,7 @@ def transform_checkpoint_by_rank(
         format=format,
         files=NamedFile(target.name),
         ranks=None if after is None else [rank_id],
+        stage=own_stage(after),
         drop=["*"],
         allow_missing=["*"],
     )
@@ -327,7 +332,7 @@ def open_ranks(
     before: Strategy | None,
     after: Strategy | None,
     *,
-    stage: int | None = None,
+    stage: int | Literal["own"] = "own",
     suffix: str | None = None,
 ) -> Checkpoint:
     """Open a directory of rank directories; ranks that are missing are told with the target ranks that need them.
@@ -346,7 +351,7 @@ def open_ranks(
     except SourceError as error:
         if isinstance(error.__cause__, OSError):
             raise  # a directory that cannot be read is none without files
-        source = before if stage is None else before.of_stage(stage)
+        source = before if stage == "own" else before.of_stage(stage)
         present = present_ranks(path)
         absent = set(source.ranks) - present
         if not absent or not present:
@@ -382,6 +387,28 @@ def check_all_stages(path: Path, source: Checkpoint) -> None:
             f"{path}: src_strategy_file is that of stage {source.part} of a pipeline, and files of other stages are "
             "there; give that of all, which merge_pipeline_strategys makes"
         )
+
+
+def check_target_stages(argument: str, source: Checkpoint, after: Strategy | None) -> None:
+    """Refuse a target strategy of one stage of a pipeline for a whole model: the weights of other stages would be lost.
+
+    Raises:
+        StrategyError: it is one, and does not name weights of the source.
+    """
+    if after is None or not after.others or source.part is not None:
+        return
+    states = all_states(source, after)
+    lost = [n for n, t in source.tensors.items() if not (n in after.tensors or n in states or is_training_state(n, t))]
+    if lost:
+        raise StrategyError(
+            f"{source.root}: {argument} is that of stage {after.stages.start} of a pipeline, and names none of "
+            f"{_counted(lost)}; give that of all stages, which merge_pipeline_strategys makes"
+        )
+
+
+def own_stage(after: Strategy | None) -> int | None:
+    """Return the stage that a target strategy is known to be of, where a pipeline has others."""
+    return after.stages.start if after is not None and after.others else None
 
 
 def check_model(source: Checkpoint, after: Strategy | None) -> None:
@@ -500,10 +527,13 @@ def _open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> C
 
 
 def _missing(planned: Plan, after: Strategy | None, rank: int | None) -> list[str]:
-    """Return what a plan lacks, of one target rank or of all."""
+    """Return what a plan lacks, of one target rank or of all; what other stages of the source have is none."""
+    source = planned.source
+    own = None if source.part is None or source.strategy is None else source.strategy.tensors
+    missing = [name for name in planned.missing if own is None or name in own]
     if after is None or rank is None:
-        return list(planned.missing)
-    return [name for name in planned.missing if after.stage_of(rank) in after.stages_of(name)]
+        return missing
+    return [name for name in missing if after.stage_of(rank) in after.stages_of(name)]
 
 
 def _counted(some: Collection[str]) -> str:

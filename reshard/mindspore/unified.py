@@ -40,8 +40,10 @@ from reshard.mindspore.transform import (
     check_all_stages,
     check_complete,
     check_model,
+    check_target_stages,
     checked_format,
     open_ranks,
+    own_stage,
     present_ranks,
     warn_of,
 )
@@ -240,6 +242,8 @@ def load_distributed_checkpoint(
         if dst_safetensors_dir is None:
             raise UsageError("dst_safetensors_dir is None; without a network it is where the files go")
         target_dir = target_directory("dst_safetensors_dir", dst_safetensors_dir)
+        if ranks is None:
+            check_target_stages("predict_strategy", source, after)
         planned = _planned(source, after, new_names, format=output_format, files=NamedFile(name), ranks=ranks)
         warn_of(planned, after, rank_id)
         run(planned, target_dir, threads=threads, overwrite=True, journal=False)
@@ -352,7 +356,7 @@ def _planned(source: Checkpoint, after: Strategy | None, new_names: Mapping[str,
         raise SourceError(f"{source.root}: the network has no place for any of {names(source.tensors)}")
     some = replace(source, tensors={name: source.tensors[name] for name in new_names})
     selection = Selection(names=new_names, drop=("*",), allow_missing=("*",))
-    planned = plan(some, after, selection=selection, **options)
+    planned = plan(some, after, stage=own_stage(after), selection=selection, **options)
     return replace(planned, missing=tuple(name for name in planned.missing if name not in source.tensors))
 
 
@@ -373,7 +377,7 @@ def _opened_ranks(filenames: object, train_strategy: StrategyLike | None, cipher
             f"checkpoint_filenames has {len(files)} files; "
             + (f"the training strategy has {len(ranks)} ranks" if before else "several need train_strategy_filename")
         )
-    return open_source(dict(zip(ranks, files, strict=True)), strategy=before, cipher=cipher)
+    return open_source(dict(zip(ranks, files, strict=True)), strategy=before, stage="own", cipher=cipher)
 
 
 def _target(after: Strategy | None, rank: int | None, extension: str) -> tuple[str, list[int] | None]:

@@ -72,7 +72,7 @@ def strategy_text(strategy: Strategy, title: str) -> str:
     N pieces or, with -1, into one for each rank that would hold the same
     """
     stages = count_text(len(strategy.stages), "stage")
-    if strategy.stages.start:
+    if strategy.others:
         stages = f"stage {strategy.stages.start} of a longer pipeline,"
     lines = [
         (

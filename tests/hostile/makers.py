@@ -111,14 +111,21 @@ def a_plan_file(**source: Any) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         known = {
             "root": str(path.parents[1] / "sound"), "strategy": None, "stage": None, "partial": False, "varying": [],
-            "left_out": [], "notices": ["\x1b[2J"], "encryption": None, "headers": ["0" * 32],
+            "elsewhere": [], "left_out": [], "notices": ["\x1b[2J"], "encryption": None, "headers": ["0" * 32],
             "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
         }  # fmt: skip
-        target = {"strategy": None, "format": "ckpt", "ranks": None, "memory": None, "remove_redundancy": False}
+        target = {
+            "strategy": None,
+            "format": "ckpt",
+            "ranks": None,
+            "stage": None,
+            "memory": None,
+            "remove_redundancy": False,
+        }
         selection: dict[str, Any] = {key: [] for key in ("include", "exclude", "drop", "allow_missing")}
         plan = {
             "reshard_plan": 1, "made_by": "0.1.0", "digest": "0" * 32,
-            "source": known | source, "target": target | {"link_replicas": False},
+            "source": known | source, "target": target | {"remove_redundancy": False, "link_replicas": False},
             "files": {"way": "rank_files", "fields": ["checkpoint_", ""]},
             "selection": selection | {"weights_only": False, "names": {}, "cast": {}},
             "names": dict.fromkeys(("directory", "source_strategy", "target_strategy", "name_map", "reading")),
