@@ -4,6 +4,7 @@ Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `p
 
 * The pipeline stage is only in the operators' entries; `current_stage` says nothing.
 * A file is merged when every tensor name begins with a stage number and a dash.
+* A stage of a merged file that has operators and no tensors has ranks like any other: they hold what no strategy names.
 * The file of stage 0 does not say that there are others. Of the files of a pipeline's ranks, which lie side by side and
   have the rank as the last number of their names, that of the highest rank does.
 * A nested tensor map comes as one `tensor_map` message a dimension in protobuf, the second one empty for a nested
@@ -211,7 +212,7 @@ def _strategy(
     devices = agreed_devices(tensors, subject)
     stages = range(own_stage, own_stage + 1)
     if merged:
-        last = max((placed.stage for places in tensors.values() for placed in places), default=0)
+        last = max({placed.stage for places in tensors.values() for placed in places} | operator_stages, default=0)
         if last >= _MOST_STAGES:
             subject.add(f"stage {last}", "is more than any pipeline has")
         stages = range(last + 1)

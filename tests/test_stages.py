@@ -8,20 +8,21 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import helpers
 import numpy as np
 import pytest
-from checkpoints import Array, blocks, dtype_name, tree, write_file, write_ranks
+from checkpoints import Array, blocks, dtype_name, numbers, tree, write_file, write_ranks
 from commands import call, done, proposed
 from strategy_files import meaning
 
 import reshard
 import reshard.mindspore as ms
-from reshard import Strategy
+from reshard import Layout, Strategy
 from reshard.errors import SourceError, StrategyError, UsageError
+from reshard.strategy import Operator
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 FIRST, LAST = (0, "src_strategy_0.ckpt"), (1, "src_strategy_7.ckpt")
 STEP = {"global_step": np.array(7, np.int32)}
+ROWS = Layout.of([2], [0, -1])
 
 
 @dataclass(frozen=True)
@@ -352,6 +354,29 @@ def test_a_stage_of_a_merged_file_is_written_and_read_again(pipeline: Pipeline, 
         again = reshard.read_strategy(tmp_path / f"s_{stage}.ckpt")
         assert meaning(again) == meaning(one)
         assert {operator.stage for operator in again.operators} == {stage}
+
+
+# --- a stage that has operators and no tensors ---
+
+
+@pytest.mark.parametrize("extension", ["ckpt", "json"])
+def test_a_stage_without_tensors_has_ranks(tmp_path: Path, extension: str) -> None:
+    """The last of a merged file's as one between others: its ranks get what no strategy names."""
+    full = numbers({"w": (4, 2), "v": (2, 2)})
+    merged = Strategy.of({"w": {0: ROWS}, "v": {1: ROWS}})
+    operators = tuple(Operator(f"op{stage}", stage, ((2, 1),)) for stage in range(3))
+    reshard.write_strategy(replace(merged, operators=operators), tmp_path / f"s.{extension}")
+    target = reshard.read_strategy(tmp_path / f"s.{extension}")
+    assert (target.stages, target.ranks) == (range(3), range(6))
+    before = Strategy.of({"w": ROWS, "v": ROWS})
+    source = reshard.open(write_ranks(tmp_path / "src", full, before, also=STEP), strategy=before)
+    reshard.plan(source, target).run(tmp_path / "out")
+    for rank in range(6):
+        found = helpers.read_rank_file(tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.safetensors")
+        assert set(found) == {*blocks(full, merged, rank), "global_step"}
+    again = reshard.open(tmp_path / "out", strategy=target)
+    assert all(np.array_equal(again[name].compute(), value) for name, value in full.items())
+    assert reshard.verify(tmp_path / "out", target, against=source).equal
 
 
 # --- MindSpore's names ---
