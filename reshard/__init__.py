@@ -8,15 +8,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-# At once, though it is lazy to the rest: a later import of the module `reshard.plan` would hide the function.
-from reshard.plan import Plan, plan
+import sys
 
 __version__ = "0.1.0"
 
-# The homes of the other names, imported on first use so that `import reshard` stays under 0.1 s.
+TYPE_CHECKING = False  # to import `typing` takes longer than all of this, and whoever starts the command waits for it
+
+# The homes of all names, imported on first use: `reshard.entry` takes hold of interrupts before anything slow begins.
 _HOMES = {
     "Block": "block",
     "Checkpoint": "checkpoint",
@@ -25,6 +23,7 @@ _HOMES = {
     "Layout": "layout",
     "Manifest": "manifest",
     "MindSporeSet": "formats.unified",
+    "Plan": "plan",
     "ReshardError": "errors",
     "Selection": "selection",
     "Strategy": "strategy",
@@ -33,6 +32,7 @@ _HOMES = {
     "ZarrGroup": "formats.zarr",
     "merge_strategies": "strategy_file",
     "open": "source",
+    "plan": "plan",
     "read_plan": "plan_file",
     "read_manifest": "manifest",
     "read_strategy": "strategy_file",
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from reshard.formats.zarr import ZarrGroup
     from reshard.layout import Layout
     from reshard.manifest import Manifest, read_manifest, write_manifest
+    from reshard.plan import Plan, plan
     from reshard.plan_file import read_plan
     from reshard.selection import Selection
     from reshard.source import open  # noqa: A004 -- reshard.open, as zarr.open
@@ -84,8 +85,20 @@ if TYPE_CHECKING:
     from reshard.verification import Verification, make_manifest, verify
 
 
+class _Package(type(sys)):  # type: ignore[misc]  # a module
+    """This package, in which `plan` is the function, also once the module `reshard.plan` is imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value.plan if name == "plan" and isinstance(value, type(sys)) else value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> object:
     if name in _HOMES:
+        from importlib import import_module
+
         value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
         globals()[name] = value
         return value

@@ -1,6 +1,6 @@
 """`python -m reshard`."""
 
-from reshard.cli import main
+from reshard.entry import main
 
 if __name__ == "__main__":
     main()

@@ -17,7 +17,7 @@ import click
 
 import reshard
 from reshard.cli_options import PATH, PLACE, json_option, source_options
-from reshard.terminal import Border, called_as, print_json, say_notices, width
+from reshard.terminal import Border, called_as, print_json, say_notices, width, wrote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,6 +120,7 @@ def demo(directory: Path) -> None:
     from reshard.demo import demo as run_demo
     from reshard.show import printable
 
+    wrote()  # file after file
     run_demo(directory, lambda line: click.echo(printable(line, keep="\n")), command=called_as())
 
 

@@ -27,7 +27,7 @@ from reshard.cli_written import found_by
 from reshard.errors import SourceError, UsageError
 from reshard.remote import as_path
 from reshard.small_file import refuse_existing
-from reshard.terminal import Command, called_as, print_json, say, say_notices
+from reshard.terminal import Command, called_as, print_json, say, say_notices, wrote
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +108,7 @@ def plan(
         name_map = click.get_current_context().meta.get(NAME_MAP)
         names = plan_file.Names(_text(target), _text(source_strategy), _text(target_strategy), name_map, reading)
         plan_file.save(made, output, names, overwrite=overwrite)
+        wrote()
     if not quiet:
         say_notices(made.notices)
     directory = "TARGET" if target is None else str(target)

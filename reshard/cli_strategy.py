@@ -10,7 +10,7 @@ import reshard
 from reshard.cli_options import PATH, json_option, source_options
 from reshard.errors import UsageError, VerifyError
 from reshard.small_file import refuse_existing
-from reshard.terminal import Group, print_json, say, say_notices
+from reshard.terminal import Group, print_json, say, say_notices, wrote
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -253,6 +253,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
 def _say_written(written: Strategy, output: Path) -> None:
     from reshard.show import count_text, printable
 
+    wrote()
     click.echo(
         f"wrote {printable(output)}: {count_text(len(written.tensors), 'tensor')} over "
         f"{count_text(len(written.ranks), 'rank')} in {count_text(len(written.stages), 'stage')}"

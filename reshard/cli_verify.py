@@ -12,7 +12,7 @@ import click
 from reshard.cli_options import PATH, PLACE, json_option, layout_rules, selection_options, size, source_options
 from reshard.errors import TargetError, UsageError, VerifyError
 from reshard.rank_files import RANK_PATTERN
-from reshard.terminal import Command, print_json, progress, say, say_notices
+from reshard.terminal import Command, print_json, progress, say, say_notices, wrote
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,5 +246,6 @@ def _make(
     if os.path.realpath(path) in {os.path.realpath(f"{root}/{name}") for name in made.files}:
         raise TargetError(f"{path}: is one of the files of {target}; choose another name for the manifest")
     write_manifest(made, path, overwrite=overwrite)
+    wrote()
     if not quiet:
         say(f"wrote {path}: {count_text(made.checksums, 'checksum')} of {count_text(len(made.files), 'file')}")

@@ -39,7 +39,7 @@ from reshard.errors import TargetError, UsageError
 from reshard.rank_files import RANK_PATTERN
 from reshard.remote import is_url
 from reshard.selection import Selection
-from reshard.terminal import Command, print_json, progress, say, say_notices
+from reshard.terminal import Command, print_json, progress, say, say_notices, wrote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -390,6 +390,7 @@ def carry_out(
             checksums=None if running.write_manifest is None else True,
             progress=shown,
         )
+    wrote()
     place, made, check = result or target, None, None
     if running.write_manifest is not None:
         made = cli_manifest.write(running.write_manifest, done, overwrite=running.overwrite)

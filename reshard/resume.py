@@ -178,8 +178,9 @@ class Session:
         try:
             self._journal.look([file.path for file in self._whole.files])
         except ReshardError:  # the storage cannot be reached, which may be why the run failed
-            if not spoiled:
-                error.add_note("what is finished is kept; the same command goes on from there")
+            if not isinstance(error, ChangedError):
+                more = "nothing unfinished is kept; start again"
+                error.add_note(more if spoiled else "what is finished is kept; the same command goes on from there")
             return
         kept = sum(self._each(lambda number: self._kept(number, spoiled=spoiled), range(len(self._whole.files))))
         if spoiled:

@@ -277,6 +277,8 @@ def _clean_up(plan: Plan, root: str, session: Session | None, groups: set[int] |
     else:
         for file in plan.files:
             discard(f"{root}/{file.path}", root)
+    if not session and isinstance(error, KeyboardInterrupt):
+        error.add_note("unfinished files are removed; the same command starts from the beginning")
 
 
 def _memory() -> int:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from reshard.entry import stop as stop_at_once
 from reshard.errors import BudgetError, ReshardError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from reshard.run import Progress
 
 _DEBUG = "reshard.debug"
+_WROTE = "reshard.wrote"
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
 
 
@@ -49,11 +51,13 @@ class _Stopped(KeyboardInterrupt):
 def _stopping() -> Iterator[None]:
     """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`; whoever ignores one (nohup) goes on ignoring it."""
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    stopped: list[_Stopped] = []
 
     def stop(signum: int, _frame: FrameType | None) -> NoReturn:
         for number in before:  # a second one must disturb neither the cleaning up nor the exit code
             signal.signal(number, signal.SIG_IGN)
-        raise _Stopped(signum)
+        stopped.append(_Stopped(signum))
+        raise stopped[0]
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -63,12 +67,25 @@ def _stopping() -> Iterator[None]:
         for number in before:
             signal.signal(number, stop)
         yield
+    except Exception as error:
+        if not stopped:
+            raise
+        before.clear()
+        # What was imported, or a library's own callback, made something else of it.
+        for note in getattr(error, "__notes__", ()):
+            stopped[0].add_note(note)
+        raise stopped[0] from error
     except _Stopped:
         before.clear()
         raise
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, old in before.items():  # what is to be said at once is not true any more
+            signal.signal(number, signal.SIG_DFL if old is stop_at_once else old)
+
+
+def wrote() -> None:
+    """Remember that the command wrote something, so that an interrupt from now on does not deny it."""
+    click.get_current_context().meta[_WROTE] = True
 
 
 class Command(click.Command):
@@ -150,6 +167,8 @@ class Border(Group):
                 import traceback
 
                 say(traceback.format_exc())
+            if isinstance(error, KeyboardInterrupt) and not (ctx.meta.get(_WROTE) or hasattr(error, "__notes__")):
+                error.add_note("nothing was written")
             message, code = _told(error)
             say(message)
             ctx.exit(code)

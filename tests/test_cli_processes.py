@@ -167,6 +167,96 @@ def test_a_stopped_run_leaves_no_unfinished_file_and_can_be_typed_again(
     done(*command)
 
 
+_AT_AN_IMPORT = """
+import os, runpy, signal, sys
+left = int(sys.argv[1])
+class Finder:
+    begun = False
+    def find_spec(self, name, *_):
+        global left
+        self.begun = self.begun or name == "reshard.cli"
+        left -= self.begun
+        if not left:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = sys.argv[2:]
+runpy.run_module("reshard", run_name="__main__")
+"""
+
+
+def interrupted_at_import(number: int, command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    """Interrupt a command when it imports that many modules, of some six hundred."""
+    return subprocess.run(
+        [sys.executable, "-c", _AT_AN_IMPORT, str(number), *map(str, command)],
+        check=False, capture_output=True, text=True, timeout=60, preexec_fn=heed_signals,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [1, 2, 10, 40, 80, 120, 200, 300])
+def test_an_interrupt_while_modules_are_imported(case: Case, tmp_path: Path, number: int) -> None:
+    ended = interrupted_at_import(number, ["transform", case.source, tmp_path / "out", *case.strategies])
+    assert (ended.returncode, ended.stderr) == (130, "interrupted; nothing was written\n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_import(case: Case, tmp_path: Path) -> None:
+    """The last of them are of the run."""
+    found = set()
+    for number in range(1, 1000, 9):
+        ended = interrupted_at_import(number, ["transform", case.source, tmp_path / f"{number}", *case.strategies])
+        assert ended.stderr.count("\n") == 1, ended.stderr
+        found.add((ended.returncode, ended.stderr.partition(" ")[0].strip()))
+    assert found <= {(130, "interrupted;"), (0, "to")}
+    assert len(found) == 2
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_time(case: Case, tmp_path: Path) -> None:
+    """Before `reshard.entry` is there, Python itself says what it says."""
+    for number in range(40):
+        command = ["transform", case.source, tmp_path / f"{number}", *case.strategies]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "reshard", *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True, preexec_fn=heed_signals,  # noqa: PLW1509
+        )  # fmt: skip
+        time.sleep(number / 100)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        said = process.stderr.read()
+        process.stderr.close()
+        assert process.wait() in {0, 130} or "/reshard/cli" not in said, said
+        if process.returncode == 130:
+            assert said.startswith("interrupted; "), said
+            assert said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_an_interrupt_while_it_plans_says_that_nothing_was_written(
+    case: Case, tmp_path: Path, more: list[str]
+) -> None:
+    command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies, *more]
+    returned, said = stopped_at("read_into", 0.2, signal.SIGTERM, command)
+    assert (returned, said) == (143, "stopped by SIGTERM; nothing was written")
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("limit", [6, 8, 10, 12, 14, 16, 18, 20, 24, 30])
+def test_too_few_file_descriptors_are_said(case: Case, tmp_path: Path, limit: int) -> None:
+    words = [sys.executable, "-m", "reshard", "transform", case.source, tmp_path / "out", *case.strategies]
+    ended = subprocess.run(
+        ["sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh", *map(str, words)],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    if limit < 18:
+        assert ended.returncode == 1
+        assert "more files can be opened" in ended.stderr
+        assert "expected at least 16; raise the limit, such as by `ulimit -n 256`" in ended.stderr
+    elif limit > 20:
+        assert ended.returncode == 0, ended.stderr
+
+
 def test_a_run_stopped_at_its_end_tells_what_to_type(case: Case, tmp_path: Path) -> None:
     command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies]
     returned, _ = stopped_at("commit", 0.1, signal.SIGTERM, command)

@@ -76,11 +76,11 @@ LAYERS = [
     {"schema"},
     {"untrusted", "small_file"},
     {"block", "dtypes", "checksum", "remote", "threads"},
-    {"errors"},
+    {"entry", "errors"},
 ]
 
 # One-line conveniences that look upward: `checkpoint["w"]`, `plan.rank`, `plan.graph`, `plan.run`, `_repr_html_`,
-# `picture`, the registry of formats; and names for type checkers only do not count.
+# `picture`, the registry of formats, the command itself; and names for type checkers only do not count.
 UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("plan", "tasks"), ("plan", "run"),
           ("plan", "planner"), ("plan", "plan_file"), ("plan", "progress"), ("plan", "ownership"),
           ("checkpoint", "groups"), ("checkpoint", "show.blocks"), ("layout", "show.blocks"),
@@ -89,7 +89,7 @@ UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("pla
           ("groups", "show.notebook"), ("run", "show.notebook"), ("graph", "show.notebook"),
           ("strategy", "rules"), ("formats", "formats.ckpt"),
           ("formats", "formats.safetensors"), ("plan", "zarr_planner"),
-          ("checkpoint", "plan"), ("checkpoint", "formats.zarr")}  # fmt: skip
+          ("entry", "cli"), ("checkpoint", "plan"), ("checkpoint", "formats.zarr")}  # fmt: skip
 
 DASK_USERS = {"cluster", "graph", "arrays", "run"}
 
