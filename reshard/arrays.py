@@ -84,7 +84,7 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, holder: int | None = None
         name,
         spec.dtype.name,
         spec.shape,
-        [(file.path, file.nbytes, file.mtime_ns) for file in files],
+        [(file.path, *file.status) for file in files],
         [(piece.block.start, piece.block.stop, piece.runs) for piece in pieces],
     )
     return _from_files(_Stored(name, spec.dtype, spec.shape, pieces), f"{name}-{token}")

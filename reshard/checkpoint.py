@@ -16,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError, UsageError, names
+from reshard.remote import Status
 
 if TYPE_CHECKING:
     import os
@@ -117,12 +118,24 @@ class FileIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One checkpoint file: its path, its size and time when it was indexed, and what it holds."""
+    """One checkpoint file: its path, its size and time when it was indexed, and what it holds.
+
+    `change` is as in `Status`. It does not travel to other processes, whose machines may see another one.
+    """
 
     path: str
     nbytes: int
     mtime_ns: int
     index: FileIndex
+    change: tuple[int, int] = field(default=(0, 0), compare=False)
+
+    @property
+    def status(self) -> Status:
+        """Its state when it was indexed."""
+        return Status(self.nbytes, self.mtime_ns, self.change)
+
+    def __reduce__(self) -> tuple[type[SourceFile], tuple[str, int, int, FileIndex]]:
+        return SourceFile, (self.path, self.nbytes, self.mtime_ns, self.index)
 
 
 class Shard(NamedTuple):

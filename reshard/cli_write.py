@@ -391,6 +391,8 @@ def carry_out(
             progress=shown,
         )
     wrote()
+    if done.touched and not running.quiet:
+        say_notices([_touched(done.touched, "kept")])
     place, made, check = result or target, None, None
     if running.write_manifest is not None:
         made = cli_manifest.write(running.write_manifest, done, overwrite=running.overwrite)
@@ -439,4 +441,16 @@ def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
         (there.changed, "would be refused, made by another plan or from other sources; a run needs --restart"),
         (there.foreign, "would be in the way; a run needs --overwrite"),
     )
-    return [f"{count_text(len(files), 'target file')} {words}" for files, words in told if files]
+    found = [f"{count_text(len(files), 'target file')} {words}" for files, words in told if files]
+    return [*found, *([_touched(len(there.touched), "would keep")] if there.touched else [])]
+
+
+def _touched(count: int, kept: str) -> str:
+    """Tell of finished files whose sources may have changed since; or they were copied, and nothing is wrong."""
+    from reshard.show import count_text
+
+    return (
+        f"warning: {kept} {count_text(count, 'target file')} that an earlier run finished before source files were "
+        "changed, or copied or touched, with the size and time that they had; --restart makes all anew, and "
+        "`reshard verify --against` compares them"
+    )

@@ -79,7 +79,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self.directory = directory
         self.run = uuid.uuid4().hex
         self.how = how._replace(run=self.run)
-        sources = [(file.path, file.nbytes, file.mtime_ns) for file in plan.source.files]
+        sources = [(file.path, *file.status) for file in plan.source.files]
         # Not dask's token of all this: with what moves share in each of them, it would take more than the plan.
         self._token: str = digest([directory, tuple(how), sources, plan_digest(plan), hash(plan.tasks), plan.groups])
         self.ready = self._key("ready")

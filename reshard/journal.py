@@ -4,7 +4,8 @@ Below `.reshard` in the target directory, every target file has a journal of JSO
 together, see `store_journal`):
 
     {"reshard": 1, "digest": "9f…", "size": 4096}        what makes the file: its plan, and the sources as they were;
-                                                         "replaces": an earlier run's file that has the name till then
+                                                         "replaces": an earlier run's file that has the name till then;
+                                                         "sources": when anything of their files last changed
     {"wrote": [[128, 2048, 305419896], …]}               ranges of the unfinished file: begin, bytes, CRC-32C
     {"ready": [4096, 1790000000000000000]}               complete and synced: size and time; it gets its name next;
                                                          "boot": not synced, and worth nothing once the machine was
@@ -34,7 +35,7 @@ from urllib.parse import quote
 
 from reshard.checksum import crc32c
 from reshard.errors import ReshardError, TargetError, names
-from reshard.fingerprint import index_digests
+from reshard.fingerprint import digest, index_digests
 from reshard.page_cache import boot_id
 from reshard.store import PARTIAL, local_store, write_error
 
@@ -75,6 +76,8 @@ class Record:
         ready: size in bytes and time of the complete file, once there was one.
         replaces: those of the file under the final name, where an earlier run made it and this one may replace it.
         boot: of a complete file that was not synced: which start of the machine that was in.
+        sources: what tells the source files, as they were when it was begun, from such as were touched or copied since
+            (`changes_digest`); empty where that is not known.
     """
 
     digest: str = ""
@@ -83,6 +86,7 @@ class Record:
     ready: tuple[int, int] | None = None
     replaces: tuple[int, int] | None = None
     boot: str = ""
+    sources: str = ""
 
     @property
     def may_be_lost(self) -> bool:
@@ -117,7 +121,14 @@ class Journal:
         return record_of(lines_of(self.path(file)))
 
     def begin(
-        self, file: str, digest: str, size: int, *, wrote: Iterable[Range] = (), replaces: tuple[int, int] | None = None
+        self,
+        file: str,
+        digest: str,
+        size: int,
+        *,
+        wrote: Iterable[Range] = (),
+        replaces: tuple[int, int] | None = None,
+        sources: str = "",
     ) -> None:
         """Begin the journal of a file anew, whatever was in its place.
 
@@ -127,11 +138,12 @@ class Journal:
             size: its bytes.
             wrote: ranges of it that are written already.
             replaces: size and time of the file under its final name, where that may be replaced.
+            sources: as in `Record`.
 
         Raises:
             TargetError, BudgetError: it cannot be written.
         """
-        write_anew(self.path(file), noted(Record(digest, size, list(wrote), replaces=replaces)))
+        write_anew(self.path(file), noted(Record(digest, size, list(wrote), replaces=replaces, sources=sources)))
 
     def wrote(self, file: str, ranges: Iterable[Range]) -> None:
         """Note ranges of an unfinished file that are written."""
@@ -266,6 +278,15 @@ def digests(plan: Plan) -> list[str]:
     return [found.hexdigest() for found in hashes]
 
 
+def changes_digest(plan: Plan) -> str:
+    """Return a digest of when anything of each source file last changed; empty where that is not known of all.
+
+    Not of the numbers of their inodes, which some network file systems give anew.
+    """
+    changes = [(file.path, file.change[0]) for file in plan.source.files]
+    return digest(changes) if all(changed for _, changed in changes) else ""
+
+
 def discard(path: str, root: str) -> None:
     """Remove an unfinished file, and the directories below the target's that are then empty."""
     local_store().discard(path)
@@ -299,6 +320,7 @@ def taken(record: Record, line: Any) -> Record:
         known = line["reshard"] == VERSION
         record = Record(str(line["digest"]) if known else "unknown", int(line.get("size", 0)))
         record.replaces = _size_and_time(line["replaces"]) if "replaces" in line else None
+        record.sources = str(line.get("sources", ""))
     if "wrote" in line:
         record.wrote += map(_range, line["wrote"])
         if len(record.wrote) > _MOST_RANGES:
@@ -313,8 +335,9 @@ def noted(record: Record) -> list[dict[str, Any]]:
     """Return the lines that say what a record does."""
     first = {"reshard": VERSION, "digest": record.digest, "size": record.size}
     replaces = {"replaces": record.replaces} if record.replaces else {}
+    sources = {"sources": record.sources} if record.sources else {}
     ready = [_ready_line(record.ready, record.boot)] if record.ready else []
-    return [first | replaces, *_wrote_lines(record.wrote), *ready]
+    return [first | replaces | sources, *_wrote_lines(record.wrote), *ready]
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

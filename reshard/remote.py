@@ -45,10 +45,22 @@ class Status(NamedTuple):
         nbytes: its size.
         mtime_ns: when it last changed, in nanoseconds; of a file at a URL a number that stands for its entity tag or
             whatever else its file system has.
+        change: of a local file, when anything of it last changed (ctime) and the number of its inode: whoever sets the
+            time back does not set these. No copy has them, and no other machine need see the same.
     """
 
     nbytes: int
     mtime_ns: int
+    change: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Status:
+        """Return what the system says of a local file."""
+        return cls(status.st_size, status.st_mtime_ns, (status.st_ctime_ns, status.st_ino))
+
+    def is_still(self, before: Status) -> bool:
+        """Tell whether a file is as it was before, as far as both are known."""
+        return self[:2] == before[:2] and ((0, 0) in {self.change, before.change} or self.change == before.change)
 
 
 def is_url(path: object) -> bool:

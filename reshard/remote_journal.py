@@ -19,7 +19,7 @@ import json
 from typing import TYPE_CHECKING
 
 from reshard.errors import TargetError
-from reshard.journal import DIRECTORY, VERSION, Journal, Record, record_name, record_of
+from reshard.journal import DIRECTORY, Journal, Record, noted, record_name, record_of
 from reshard.remote import RemotePath, forget_listings, is_url
 from reshard.remote_store import REQUESTS, remote_store
 from reshard.store_journal import StoreJournal
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.journal import Range
-    from reshard.remote import Status
 
 
 class RemoteJournal:
@@ -44,7 +43,7 @@ class RemoteJournal:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._found: dict[str, Status] = {}
+        self._found: dict[str, tuple[int, int]] = {}
         self._records: dict[str, Record] = {}
 
     def path(self, file: str) -> str:
@@ -70,7 +69,7 @@ class RemoteJournal:
         present = [file for file in files if f"{root}/{file}" in there]
         known = [file for file in files if self.path(file) in there]
         # Not as listed: some file systems say other things of a file there than where they are asked for it alone.
-        found = results(lambda file: (root / file).status(), present, REQUESTS)
+        found = results(lambda file: (root / file).status()[:2], present, REQUESTS)
         self._found = dict(zip(present, found, strict=True))
         self._records = dict(zip(known, results(self._brief, known, REQUESTS), strict=True))
 
@@ -98,12 +97,19 @@ class RemoteJournal:
             record.ready = None
         return record
 
-    def found(self, file: str) -> Status | None:
+    def found(self, file: str) -> tuple[int, int] | None:
         """Return size and version of what had a target file's final name when `look` saw it; None where nothing had."""
         return self._found.get(file)
 
     def begin(
-        self, file: str, digest: str, size: int, *, wrote: Iterable[Range] = (), replaces: tuple[int, int] | None = None
+        self,
+        file: str,
+        digest: str,
+        size: int,
+        *,
+        wrote: Iterable[Range] = (),
+        replaces: tuple[int, int] | None = None,
+        sources: str = "",
     ) -> None:
         """Begin the record of a file anew, whatever was in its place; see `Journal.begin`.
 
@@ -111,7 +117,7 @@ class RemoteJournal:
             TargetError: it cannot be written.
         """
         assert not list(wrote), "nothing of an unfinished file is kept"  # noqa: S101
-        record = {"reshard": VERSION, "digest": digest, "size": size} | ({"replaces": replaces} if replaces else {})
+        (record,) = noted(Record(digest, size, replaces=replaces, sources=sources))
         remote_store().put(self.path(file), _content(record))
 
     def wrote(self, file: str, ranges: Iterable[Range]) -> None:
@@ -128,8 +134,9 @@ class RemoteJournal:
             raise TargetError(
                 f"{self.path(file)}: is gone since the run began; do other runs write the same files? start again"
             )
-        record = {"reshard": VERSION, "digest": begun.digest, "size": begun.size, "ready": remote_store().status(path)}
-        remote_store().put(self.path(file), _content(record | {"wrote": list(wrote)}))
+        (record,) = noted(Record(begun.digest, begun.size, sources=begun.sources))
+        state = remote_store().status(path)[:2]
+        remote_store().put(self.path(file), _content(record | {"ready": state, "wrote": list(wrote)}))
 
     def forget(self, file: str) -> None:
         """Remove the record of a file, if `look` saw one."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.checkpoint import ranges
 from reshard.errors import BudgetError, ChangedError, ReshardError, TargetError, names
-from reshard.journal import Journal, digests, joined
+from reshard.journal import Journal, changes_digest, digests, joined
 from reshard.ownership import group_plan
 from reshard.receipts import in_files
 from reshard.remote import RemotePath, existing, is_url
@@ -51,6 +51,8 @@ class Found(NamedTuple):
     Attributes:
         finished: the files that an earlier run finished, by number.
         unsynced: those of them that it did not sync.
+        touched: those of them that were made when the source files, though of the same size and time, had not been
+            touched or copied as since.
         begun: those that one began, with what their journals say.
         ours: size and time of files that earlier runs finished, of this plan or another.
         changed: paths of those that this plan would not make so.
@@ -59,6 +61,7 @@ class Found(NamedTuple):
 
     finished: Collection[int] = ()
     unsynced: Sequence[int] = ()
+    touched: Sequence[int] = ()
     begun: Sequence[tuple[int, Record]] = ()
     ours: Mapping[int, tuple[int, int]] = MappingProxyType({})
     changed: Sequence[str] = ()
@@ -94,6 +97,7 @@ class Session:
     Attributes:
         plan: what is left to do.
         resumed: bytes of contents that an earlier run wrote, of those that the whole plan writes.
+        touched: how many finished files are kept of `Found.touched`.
     """
 
     def __init__(self, plan: Plan, root: str, *, overwrite: bool, restart: bool, threads: int, fsync: bool) -> None:
@@ -108,9 +112,9 @@ class Session:
         self._journal = journal_at(root, alone=plan.alone)
         try:
             self._journal.lock([file.path for file in plan.files])
-            self._digests = digests(plan)
+            self._digests, self._sources = digests(plan), changes_digest(plan)
             there = self._accepted(overwrite=overwrite, restart=restart)
-            self._ours, begun = there.ours, there.begun
+            self._ours, begun, self.touched = there.ours, there.begun, len(there.touched)
             if fsync:
                 self._sync(there.unsynced)
             found = results(self._verified, begun, max(threads, 1))
@@ -198,7 +202,7 @@ class Session:
         """Tell what to type where a source changed: files that were made of it before are refused without an option."""
         files = list(self._whole.source.files)
         for number, status in changed.items():
-            nbytes, mtime_ns = status or (0, 0)
+            nbytes, mtime_ns = status[:2] if status else (0, 0)
             files[number] = replace(files[number], nbytes=nbytes, mtime_ns=mtime_ns)
         now = digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
         held = [self._journal.read(file.path).digest for file in self._whole.files]
@@ -301,6 +305,7 @@ class Session:
             file.layout.size,
             wrote=self._good.get(number, ()),
             replaces=self._ours.get(number),
+            sources=self._sources,
         )
 
 
@@ -308,11 +313,13 @@ def _sorted_out(
     plan: Plan, journal: Journal | RemoteJournal, wanted: Sequence[str], *, overwrite: bool, restart: bool
 ) -> Found:
     """Return what is there of a plan's files, whose digests are `wanted`."""
-    finished, unsynced, begun, ours, changed, foreign = set(), [], [], {}, [], []
+    finished, unsynced, touched, begun, ours, changed, foreign = set(), [], [], [], {}, [], []
+    sources = changes_digest(plan)
     for number, file in enumerate(plan.files):
         record = journal.read(file.path)
         state = journal.found(file.path)
         same = record.digest == wanted[number]
+        is_touched = same and "" not in {sources, record.sources} and sources != record.sources
         # A link is made before that is noted, and so are all files at URLs.
         unnoted = same and state is not None and _is_unnoted(journal, record, state)
         linked = unnoted or (same and file.link is not None and record.ready is None)
@@ -322,18 +329,22 @@ def _sorted_out(
             finished.add(number)
             if record.boot:
                 unsynced.append(number)
+            if is_touched:
+                touched.append(number)
         elif state and not is_ours and not overwrite and not linked:
             foreign.append(file.path)
         elif restart or (overwrite and not same):
             continue
         elif same:
-            begun.append((number, record))
+            if not is_touched:  # or a file might have blocks of two sources
+                begun.append((number, record))
         elif is_ours or (record.digest and journal.is_begun(file.path)):
             changed.append(file.path)
     if len(finished) < len(plan.files):  # a set with an index is complete: it is withdrawn, and made anew at the end
         finished -= {number for number, file in enumerate(plan.files) if file.last}
         unsynced = [number for number in unsynced if number in finished]
-    return Found(finished, unsynced, begun, ours, changed, foreign)
+        touched = [number for number in touched if number in finished]
+    return Found(finished, unsynced, touched, begun, ours, changed, foreign)
 
 
 def _is_unnoted(journal: Journal | RemoteJournal, record: Record, state: tuple[int, int]) -> bool:

@@ -65,6 +65,8 @@ class Report(NamedTuple):
         resumed: bytes of contents that an earlier run had written; not among `bytes_written`.
         finished: how many of the files an earlier run had finished; they were not read again, and their size and time
             are as it noted them.
+        touched: how many of those when anything of the source files but size and time was not as it is now: they may
+            have been changed since, or copied, linked, or given to another user.
         checksums: target file to tensor to the CRC-32C of its bytes there; None where none were made.
     """
 
@@ -84,6 +86,7 @@ class Report(NamedTuple):
     peak_memory: int
     resumed: int = 0
     finished: int = 0
+    touched: int = 0
     checksums: Mapping[str, Mapping[str, int]] | None = None
 
     def manifest(self) -> Manifest:
@@ -221,7 +224,9 @@ def run(
     try:
         graph = Graph(left, root, how)
         if client is not None:
-            receipts = _here(graph, graph.naming(work_on(client, graph, told.add)), threads, told.add)
+            naming = graph.naming(work_on(client, graph, told.add))
+            check_sources(plan, None)  # what the workers did not see
+            receipts = _here(graph, naming, threads, told.add)
         else:
             receipts = _here(graph, graph.__dask_graph__(), threads, told.add)
         if session:
@@ -252,6 +257,7 @@ def run(
         _peak_memory(),
         session.resumed if session else 0,
         sum(file.done for file in left.files),
+        session.touched if session else 0,
         Checksums(plan, root) if session and checksums and not plan.alone else None,
     )
 

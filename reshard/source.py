@@ -336,7 +336,7 @@ def _indexed(
     """Index every file."""
     paths = [path for of_rank in chosen.values() for path in of_rank]
     files = [
-        SourceFile(str(path.absolute()), *status, index)
+        SourceFile(str(path.absolute()), status.nbytes, status.mtime_ns, index, status.change)
         for path, (status, index) in zip(paths, _headers(paths, cipher), strict=True)
     ]
     for file in files:

@@ -169,7 +169,7 @@ class LocalStore:
         except OSError as error:
             kind = GoneError if isinstance(error, FileNotFoundError) else SourceError
             raise kind(f"{path}: cannot be read: {error.strerror}") from None
-        return Status(status.st_size, status.st_mtime_ns)
+        return Status.of(status)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes; whoever asks it sees the file that has this name now."""

@@ -63,12 +63,19 @@ class StoreJournal(Journal):
         return self._records.get(file, Record())
 
     def begin(
-        self, file: str, digest: str, size: int, *, wrote: Iterable[Range] = (), replaces: tuple[int, int] | None = None
+        self,
+        file: str,
+        digest: str,
+        size: int,
+        *,
+        wrote: Iterable[Range] = (),
+        replaces: tuple[int, int] | None = None,
+        sources: str = "",
     ) -> None:
         """Begin with a file anew, whatever was known of it; see `Journal.begin`."""
         if not self._is_own:
             self._make_own()
-        record = Record(digest, size, list(wrote), replaces=replaces)
+        record = Record(digest, size, list(wrote), replaces=replaces, sources=sources)
         self._write(file, noted(record), os.O_APPEND)
         self._records[file] = record
 

@@ -268,7 +268,7 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
             raise ChangedError(f"{status}; it was there when it was opened; start again")
         if isinstance(status, SourceError):
             raise status
-        if status != (file.nbytes, file.mtime_ns):
+        if not status.is_still(file.status):
             raise ChangedError(f"{file.path}: changed since it was opened; start again")
     return []
 
@@ -283,7 +283,7 @@ def changed_sources(plan: Plan) -> dict[int, Status | None]:
         file = plan.source.files[number]
         if isinstance(status, GoneError):
             changed[number] = None
-        elif not isinstance(status, SourceError) and status != (file.nbytes, file.mtime_ns):
+        elif not isinstance(status, SourceError) and not status.is_still(file.status):
             changed[number] = status
     return changed
 

@@ -88,7 +88,7 @@ class LocalFiles:
             raise _is_link(path)
         if not stat.S_ISREG(status.st_mode):
             raise SourceError(f"{path}: is no file; expected a chunk")
-        return Status(status.st_size, status.st_mtime_ns)
+        return Status.of(status)
 
     def read(self, path: Path) -> bytes:
         """Return the contents of a small file."""

@@ -138,7 +138,7 @@ class _Store:
         """Add a file, or a part of one; return its number."""
         status = status or self.disk.status(path)
         assert status is not None  # noqa: S101 -- its metadata were read
-        self.files.append(SourceFile(str(path), *status, index))
+        self.files.append(SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change))
         return len(self.files) - 1
 
 

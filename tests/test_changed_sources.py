@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ from reshard.journal import digests
 from reshard.store import LocalStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reshard.remote import Status
 
 __all__ = ["command", "small_tasks", "source"]  # fixtures, for pytest to find
@@ -69,6 +73,95 @@ def test_a_source_that_changes_during_the_run(
     assert str(path) in str(caught.value)
     assert tree(tmp_path / "out") == {}
     assert not list(tmp_path.glob("out/.reshard/*.jsonl"))
+
+
+def same_time(path: Path, change: Callable[[Path], object]) -> None:
+    """Change a file as a program does that sets its time back: `rsync --times`, `cp -p`, `touch -r`."""
+    time.sleep(0.02)  # the system's clock of files has steps
+    before = path.stat()
+    change(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def in_place(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-96:] = bytes(96)
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def replaced(path: Path) -> None:
+    new = path.with_suffix(".new")
+    new.write_bytes(path.read_bytes())
+    in_place(new)
+    new.rename(path)
+
+
+@pytest.mark.parametrize("change", [in_place, replaced])
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("turn", [0, 3, 6, 10])
+def test_a_source_that_changes_during_the_run_and_has_its_time_set_back(
+    source: reshard.Checkpoint,
+    tmp_path: Path,
+    ownership: str,
+    change: Callable[[Path], object],
+    turn: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of both were written, and called done."""
+    real, path, turns = LocalStore.write_at, Path(source.files[1].path), iter(range(20))
+
+    def write_at(*arguments: Any) -> None:
+        if next(turns, None) == turn:
+            same_time(path, change)
+        real(*arguments)
+
+    monkeypatch.setattr(LocalStore, "write_at", write_at)
+    with pytest.raises(ChangedError, match="changed since it was opened; start again") as caught:
+        reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
+    assert str(path) in str(caught.value)
+    assert tree(tmp_path / "out") == {}
+    assert not list(tmp_path.glob("out/.reshard/*.jsonl"))
+
+
+@pytest.mark.parametrize("change", [in_place, replaced])
+def test_what_is_begun_is_not_gone_on_with_where_a_source_changed_and_has_its_time_set_back(
+    source: reshard.Checkpoint, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    """A file would have blocks of two sources. Nor is it refused: a copy or a link looks the same."""
+    stopped(reshard.plan(source, TARGET), tmp_path / "out")
+    same_time(Path(source.files[1].path), change)
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
+    assert plan.run(tmp_path / "out").resumed == 0
+    plan.run(tmp_path / "undisturbed")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_finished_files_of_a_source_that_changed_and_has_its_time_set_back_are_told(
+    source: reshard.Checkpoint, command: list[str | Path], tmp_path: Path
+) -> None:
+    assert call(*command, "--ranks=0").exit_code == 0
+    assert "warning" not in call(*command, "--ranks=0").output
+    same_time(Path(source.files[1].path), in_place)
+    foreseen, done = call(*command, "--dry-run"), call(*command)
+    assert "warning: would keep 1 target file that an earlier run finished before source files were" in foreseen.output
+    assert done.exit_code == 0
+    assert "warning: kept 1 target file that an earlier run finished before source files were changed" in done.output
+    assert "warning" not in call(*command, "--restart").output
+    reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET).run(tmp_path / "undisturbed")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_what_travels_has_no_inode_of_this_machine(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """On another one the same file may have another number, and so it is compared by size and time there."""
+    there = pickle.loads(pickle.dumps(source.files[0]))
+    assert (there, there.change) == (source.files[0], (0, 0))
+    assert source.files[0].change != (0, 0)
+    same_time(Path(there.path), in_place)
+    now = LocalStore().status(there.path)
+    assert now.is_still(there.status)
+    assert not now.is_still(source.files[0].status)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["finished", "stopped"])

@@ -232,9 +232,7 @@ def test_an_interrupt_at_any_time(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_an_interrupt_while_it_plans_says_that_nothing_was_written(
-    case: Case, tmp_path: Path, more: list[str]
-) -> None:
+def test_an_interrupt_while_it_plans_says_that_nothing_was_written(case: Case, tmp_path: Path, more: list[str]) -> None:
     command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies, *more]
     returned, said = stopped_at("read_into", 0.2, signal.SIGTERM, command)
     assert (returned, said) == (143, "stopped by SIGTERM; nothing was written")
