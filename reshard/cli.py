@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 import reshard
-from reshard.cli_options import PATH, PLACE, json_option, source_options
+from reshard.cli_options import READ_PLACE, TARGET, json_option, source_options
 from reshard.terminal import Border, called_as, print_json, say_notices, width, wrote
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ ranks, files, and groups: ranks, tensors.
 """,
     short_help="Show the tensors of a checkpoint.",
 )
-@click.argument("source", type=PLACE)
+@click.argument("source", type=READ_PLACE)
 @source_options
 @json_option
 def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading: Any) -> None:
@@ -110,7 +110,7 @@ Example:
 """,
     short_help="Make, transform and check a small example.",
 )
-@click.argument("directory", type=PATH, default="reshard-demo", required=False)
+@click.argument("directory", type=TARGET, default="reshard-demo", required=False)
 def demo(directory: Path) -> None:
     """Make the tutorial's case in DIRECTORY (default: reshard-demo), transform it and check every byte.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
-from reshard.errors import ReshardError, TargetError, UsageError
-from reshard.small_file import refuse_existing
+from reshard.errors import ReshardError, UsageError
+from reshard.small_file import refuse_existing, refuse_inputs
+from reshard.source import files_read
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,11 +40,9 @@ def check_plan(path: Path | None, plan: Plan, target: AnyPath) -> None:
             f"--write-manifest is of checkpoint files, and {target} becomes a zarr store; leave it out, and compare "
             "the store with its source by `reshard verify --against`"
         )
-    place = os.path.realpath(path)
-    if place in {os.path.realpath(file.path) for file in plan.source.files}:
-        raise TargetError(f"{path}: is one of the source files; choose another name for the manifest")
-    if place in {os.path.realpath(f"{target}/{file.path}") for file in plan.files}:
-        raise TargetError(f"{path}: is one of the target files; choose another name for the manifest")
+    advice = "choose another name for the manifest"
+    refuse_inputs([path], files_read(plan.source.root, plan.source.files), "one of the source files", advice)
+    refuse_inputs([path], [f"{target}/{file.path}" for file in plan.files], "one of the target files", advice)
 
 
 def write(path: Path, report: Report, *, overwrite: bool) -> str:

@@ -11,8 +11,9 @@ import click
 
 from reshard.block import LONGEST_NAME
 from reshard.errors import Faults, UsageError
-from reshard.remote import as_path, is_url
+from reshard.remote import RemotePath, as_path, is_url
 from reshard.selection import Selection
+from reshard.terminal import INPUTS, OUTPUTS, STRATEGIES
 from reshard.untrusted import is_text, parse_json, read_small
 
 if TYPE_CHECKING:
@@ -131,29 +132,42 @@ def _cluster(_ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return value
 
 
-class _Path(click.Path):
-    """A path, which is not empty: that of a shell variable that is not set would be the current directory."""
+class PathType(click.Path):
+    """A path, and what a command does with it, so that no file is written that is read (`terminal.Command`).
+
+    It is not empty: that of a shell variable that is not set would be the current directory.
+
+    Args:
+        role: `INPUTS` of what is read, `STRATEGIES` of strategy files and directories of them, `OUTPUTS` of a file that
+            is written, None of a directory where files go.
+        remote: it may be a URL that fsspec knows.
+    """
+
+    def __init__(self, role: str | None, *, remote: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self.role, self.remote = role, remote
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a `Path`, or a `RemotePath` where it may be one."""
         if value == "":
             self.fail("is empty; expected a path", param, ctx)
-        return super().convert(value, param, ctx)
+        place = as_path(value) if is_url(value) else super().convert(value, param, ctx)
+        if isinstance(place, RemotePath) and not self.remote:
+            self.fail(f"{value} is a URL; expected a path on this machine", param, ctx)
+        if ctx is not None and self.role is not None:
+            ctx.meta.setdefault(self.role, []).append(place)
+        return place
 
 
-class _Place(_Path):
-    """A path, or a URL that fsspec knows."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return as_path(value) if is_url(value) else super().convert(value, param, ctx)
-
-
-PATH = _Path(path_type=Path)
-PLACE = _Place(path_type=Path)
+READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)
+STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=True)
+WRITE = PathType(OUTPUTS)
+TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 source_strategy_option = click.option(
     "--source-strategy",
-    type=PLACE,
+    type=STRATEGY_PLACE,
     metavar="STRATEGY",
     help="Strategy file of the source, or the directory of its ranks' strategy files.",
 )
@@ -241,7 +255,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--target-strategy",
-            type=PLACE,
+            type=STRATEGY_PLACE,
             metavar="STRATEGY",
             help="Strategy file of the target. Without it, the target is one rank of whole tensors.",
         ),
@@ -289,7 +303,7 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--name-map",
-            type=PATH,
+            type=READ,
             callback=_name_map,
             metavar="FILE",
             help='JSON object of old to new names: {"layers.*.wq": "model.*.q_proj"}. Optimizer states follow.',
@@ -387,7 +401,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--write-manifest",
-            type=PATH,
+            type=WRITE,
             metavar="FILE",
             help="Write checksums of the target files into FILE, for `reshard verify --manifest`; what is written now "
             "is not read for it.",

@@ -12,7 +12,9 @@ import click
 import reshard
 from reshard.cli_options import (
     NAME_MAP,
-    PATH,
+    READ,
+    TARGET,
+    WRITE,
     Running,
     json_option,
     run_options,
@@ -48,9 +50,9 @@ Example:
 {KEYS}""",
     short_help="Show what a transformation would do, and save it to be run elsewhere.",
 )
-@click.argument("source", type=PATH)
-@click.argument("target", type=PATH, required=False)
-@click.option("-o", "--output", type=PATH, metavar="FILE", help="Write the plan to this file, for `reshard run`.")
+@click.argument("source", type=READ)
+@click.argument("target", type=TARGET, required=False)
+@click.option("-o", "--output", type=WRITE, metavar="FILE", help="Write the plan to this file, for `reshard run`.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @source_options
 @target_options
@@ -154,11 +156,11 @@ Example:
 {KEYS}""",
     short_help="Do what a plan file says.",
 )
-@click.argument("plan_file", type=PATH, metavar="PLAN")
-@click.argument("target", type=PATH, required=False)
+@click.argument("plan_file", type=READ, metavar="PLAN")
+@click.argument("target", type=TARGET, required=False)
 @click.option(
     "--source",
-    type=PATH,
+    type=READ,
     metavar="SOURCE",
     help="Where the source is, if it is not where it was planned: a directory with the same files below it.",
 )
@@ -177,7 +179,7 @@ def run(plan_file: Path, target: Path | None, source: Path | None, running: Runn
     if target is None:
         if saved.names.directory is None:
             raise UsageError(f"{plan_file} names no target; give it: reshard run {plan_file} TARGET")
-        target = PATH.convert(saved.names.directory, None, None)
+        target = TARGET.convert(saved.names.directory, None, None)
     made = saved.plan(source, threads=running.threads)
     names, request = saved.names, made.request
     assert request is not None  # noqa: S101 -- a plan that is read has one
@@ -210,12 +212,13 @@ def _found_by_rank(source: Checkpoint) -> list[str] | None:
     """Return the options with which the files of a source are found; None where none do, or a rule by hand is lost."""
     from reshard.formats.unified import read_index
     from reshard.rank_files import RANK_PATTERN, rank_files
+    from reshard.zarr_files import is_store
 
     if source.part is not None or any(tensor.varies for tensor in source.tensors.values()):
         return None
     root = as_path(source.root)
     partial = ["--partial"] if source.partial else []
-    if root.is_dir() and read_index(root):
+    if is_store(root) or (root.is_dir() and read_index(root)):
         return partial
     files: dict[int, list[str]] = {}
     for rank, file in zip(source.ranks, source.files, strict=True):

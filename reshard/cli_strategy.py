@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli_options import PATH, json_option, source_options
+from reshard.cli_options import READ, STRATEGY, WRITE, json_option, source_options
 from reshard.errors import UsageError, VerifyError
-from reshard.small_file import refuse_existing
+from reshard.small_file import refuse_existing, refuse_inputs
 from reshard.terminal import Group, print_json, say, say_notices, wrote
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reshard.strategy_diff import Change, Diff
 
 _output = click.option(
-    "-o", "--output", type=PATH, required=True, metavar="FILE", help="Where to; JSON if it ends with .json."
+    "-o", "--output", type=WRITE, required=True, metavar="FILE", help="Where to; JSON if it ends with .json."
 )
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 
@@ -42,7 +42,7 @@ tensors: name, stage, layout.
 """,
     short_help="Show ranks, and the tensors of each layout.",
 )
-@click.argument("path", type=PATH, metavar="FILE_OR_DIRECTORY")
+@click.argument("path", type=STRATEGY, metavar="FILE_OR_DIRECTORY")
 @json_option
 def show_strategy(path: Path, as_json: bool) -> None:
     """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
@@ -64,7 +64,7 @@ Example:
 """,
     short_help="Merge the files of a pipeline's ranks.",
 )
-@click.argument("directory", type=PATH)
+@click.argument("directory", type=STRATEGY)
 @_output
 @_overwrite
 def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
@@ -99,9 +99,9 @@ or, in place of mesh and rules, what the network's operators are given:
 """,
     short_help="Make the file of a network that is not compiled.",
 )
-@click.argument("rules", type=PATH)
+@click.argument("rules", type=READ)
 @click.option(
-    "--like", type=PATH, required=True, metavar="CHECKPOINT", help="Has the tensors' names, shapes and dtypes."
+    "--like", type=READ, required=True, metavar="CHECKPOINT", help="Has the tensors' names, shapes and dtypes."
 )
 @source_options
 @_output
@@ -122,11 +122,13 @@ def make_strategy(
     source strategy does not name (global_step and the like) is left out unless a rule matches it.
     """
     from reshard.rules_file import strategy_from_file
+    from reshard.source import files_read
 
     refuse_existing(output, overwrite=overwrite)
     checkpoint = reshard.open(like, strategy=source_strategy, **reading)
     checkpoint.require_whole()
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.text is None}
+    refuse_inputs([output], files_read(like, checkpoint.files), "one of the files of the checkpoint")
     made = strategy_from_file(
         rules,
         {name: tensor.spec.shape for name, tensor in tensors.items()},
@@ -151,8 +153,8 @@ blocks and fields (name, stage, a, b).
 """,
     short_help="Compare two strategies.",
 )
-@click.argument("a", type=PATH)
-@click.argument("b", type=PATH)
+@click.argument("a", type=STRATEGY)
+@click.argument("b", type=STRATEGY)
 @json_option
 def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
     """Compare the strategies A and B: tensors of one only, and layouts that differ.
@@ -225,8 +227,8 @@ Example:
 """,
     short_help="Check that a strategy fits a checkpoint.",
 )
-@click.argument("strategy_file", type=PATH, metavar="STRATEGY")
-@click.argument("checkpoint", type=PATH)
+@click.argument("strategy_file", type=STRATEGY, metavar="STRATEGY")
+@click.argument("checkpoint", type=READ)
 @source_options
 def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path | None, **reading: Any) -> None:
     """Check that every layout of STRATEGY fits the tensors of CHECKPOINT: names, shapes, sizes that divide.

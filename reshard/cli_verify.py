@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli_options import PATH, PLACE, json_option, layout_rules, selection_options, size, source_options
-from reshard.errors import TargetError, UsageError, VerifyError
+from reshard.cli_options import (
+    READ,
+    READ_PLACE,
+    STRATEGY_PLACE,
+    WRITE,
+    json_option,
+    layout_rules,
+    selection_options,
+    size,
+    source_options,
+)
+from reshard.errors import UsageError, VerifyError
 from reshard.rank_files import RANK_PATTERN
 from reshard.terminal import Command, print_json, progress, say, say_notices, wrote
 
@@ -60,7 +70,7 @@ def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Where a rank's files are below TARGET.",
         ),
         click.option(
-            "--target-strategy", type=PLACE, metavar="STRATEGY",
+            "--target-strategy", type=STRATEGY_PLACE, metavar="STRATEGY",
             help="Strategy file of TARGET. Without it, TARGET is one rank of whole tensors.",
         ),
     ):  # fmt: skip
@@ -91,11 +101,11 @@ index_in_block, count, found, expected, reference.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
 )
-@click.argument("target", type=PLACE)
+@click.argument("target", type=READ_PLACE)
 @click.option(
     "--against",
     "source",
-    type=PLACE,
+    type=READ_PLACE,
     metavar="SOURCE",
     help="The checkpoint that TARGET was made from, or is equal to.",
 )
@@ -116,11 +126,11 @@ index_in_block, count, found, expected, reference.
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Of the choice.  [default: a new one]")
 @click.option(
     "--manifest",
-    type=PATH,
+    type=READ,
     metavar="FILE",
     help="Hold the files of TARGET against the sizes and checksums in FILE; needs no strategy.",
 )
-@click.option("--write-manifest", type=PATH, metavar="FILE", help="Read the files of TARGET, and write FILE.")
+@click.option("--write-manifest", type=WRITE, metavar="FILE", help="Read the files of TARGET, and write FILE.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--memory", callback=size, metavar="SIZE", help="The most memory that it may take, such as 512MB.")
 @click.option(
@@ -230,10 +240,15 @@ def _make(
     """Make a manifest, and write it."""
     from reshard.manifest import write_manifest
     from reshard.show import count_text
-    from reshard.small_file import refuse_existing
+    from reshard.small_file import refuse_existing, refuse_inputs
+    from reshard.source import files_read, read_headers
     from reshard.verification import make_manifest
 
     refuse_existing(path, overwrite=overwrite)  # before everything is read
+    if os.path.lexists(path) or os.path.lexists(f"{path}.partial"):
+        files, _, _ = read_headers(target, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"])
+        advice = "choose another name for the manifest"
+        refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
     with progress(quiet=quiet, words=("reading", "reading", "read")) as shown:
         made = make_manifest(
             target,
@@ -242,9 +257,6 @@ def _make(
             threads=threads,
             progress=shown,
         )
-    root = os.path.realpath(str(target) if target.is_dir() else str(target.parent))
-    if os.path.realpath(path) in {os.path.realpath(f"{root}/{name}") for name in made.files}:
-        raise TargetError(f"{path}: is one of the files of {target}; choose another name for the manifest")
     write_manifest(made, path, overwrite=overwrite)
     wrote()
     if not quiet:

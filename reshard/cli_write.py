@@ -13,7 +13,8 @@ import reshard
 from reshard import cli_manifest
 from reshard.cli_options import (
     NAME_MAP,
-    PLACE,
+    READ_PLACE,
+    TARGET_PLACE,
     Running,
     drop_option,
     memory_option,
@@ -39,7 +40,8 @@ from reshard.errors import TargetError, UsageError
 from reshard.rank_files import RANK_PATTERN
 from reshard.remote import is_url
 from reshard.selection import Selection
-from reshard.terminal import Command, print_json, progress, say, say_notices, wrote
+from reshard.small_file import is_within
+from reshard.terminal import Command, print_json, progress, refuse_to_write, say, say_notices, wrote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -70,13 +72,13 @@ Example:
 {KEYS}""",
     short_help="Write a checkpoint anew, cut as another strategy says.",
 )
-@click.argument("source", type=PLACE)
-@click.argument("target", type=PLACE)
+@click.argument("source", type=READ_PLACE)
+@click.argument("target", type=TARGET_PLACE)
 @source_options
 @target_options
 @click.option(
     "--via-zarr",
-    type=PLACE,
+    type=TARGET_PLACE,
     metavar="STORE",
     help="Unify into this zarr store first, then cut TARGET from it. A finished one of the same source is used as it "
     "is; SOURCE may be gone then.",
@@ -101,6 +103,7 @@ def transform(
     """
     words = [*strategy_words("source", source_strategy), *reading_words(reading)]
     if via_zarr is not None:
+        _check_apart(via_zarr, source, target, running.write_manifest)
         cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
         if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading, words):
             return
@@ -132,8 +135,8 @@ Example:
 {KEYS}""",
     short_help="Write whole tensors, in a few safetensors files and an index, or in a zarr store.",
 )
-@click.argument("source", type=PLACE)
-@click.argument("target", type=PLACE)
+@click.argument("source", type=READ_PLACE)
+@click.argument("target", type=TARGET_PLACE)
 @source_options
 @click.option(
     "--format",
@@ -228,8 +231,8 @@ Example:
 {KEYS}""",
     short_help="Write every file anew in another format.",
 )
-@click.argument("source", type=PLACE)
-@click.argument("target", type=PLACE)
+@click.argument("source", type=READ_PLACE)
+@click.argument("target", type=TARGET_PLACE)
 @click.option("--format", type=click.Choice(["ckpt", "safetensors"]), required=True, help="Of the target files.")
 @rank_pattern_option
 @suffix_option
@@ -271,6 +274,20 @@ def convert(
         source=source,
         asked=[*option("rank-pattern", pattern), *option("suffix", suffix), *selected(Selection(drop=drop))],
     )
+
+
+def _check_apart(store: AnyPath, source: AnyPath, target: AnyPath, manifest: AnyPath | None) -> None:
+    """Refuse a store that is the source or the target, or holds one of them or lies in it.
+
+    Raises:
+        TargetError: it does; nothing is made or changed.
+    """
+    for path in (source, target, *([manifest] if manifest else [])):
+        if is_within(path, store) or is_within(store, path):
+            raise TargetError(
+                f"{store}: is {path}, or one of them is in the other; the store of --via-zarr is one directory and has "
+                "nothing else in it; choose another"
+            )
 
 
 def _make_store(
@@ -364,6 +381,7 @@ def carry_out(
 
     cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)
     cli_manifest.check_plan(running.write_manifest, plan, target)
+    refuse_to_write([f"{target}/{file.path}" for file in plan.files])
     there = beside(plan, target) if result in {None, target} else Beside()
     plan = owned(replace(plan, notices=(*plan.notices, *there.warnings)), running.ownership, str(target))
     if not running.quiet:

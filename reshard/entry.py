@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from _signal import SIGINT, default_int_handler, getsignal, signal
+from _signal import SIGINT, default_int_handler, getsignal, signal  # type: ignore[import-not-found]  # typeshed lacks it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -25,22 +25,23 @@ from dataclasses import astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import Faults, PlanError, ReshardError, SourceError, TargetError, UsageError
-from reshard.fingerprint import index_digests, pages_digest, plan_digest
+from reshard.fingerprint import digest, index_digests, pages_digest, plan_digest
 from reshard.formats.unified import HuggingFaceSet, MindSporeSet
+from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
-from reshard.formats.zarr import ZarrGroup
 from reshard.layout import MOST_DEVICES, Layout
 from reshard.plan import plan as make_plan
 from reshard.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
 from reshard.selection import Selection
-from reshard.small_file import refuse_existing, write_whole
-from reshard.source import reopen
+from reshard.small_file import refuse_existing, refuse_inputs, write_whole
+from reshard.source import files_read, reopen
 from reshard.strategy import Placed, Strategy
 from reshard.target_files import NamedFile, RankFiles
 from reshard.untrusted import read_small
+from reshard.zarr_source import open_store
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
@@ -220,17 +221,20 @@ class PlanFile:
         paths: dict[int, list[Path]] = {}
         for rank, path, *_ in given["files"]:
             paths.setdefault(rank, []).append(root / path)
-        checkpoint = reopen(
-            str(root),
-            paths,
-            strategy=_read_strategy(given["strategy"]),
-            part=given["stage"],
-            partial=given["partial"],
-            varying=set(given["varying"]),
-            elsewhere=given["elsewhere"],
-            notices=given["notices"],
-            cipher=cipher,
-        )
+        if given["files"][-1][1] == METADATA:  # below a directory, which makes that a store
+            checkpoint = open_store(root)
+        else:
+            checkpoint = reopen(
+                str(root),
+                paths,
+                strategy=_read_strategy(given["strategy"]),
+                part=given["stage"],
+                partial=given["partial"],
+                varying=set(given["varying"]),
+                elsewhere=given["elsewhere"],
+                notices=given["notices"],
+                cipher=cipher,
+            )
         self._check_contents(checkpoint)
         return checkpoint.without(set(given["left_out"]))
 
@@ -252,11 +256,15 @@ class PlanFile:
     def _check_contents(self, checkpoint: Checkpoint) -> None:
         changed = Faults(checkpoint.root)
         given = self._content["source"]
-        digests = index_digests([file.index for file in checkpoint.files])
-        for file, found, (_, path, _, header, pages) in zip(checkpoint.files, digests, given["files"], strict=True):
-            if found != given["headers"][header]:
+        files = {file.path: file for file in _listed(checkpoint)}
+        for path in files.keys() ^ {path for _, path, *_ in given["files"]}:  # of a store, which lists its own
+            changed.add(path, "is there now, or is not, otherwise than when it was planned")
+        for _, path, _, header, pages in given["files"]:
+            if path not in files:
+                continue
+            if files[path].header != given["headers"][header]:
                 changed.add(path, "has other tensors, in its header, than when it was planned")
-            elif pages_digest(file.path) != pages:
+            elif pages_digest(files[path].place) != pages:
                 changed.add(path, "has other contents than when it was planned")
         changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
@@ -301,8 +309,7 @@ def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None, *
         overwrite: replace a file that is there.
 
     Raises:
-        UsageError: the plan cannot be saved: it was put together from others, its source is a zarr store, or in
-            several directories.
+        UsageError: the plan cannot be saved: it was put together from others, or its source is in several directories.
         SourceError: a source file cannot be read.
         TargetError: the file exists, cannot be written, or is one of the sources.
     """
@@ -310,10 +317,8 @@ def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None, *
         raise UsageError(
             "a plan to convert file by file needs nothing but the files, and cannot be saved; run it where they are"
         )
-    if plan.source.format == ZARR:
-        raise UsageError(f"{plan.source.root}: is a zarr store; a plan of one cannot be saved; make it where it is run")
-    if os.path.realpath(path) in {os.path.realpath(file.path) for file in plan.source.files}:
-        raise TargetError(f"{path}: is one of the source files; choose another name for the plan")
+    source = files_read(plan.source.root, plan.source.files)
+    refuse_inputs([path], source, "one of the source files", "choose another name for the plan")
     refuse_existing(path, overwrite=overwrite)
     content = json.dumps(_data(plan, plan.request, names or Names()), separators=(",", ":")).encode() + b"\n"
     try:
@@ -357,15 +362,9 @@ def _source_data(source: Checkpoint) -> Json:
     root = Path(source.root).absolute()
     headers: dict[str, int] = {}
     files = []
-    digests = index_digests([file.index for file in source.files])
-    for rank, file, header in zip(source.ranks, source.files, digests, strict=True):
-        if not Path(file.path).is_relative_to(root):
-            raise UsageError(
-                f"{file.path}: is not below {root}; a plan can be saved if all files of its source are in one directory"
-            )
-        number = headers.setdefault(header, len(headers))
-        path = Path(file.path).relative_to(root).as_posix()
-        files.append((rank, path, file.nbytes, number, pages_digest(file.path)))
+    for file in _listed(source):
+        number = headers.setdefault(file.header, len(headers))
+        files.append((file.rank, file.path, file.nbytes, number, pages_digest(file.place)))
     return {
         "root": os.path.abspath(root),  # noqa: PTH100 -- without `..`, links as they are
         "strategy": _strategy_data(source.strategy),
@@ -379,6 +378,46 @@ def _source_data(source: Checkpoint) -> Json:
         "headers": list(headers),
         "files": files,
     }
+
+
+class _Listed(NamedTuple):
+    """A source file as a plan file has it: rank, path below the source's root, size, digest of the header; and where.
+
+    The files of a zarr store are of rank 0, each there once, with the metadata of its arrays, and the group's at last.
+    """
+
+    rank: int
+    path: str
+    nbytes: int
+    header: str
+    place: str
+
+
+def _listed(source: Checkpoint) -> list[_Listed]:
+    """Return the files of a source, in its order."""
+    root = Path(source.root).absolute()
+    digests = index_digests([file.index for file in source.files])
+    parts: dict[tuple[int, str, int], list[str]] = {}
+    for rank, file, header in zip(source.ranks, source.files, digests, strict=True):
+        parts.setdefault((rank, file.path, file.nbytes), []).append(header)
+    if source.format == ZARR:
+        root = root.resolve()
+        above = {
+            directory for _, path, _ in parts for directory in Path(path).parents if directory.is_relative_to(root)
+        }
+        metadata = sorted(path for directory in above - {root} if (path := directory / METADATA).is_file())
+        *chunks, last = parts.items()
+        described = {(0, str(path), path.stat().st_size): [""] for path in metadata}
+        parts = {**described, **dict(chunks), last[0]: last[1]}
+    found = []
+    for (rank, place, nbytes), headers in parts.items():
+        if not Path(place).is_relative_to(root):
+            raise UsageError(
+                f"{place}: is not below {root}; a plan can be saved if all files of its source are in one directory"
+            )
+        below = Path(place).relative_to(root).as_posix()
+        found.append(_Listed(rank, below, nbytes, headers[0] if len(headers) == 1 else digest(headers), place))
+    return found
 
 
 def _strategy_data(strategy: Strategy | None) -> Json | None:

@@ -25,10 +25,12 @@ class Checksums(Mapping[str, Mapping[str, int]]):
     Attributes:
         root: the target directory.
         files: the target files.
+        sources: paths of the source files.
     """
 
     def __init__(self, plan: Plan, root: str) -> None:
         self.root, self.files = root, plan.files
+        self.sources = [file.path for file in plan.source.files]
         self._files = {file.path: file for file in plan.files}
         journal = journal_at(root)
         self._read = journal.read_now if isinstance(journal, RemoteJournal) else journal.read

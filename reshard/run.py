@@ -110,22 +110,30 @@ class Report(NamedTuple):
             how many checksums it has.
 
         Raises:
-            TargetError: it exists, or cannot be written.
+            TargetError: it exists, cannot be written, or is a target file or a source file.
             UsageError, SourceError: as for `manifest`.
         """
         from reshard.manifest import write_manifest
+        from reshard.small_file import refuse_inputs
 
+        sums, advice = self._sums(), "choose another name for the manifest"
+        refuse_inputs([path], sums.sources, "one of the source files", advice)
+        refuse_inputs([path], [f"{sums.root}/{file}" for file in self.files], "one of the target files", advice)
         return write_manifest(self._sums_of_files(), path, overwrite=overwrite)
 
     def _sums_of_files(self) -> Iterator[tuple[str, FileSums]]:
         from reshard.run_manifest import sums_of_files
 
+        sums = self._sums()
+        return sums_of_files(sums.root, sums.files, sums)
+
+    def _sums(self) -> Checksums:
         if not isinstance(self.checksums, Checksums):
             raise UsageError(
                 f"{self.directory}: no checksums were made for a manifest; run with checksums=True and a journal, "
                 "or read the files with reshard.make_manifest"
             )
-        return sums_of_files(self.checksums.root, self.checksums.files, self.checksums)
+        return self.checksums
 
     def __repr__(self) -> str:
         return (

@@ -12,7 +12,7 @@ from reshard.contents import compare_contents
 from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError, names
 from reshard.formats import index_file
 from reshard.formats.directories import PARTS, refuse_blocks, refuse_directory, refuse_one_of_several
-from reshard.formats.unified import read_index
+from reshard.formats.unified import SET_FILES, read_index
 from reshard.headers import Headers
 from reshard.join import join
 from reshard.layout import Layout
@@ -27,7 +27,7 @@ from reshard.zarr_files import is_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from reshard.remote import Status
 
@@ -160,6 +160,17 @@ def reopen(
         root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial,
         elsewhere=frozenset(elsewhere),
     )  # fmt: skip
+
+
+def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
+    """Return all that is read of a checkpoint, by its path and files: an index too, and whatever a zarr store has."""
+    root = as_path(path)
+    found: list[AnyName] = [file.path for file in files]
+    if isinstance(root, RemotePath):
+        return found
+    if is_store(root):
+        return [root, *root.rglob("*")]
+    return [*found, *(root / name for name in SET_FILES)]
 
 
 @reading(SourceError)

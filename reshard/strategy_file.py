@@ -26,7 +26,7 @@ from reshard.block import LONGEST_NAME, Shape, shape_text
 from reshard.errors import Faults, LayoutError, ReshardError, StrategyError, UsageError
 from reshard.layout import Axes, Layout, foldings
 from reshard.remote import RemotePath, as_path
-from reshard.small_file import write_whole
+from reshard.small_file import refuse_inputs, write_whole
 from reshard.strategy import MERGED_NAME, Operator, Placed, Strategy, agreed_devices, merge
 from reshard.untrusted import is_text, parse_json, read_small, reading
 
@@ -155,11 +155,14 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
 
     Raises:
         StrategyError: a stage is missing, a file is empty, files of one stage disagree; all faults at once.
+        TargetError: the file to write is one of them, or cannot be written.
     """
     source = as_path(directory)
     if not source.is_dir():
         raise StrategyError(f"{source}: is not a directory; expected one that holds the strategy file of every rank")
-    merged = merge([(str(file), _read_file(file)) for file in strategy_files(source)])
+    files = strategy_files(source)
+    refuse_inputs([target], files, "one of the files that are merged")
+    merged = merge([(str(file), _read_file(file)) for file in files])
     write_strategy(merged, target)
     return merged
 

@@ -10,6 +10,7 @@ from reshard.errors import TargetError, names
 from reshard.formats.directories import is_of_a_set
 from reshard.journal import DIRECTORY
 from reshard.remote import RemotePath, forget_listings, is_url
+from reshard.small_file import refuse_inputs
 from reshard.store import PARTIAL
 from reshard.target_files import SomeFiles
 
@@ -35,11 +36,11 @@ def check_target(plan: Plan, root: str) -> None:
         raise TargetError(
             f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
         )
+    written, read = [below + file.path for file in plan.files], [file.path for file in plan.source.files]
+    refuse_inputs(written, read, "one of the source files", "choose another target directory")
     for file in plan.files:
         path = below + file.path
         resolved = path if is_url(root) else os.path.realpath(path)
-        if resolved in sources:
-            raise TargetError(f"{path}: is one of the source files; choose another target directory")
         if not resolved.startswith(below):
             raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
     if not is_url(root):

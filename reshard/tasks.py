@@ -269,7 +269,9 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
         if isinstance(status, SourceError):
             raise status
         if not status.is_still(file.status):
-            raise ChangedError(f"{file.path}: changed since it was opened; start again")
+            only = status[:2] == file.status[:2]
+            how = ", though its size and time are as they were (its contents, links, owner or rights)" if only else ""
+            raise ChangedError(f"{file.path}: changed since it was opened{how}; start again")
     return []
 
 

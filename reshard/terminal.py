@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     from reshard.run import Progress
 
+INPUTS, STRATEGIES, OUTPUTS = "reshard.inputs", "reshard.strategies", "reshard.outputs"
+"""Where click's context keeps the paths that a command was given: what it reads, and the files that it writes."""
+
 _DEBUG = "reshard.debug"
 _WROTE = "reshard.wrote"
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
@@ -95,6 +98,11 @@ class Command(click.Command):
         super().__init__(*args, **kwargs)
         self.params.append(_debug_option())
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, unless a file that it writes is one that it reads; `refuse_to_write` knows of more."""
+        refuse_to_write([path for path in ctx.meta.get(OUTPUTS, ()) if not path.is_dir()])  # which has its own error
+        return super().invoke(ctx)
+
     def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the epilog below the options."""
         _write_lines(self.epilog, formatter)
@@ -108,6 +116,23 @@ class Group(click.Group):
     def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the epilog below the commands."""
         _write_lines(self.epilog, formatter)
+
+
+def refuse_to_write(outputs: Sequence[Any]) -> None:
+    """Refuse to write what the command was given to read: files, or strategy files in a directory.
+
+    Which files of a checkpoint's directory are read is known when it is opened (`source.files_read`).
+
+    Raises:
+        TargetError: an output is an input.
+    """
+    if outputs:
+        from reshard.small_file import refuse_inputs  # not on every start
+        from reshard.strategy_file import strategy_files
+
+        given = click.get_current_context().meta
+        some = [strategy_files(path) if path.is_dir() else [path] for path in given.get(STRATEGIES, ())]
+        refuse_inputs(outputs, [*given.get(INPUTS, ()), *(file for files in some for file in files)])
 
 
 def _write_lines(text: str | None, formatter: click.HelpFormatter) -> None:

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError, StrategyError, UsageError
 from reshard.mindspore.strategy import any_layout, layout_of
+from reshard.small_file import refuse_inputs
 from reshard.strategy import MERGED_NAME, Strategy
-from reshard.strategy_file import read_strategy
+from reshard.strategy_file import read_strategy, strategy_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.block import Shape
     from reshard.layout import Layout
+    from reshard.plan import Plan
 
 PathLike = str | os.PathLike[str]
 StrategyLike = PathLike | Strategy | Mapping[str, Any]
@@ -38,6 +40,14 @@ _WORDS = (
 
 class DirectoryError(SourceError, NotADirectoryError):
     """What should be a directory is none; NotADirectoryError is what MindSpore raises."""
+
+
+def refuse_strategies(planned: Plan, target: Path, *given: StrategyLike | None) -> None:
+    """Raise `TargetError` where a file that is to be written is a strategy file that was given."""
+    paths = [Path(strategy) for strategy in given if isinstance(strategy, str | os.PathLike)]
+    some = [strategy_files(path) if path.is_dir() else [path] for path in paths]
+    written = [target / file.path for file in planned.files]
+    refuse_inputs(written, [file for files in some for file in files], "one of the strategy files")
 
 
 def strategy_of(argument: str, given: StrategyLike | None) -> Strategy | None:

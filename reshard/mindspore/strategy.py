@@ -31,8 +31,9 @@ from reshard.formats import index_file
 from reshard.layout import Layout
 from reshard.mindspore.launch import get_group_size, get_rank
 from reshard.redundancy import Group, by_turns, replica_groups
+from reshard.small_file import refuse_inputs
 from reshard.strategy import MERGED_NAME, Placed
-from reshard.strategy_file import read_strategy, write_strategy
+from reshard.strategy_file import read_strategy, strategy_files, write_strategy
 from reshard.untrusted import read_small
 
 PathLike = str | os.PathLike[str]
@@ -149,6 +150,7 @@ def merge_pipeline_strategys(src_strategy_dirs: PathLike, dst_strategy_file: Pat
     target = _path(dst_strategy_file, "dst_strategy_file")
     if not source.is_dir():
         raise NotADirectoryError(f"src_strategy_dirs {source} is not a directory; expected one of strategy files")
+    refuse_inputs([target], strategy_files(source), "one of the files that are merged")
     write_strategy(replace(read_strategy(source), merged=True, current_stage=1), target)
 
 

@@ -28,6 +28,7 @@ from reshard.mindspore.arguments import (
     check_rank,
     own_words,
     path_of,
+    refuse_strategies,
     strategy_of,
     target_directory,
     thread_count,
@@ -98,7 +99,7 @@ def transform_checkpoints(
         ValueError: an empty directory, both formats in it, a missing rank that is needed, files that contradict the
             strategy, a strategy that cannot be read, is of another model, or, for the target of a whole model, of one
             stage of a pipeline.
-        TargetError: a target file would be one of the source files.
+        TargetError: a target file would be one of the source files, or of the strategy files.
     """
     if not isinstance(ckpt_prefix, str):
         raise TypeError(f"ckpt_prefix is a {type(ckpt_prefix).__name__}; expected the beginning of a file name")
@@ -128,6 +129,7 @@ def transform_checkpoints(
     )
     check_complete(planned, after)
     warn_of(planned, after)
+    refuse_strategies(planned, target_dir, src_strategy_file, dst_strategy_file)
     run(planned, target_dir, threads=threads, overwrite=True, journal=False)
 
 
@@ -155,7 +157,7 @@ def transform_checkpoint_by_rank(
         TypeError: an argument of the wrong type.
         ValueError: a file is not there, the file name ends otherwise, the target has no such rank, a source rank that
             is needed is not given, files that contradict the strategy, a strategy that is of another model.
-        TargetError: the file to write is one of the source files.
+        TargetError: the file to write is one of the source files, or of the strategy files.
     """
     if not isinstance(checkpoint_files_map, Mapping):
         raise TypeError(
@@ -198,6 +200,7 @@ def transform_checkpoint_by_rank(
     )
     check_complete(planned, after, rank_id)
     warn_of(planned, after, rank_id)
+    refuse_strategies(planned, target.parent, src_strategy_file, dst_strategy_file)
     run(planned, target.parent, overwrite=True, journal=False)
 
 

@@ -29,6 +29,7 @@ from reshard.mindspore.arguments import (
     check_format,
     check_rank,
     path_of,
+    refuse_strategies,
     strategy_of,
     target_directory,
     thread_count,
@@ -108,7 +109,8 @@ def unified_safetensors(
         NotADirectoryError: `dst_dir` is a file.
         ValueError: no files or both formats, `src_dir` is a file, a rank that is needed is missing, files that
             contradict the strategy, `choice_func` gives two tensors one name or keeps none.
-        TargetError: `dst_dir` has files of another set, which readers that do not look at the map would take too.
+        TargetError: `dst_dir` has files of another set, which readers that do not look at the map would take too; or a
+            target file would be one of the source files, or of the strategy files.
     """
     source_dir = path_of("src_dir", src_dir)
     target_dir = target_directory("dst_dir", dst_dir)
@@ -146,6 +148,7 @@ def unified_safetensors(
     planned = replace(planned, missing=missing)
     check_complete(planned, None)
     warn_of(planned, None)
+    refuse_strategies(planned, target_dir, src_strategy_file)
     run(planned, target_dir, threads=threads, overwrite=True, journal=False)
 
 
@@ -207,6 +210,7 @@ def load_distributed_checkpoint(
         ValueError: arguments that do not go together, files that are not there or contradict the strategy, a number of
             files that is not that of the strategy's ranks, two names for one tensor, a rank that the strategy does not
             have, a wrong key.
+        TargetError: a target file would be one of the source files, or of the strategy files.
         RuntimeError: a parameter does not fit the network.
     """
     check_format("format", format)
@@ -246,6 +250,7 @@ def load_distributed_checkpoint(
             check_target_stages("predict_strategy", source, after)
         planned = _planned(source, after, new_names, format=output_format, files=NamedFile(name), ranks=ranks)
         warn_of(planned, after, rank_id)
+        refuse_strategies(planned, target_dir, predict_strategy)
         run(planned, target_dir, threads=threads, overwrite=True, journal=False)
         return True
     rank = get_rank() if after else 0
