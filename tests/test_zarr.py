@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -14,12 +16,12 @@ import zarr
 from checkpoints import tree, write_file, write_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from zarr_stores import ALSO, FULL, GROUPS, SOURCE, TARGET, assert_same, invoke, source, tasks
+from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source, tasks
 
 import reshard
 from reshard import Layout, Selection, Strategy, ZarrGroup, planner
 from reshard.dtypes import BFLOAT16, BY_NAME
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.formats import Content, by_name
 from reshard.formats import zarr as format_zarr
 from reshard.zarr_planner import provenance
@@ -280,8 +282,6 @@ def test_what_a_store_is_not_made_for_is_refused(source: reshard.Checkpoint, tmp
     plan.run(tmp_path / "z")
     with pytest.raises(UsageError, match="a manifest is of checkpoint files"):
         reshard.make_manifest(tmp_path / "z")
-    with pytest.raises(UsageError, match="a plan of one cannot be saved"):
-        reshard.plan(reshard.open(tmp_path / "z"), TARGET).save(tmp_path / "plan.json")
     assert reshard.open(f"file://{tmp_path}/z").format == "zarr"
 
 
@@ -294,6 +294,96 @@ def test_a_plan_file_makes_the_same_store(source: reshard.Checkpoint, tmp_path: 
     shutil.rmtree(source.root)
     reshard.read_plan(tmp_path / "plan.json", source=moved).run(tmp_path / "again")
     assert tree(tmp_path / "again") == tree(tmp_path / "z")
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_a_plan_of_a_store_can_be_saved(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
+    """And does the same where the store is a copy, or is reached through a link."""
+    reshard.plan(source, files=group).run(tmp_path / "z")
+    (tmp_path / "link").symlink_to(tmp_path / "z")
+    plan = reshard.plan(reshard.open(tmp_path / "link"), TARGET, format="safetensors")
+    plan.run(tmp_path / "direct")
+    plan.save(tmp_path / "plan.json")
+    shutil.copytree(tmp_path / "z", tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "z")
+    again = reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere")
+    again.run(tmp_path / "again")
+    assert tree(tmp_path / "again") == tree(tmp_path / "direct")
+    again.save(tmp_path / "again.json")
+    first, second = (json.loads((tmp_path / name).read_bytes()) for name in ("plan.json", "again.json"))
+    assert second["source"].pop("root") != first["source"].pop("root")
+    assert second == first
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_plan_of_a_store_that_zarr_wrote_can_be_saved(tmp_path: Path, options: dict[str, Any]) -> None:
+    """With absent chunks, and a group in the group."""
+    group = zarr.create_group(tmp_path / "z")
+    for name in ("a", "inner/b"):
+        array = group.create_array(name, shape=(10, 7), dtype="float32", fill_value=2.5, **options)
+        array[3:5, 2:4] = np.arange(4).reshape(2, 2)
+    plan = reshard.plan(reshard.open(tmp_path / "z"), format="safetensors")
+    plan.run(tmp_path / "direct")
+    plan.save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "again")
+    assert tree(tmp_path / "again") == tree(tmp_path / "direct")
+
+
+def _other_contents(store: Path) -> None:
+    path = store / "layers.0.wo" / "c.0.1"
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _another_chunk(store: Path) -> None:
+    (store / "layers.0.wo" / "c.0.1").unlink()  # absent ones are zeros
+
+
+def _another_codec(store: Path) -> None:
+    path = store / "layers.0.wo" / "zarr.json"
+    before = path.read_text()
+    path.write_text(before.replace('"little"', '"big"   '))
+    assert len(path.read_text()) == len(before)
+    assert path.read_text() != before
+
+
+def _another_array(store: Path) -> None:
+    shutil.copytree(store / "norm", store / "more")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        (_other_contents, TargetError, "c.0.1: has other contents than when it was planned"),
+        (_another_chunk, SourceError, "c.0.1: cannot be found"),
+        (_another_codec, TargetError, "layers.0.wo/zarr.json: has other contents than when it was planned"),
+        (_another_array, TargetError, "more/zarr.json: is there now, or is not, otherwise than when it was planned"),
+        (shutil.rmtree, SourceError, "cannot be found"),
+    ],
+)
+def test_a_store_that_is_not_what_was_planned_with_is_refused(
+    source: reshard.Checkpoint, tmp_path: Path, change: Any, kind: type[ReshardError], says: str
+) -> None:
+    """Also where its sizes are what they were: how chunks are coded is in the metadata alone."""
+    store = tmp_path / "z"
+    reshard.plan(source, files=ZarrGroup(shard_bytes=0)).run(store)
+    reshard.plan(reshard.open(store), TARGET, format="safetensors").save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json")
+    change(store)
+    with pytest.raises(kind, match=re.escape(says)):
+        reshard.read_plan(tmp_path / "plan.json")
+
+
+def test_a_plan_of_a_store_at_the_command_line(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    source.to_zarr(tmp_path / "z")
+    reshard.write_strategy(TARGET, tmp_path / "target.ckpt")
+    words = [tmp_path / "z", "--target-strategy", tmp_path / "target.ckpt", "--format", "ckpt"]
+    planned = invoke("plan", *words, "-o", tmp_path / "plan.json")
+    assert planned.exit_code == 0, planned.output
+    ran = invoke("run", tmp_path / "plan.json", tmp_path / "out")
+    assert ran.exit_code == 0, ran.output
+    assert invoke(*shlex.split(ran.output.split("reshard ", 1)[1].splitlines()[0])).exit_code == 0
+    assert invoke("transform", words[0], tmp_path / "direct", *words[1:]).exit_code == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "direct")
 
 
 def test_a_plan_with_times_is_of_its_own_files(source: reshard.Checkpoint, tmp_path: Path) -> None:
