@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.dtypes import BY_NAME
+from reshard.dtypes import INT4, DType
 from reshard.errors import ReshardError, UsageError, names
+from reshard.mindspore.foreign import as_mindspore, as_torch, kind_of
 from reshard.mindspore.parameter import Parameter, Tensor, as_tensor, qint4x2
 
 _log = logging.getLogger("reshard.mindspore")
@@ -44,8 +45,8 @@ def load_param_into_net(
 
     Args:
         net: anything with `parameters_and_names()`, a MindSpore `Cell`, a `torch.nn.Module` (its buffers included), or
-            a mapping of names to Parameters or arrays, which are written in place.
-        parameter_dict: what `load_checkpoint` returned; arrays are taken too.
+            a mapping of names to Parameters (here or MindSpore's) or arrays, which are written in place.
+        parameter_dict: what `load_checkpoint`, here or MindSpore's, returned; arrays and tensors are taken too.
         strict_load: convert nothing, and take only equal names.
         remove_redundancy: accepted. MindSpore fetches the parameters that a de-duplicated file lacks from the other
             devices; there are none here, and they are listed as not loaded.
@@ -65,9 +66,6 @@ def load_param_into_net(
     [[1.0, 2.0]]
     """
     _check_arguments(parameter_dict, strict_load, remove_redundancy)
-    cell = _as_cell(net)
-    if cell is not None:
-        return _load_into_cell(cell, parameter_dict, strict_load)
     places = parameters_of(net, "net")
     values = {name: value for name, value in parameter_dict.items() if not isinstance(value, str | list)}
     taken = {name: name for name in places if name in values}
@@ -75,9 +73,12 @@ def load_param_into_net(
     if not strict_load:
         taken |= _by_suffix(missing, values)
     fitted = {name: _fitted(name, places[name], values[other], strict_load) for name, other in taken.items()}
-    for name, tensor in fitted.items():
-        _set(places[name], tensor)
-    not_loaded = [name for name in missing if name not in taken]
+    if _is_cell(net):
+        not_loaded = _set_in_cell(net, fitted, taken, parameter_dict)
+    else:
+        for name, tensor in fitted.items():
+            _set(places[name], tensor)
+        not_loaded = [name for name in missing if name not in taken]
     if not_loaded:
         _log.warning("%d parameters of the network are not loaded: %s", len(not_loaded), names(not_loaded))
     used = set(taken.values())
@@ -140,7 +141,9 @@ def _fitted(name: str, place: Any, value: Any, strict_load: bool) -> Tensor:
         NetworkError: it does not fit.
     """
     tensor = as_tensor(value, name)
-    shape, dtype = tuple(place.shape), _dtype_name(place)
+    if isinstance(place, Parameter) and not isinstance(value, Tensor):
+        tensor = Tensor(tensor)  # the network keeps it: not the memory of another library
+    shape, kind = tuple(place.shape), _kind(name, place)
     if tensor.shape != shape:
         extra = len(tensor.shape) - len(shape)
         if extra <= 0 or tensor.shape != (*shape, *(1,) * extra):
@@ -151,21 +154,25 @@ def _fitted(name: str, place: Any, value: Any, strict_load: bool) -> Tensor:
         reshaped = Tensor.from_numpy(tensor.array.reshape(shape))
         reshaped.kind = tensor.kind
         tensor = reshaped
-    if tensor.kind.name != dtype:
-        if strict_load or not any({tensor.kind.name, dtype} <= family for family in _FAMILIES):
+    if tensor.kind is not kind:
+        if strict_load or not any({tensor.kind.name, kind.name} <= family for family in _FAMILIES):
             raise NetworkError(
-                f"parameter {name!r} is {dtype} in the network and {tensor.kind} in the checkpoint"
+                f"parameter {name!r} is {kind} in the network and {tensor.kind} in the checkpoint"
                 + ("; strict_load converts nothing" if strict_load else "")
             )
-        _log.warning("%r is %s in the checkpoint; converted to the network's %s", name, tensor.kind, dtype)
-        tensor = tensor.astype(qint4x2 if dtype == "int4" else BY_NAME[dtype].numpy())
+        _log.warning("%r is %s in the checkpoint; converted to the network's %s", name, tensor.kind, kind)
+        tensor = tensor.astype(qint4x2 if kind is INT4 else kind.numpy())
     return tensor
 
 
-def _dtype_name(place: Any) -> str:
+def _kind(name: str, place: Any) -> DType:
+    """Return the kind of a network's parameter."""
     if isinstance(place, Tensor):
-        return place.kind.name
-    return str(place.dtype).removeprefix("torch.")
+        return place.kind
+    kind = kind_of(place.dtype)
+    if kind is None:
+        raise NetworkError(f"parameter {name!r} is {place.dtype} in the network; no checkpoint holds such elements")
+    return kind
 
 
 def _set(place: Any, tensor: Tensor) -> None:
@@ -174,47 +181,41 @@ def _set(place: Any, tensor: Tensor) -> None:
         place.set_data(tensor, place.sliced)
     elif isinstance(place, Tensor):
         place.array[...] = tensor.array
-    elif isinstance(place, np.ndarray):
-        place[...] = tensor.array
+    elif isinstance(place, np.ndarray):  # of a void dtype: the same kind, or MindSpore's own bfloat16
+        place[...] = tensor.array.view(place.dtype) if place.dtype.kind == "V" else tensor.array
+    elif _is_mindspores(place):
+        if hasattr(place, "set_data"):
+            place.set_data(as_mindspore(tensor), place.sliced)
+        else:
+            place.assign_value(as_mindspore(tensor))
     elif hasattr(place, "copy_"):
-        place.detach().copy_(_as_torch(tensor))
+        place.detach().copy_(as_torch(tensor))
     else:
         place.set_data(tensor)
 
 
-def _as_torch(tensor: Tensor) -> Any:
-    import torch
-
-    array = tensor.array if tensor.array.flags.writeable else tensor.array.copy()
-    if hasattr(torch, tensor.kind.name) and array.dtype.kind == "V":  # ml_dtypes', which torch does not take from numpy
-        bits = array.view(np.int8 if array.itemsize == 1 else np.int16)
-        return torch.from_numpy(bits).view(getattr(torch, tensor.kind.name))
-    return torch.from_numpy(array)
-
-
-def _as_cell(net: Any) -> Any:
-    """Return a network if it is a MindSpore Cell, else None."""
+def _is_cell(net: Any) -> bool:
+    """Tell a MindSpore Cell."""
     mindspore = sys.modules.get("mindspore")
-    return net if mindspore is not None and isinstance(net, mindspore.nn.Cell) else None
+    return mindspore is not None and isinstance(net, mindspore.nn.Cell)
 
 
-def _load_into_cell(net: Any, parameter_dict: Mapping[str, Any], strict_load: bool) -> tuple[list[str], list[str]]:
-    """Have MindSpore load the parameters, as its own."""
-    mindspore = sys.modules["mindspore"]
-    own = {
-        name: value if isinstance(value, str | list | mindspore.Parameter) else _as_mindspore(mindspore, value, name)
-        for name, value in parameter_dict.items()
-    }
-    found: tuple[list[str], list[str]] = mindspore.load_param_into_net(net, own, strict_load)
-    return found
+def _is_mindspores(value: object) -> bool:
+    """Tell a Tensor or Parameter of MindSpore's own."""
+    mindspore = sys.modules.get("mindspore")
+    return mindspore is not None and isinstance(value, mindspore.Tensor)
 
 
-def _as_mindspore(mindspore: Any, value: Any, name: str) -> Any:
-    tensor = as_tensor(value, name)
-    if tensor.kind.name == "bfloat16":  # its own bfloat16 is another numpy dtype than ml_dtypes'
-        given = mindspore.Tensor(tensor.array.view(np.uint16)).view(mindspore.bfloat16)
-    elif tensor.kind.name == "int4":
-        given = mindspore.Tensor(tensor.array, dtype=mindspore.qint4x2)
-    else:
-        given = mindspore.Tensor(tensor.array)
-    return mindspore.Parameter(given, name=name)
+def _set_in_cell(
+    cell: Any, fitted: Mapping[str, Tensor], taken: Mapping[str, str], parameter_dict: Mapping[str, Any]
+) -> list[str]:
+    """Have MindSpore give a Cell of its own its values, which fit; return what it finds not loaded."""
+    mindspore: Any = sys.modules["mindspore"]
+    own = {name: value for name, value in parameter_dict.items() if isinstance(value, str | list)}
+    for name, tensor in fitted.items():
+        given = parameter_dict[taken[name]]
+        is_whole = isinstance(given, mindspore.Parameter) and kind_of(given.dtype) is tensor.kind
+        fits = is_whole and tuple(given.shape) == tensor.shape
+        own[name] = given if fits else mindspore.Parameter(as_mindspore(tensor), name=name)
+    not_loaded: list[str] = mindspore.load_param_into_net(cell, own, strict_load=True)[0]
+    return not_loaded

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from reshard.dtypes import BY_NAME, INT4, DType
+from reshard.mindspore.foreign import array_of, is_array, numpy_dtype
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -56,9 +57,10 @@ class Tensor:
     """An array with a shape and a dtype.
 
     Args:
-        input_data: an array, a Tensor, a number, or nested lists of numbers. Arrays are copied, as MindSpore does.
-        dtype: the dtype to convert to: one of this module, or anything that numpy takes for one. By default that of
-            the array; without one, int64 for integers and float32 for floats, as MindSpore has it.
+        input_data: an array, a Tensor, here or MindSpore's or torch's, a number, or nested lists of numbers. Arrays
+            are copied, as MindSpore does.
+        dtype: the dtype to convert to: one of this module, of MindSpore, or anything that numpy takes for one. By
+            default that of the array; without one, int64 for integers and float32 for floats, as MindSpore has it.
 
     Attributes:
         array: the elements, row-major in the machine's byte order; int8 where they are Int4.
@@ -82,13 +84,13 @@ class Tensor:
     def __init__(self, input_data: Any, dtype: Any = None) -> None:
         if isinstance(input_data, str | bytes):
             raise TypeError(f"a Tensor is made of numbers; got {type(input_data).__name__} {input_data[:20]!r}")
-        wanted = None if dtype is None else np.dtype(dtype)
+        wanted = None if dtype is None else numpy_dtype(dtype)
         if isinstance(input_data, Tensor):
             self.array, self.kind = input_data.array.copy(), input_data.kind
             if wanted is not None and wanted != self.dtype:
                 self.array, self.kind = _converted(self.array, wanted)
             return
-        array = np.array(input_data, order="C")
+        array = np.array(array_of(input_data) if is_array(input_data) else input_data, order="C")
         if wanted is None and array.dtype == float64 and not hasattr(input_data, "dtype"):
             wanted = float32  # Python's floats, as MindSpore takes them
         self.array, self.kind = _converted(array, array.dtype if wanted is None else wanted)
@@ -102,6 +104,7 @@ class Tensor:
         """
         if not isinstance(array, np.ndarray):
             raise TypeError(f"from_numpy takes a numpy array; got {type(array).__name__}")
+        array = array_of(array)
         tensor = Tensor.__new__(Tensor)
         tensor.array, tensor.kind = _converted(np.asarray(array, order="C"), array.dtype)
         return tensor
@@ -165,11 +168,11 @@ class Tensor:
 
     def __eq__(self, other: object) -> Any:
         """Compare element by element, as arrays do; a numpy array of bool."""
-        return self.array == (other.array if isinstance(other, Tensor) else other)
+        return self.array == _operand(other)
 
     def __ne__(self, other: object) -> Any:
         """Compare element by element."""
-        return self.array != (other.array if isinstance(other, Tensor) else other)
+        return self.array != _operand(other)
 
     def __bool__(self) -> bool:
         return bool(self.array)
@@ -262,19 +265,22 @@ class Parameter(Tensor):
         """Return the value as a Tensor."""
         return self.data
 
-    def set_data(self, data: Tensor | float, slice_shape: bool = False) -> Parameter:
+    def set_data(self, data: Any, slice_shape: bool = False) -> Parameter:
         """Give this parameter another value, converted to the parameter's dtype.
 
         The shape may be another one, whatever `slice_shape` is: MindSpore's page says that shapes are compared unless
         `slice_shape` is true, MindSpore 2.10 does not compare them, and scripts that run there shall run here.
 
         Args:
-            data: the value. A Tensor's array is shared where its dtype is the parameter's.
+            data: the value. A Tensor's array is shared where its dtype is the parameter's; MindSpore's own Tensor or
+                Parameter is copied.
             slice_shape: the value is one device's slice; kept as `sliced`.
 
         Raises:
             TypeError: the value is neither a Tensor nor a number, or a float for a parameter of integers.
         """
+        if not isinstance(data, Tensor) and hasattr(data, "asnumpy"):
+            data = Tensor(data)
         if not isinstance(data, Tensor | int | float):
             raise TypeError(
                 f"parameter {self.name!r}: its data is set from a Tensor, an int or a float; got "
@@ -295,6 +301,13 @@ class Parameter(Tensor):
         )
 
     __str__ = __repr__
+
+
+def _operand(other: object) -> Any:
+    """Return what numpy compares a tensor with."""
+    if isinstance(other, Tensor):
+        return other.array
+    return array_of(other) if is_array(other) else other
 
 
 def _converted(array: Array, dtype: np.dtype[Any]) -> tuple[Array, DType]:
@@ -330,28 +343,29 @@ def as_tensor(value: Any, name: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.data
     try:
-        return Tensor.from_numpy(_as_numpy(value))
+        return Tensor.from_numpy(array_of(value))
     except TypeError as error:
         raise TypeError(f"{name!r}: {error}") from error
 
 
-def _as_numpy(value: Any) -> Array:
-    if isinstance(value, np.ndarray | np.generic):
-        return np.asarray(value)
-    if hasattr(value, "asnumpy"):  # MindSpore
-        given: Array = value.asnumpy()
-        return given
-    if hasattr(value, "detach"):  # torch, which knows no bfloat16 in numpy
-        tensor = value.detach().cpu().contiguous()
-        kind = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
-        if kind is not None and kind.itemsize < 4 and not kind.name.startswith(("int", "uint", "bool")):
-            import torch
+def as_parameter(value: Any, where: str) -> Parameter:
+    """Return a Parameter as it is, and MindSpore's own as one of ours, over the same memory.
 
-            carrier = torch.int8 if kind.itemsize == 1 else torch.int16
-            bits: Array = tensor.view(carrier).numpy()
-            return bits.view(kind.numpy())
-        converted: Array = tensor.numpy()
-        return converted
-    if hasattr(value, "__array__"):
-        return np.asarray(value)
-    raise TypeError(f"expected a Parameter, a Tensor or an array; got {type(value).__name__}")
+    Args:
+        value: either of them: what has a name and `asnumpy()`.
+        where: its place among the arguments, for the message.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, Parameter):
+        return value
+    name = getattr(value, "name", None)
+    if not isinstance(name, str) or not hasattr(value, "asnumpy"):
+        raise TypeError(
+            f"{where} is {type(value).__name__}; expected a Parameter, here or MindSpore's, which has a name and data"
+        )
+    parameter = Parameter.over(as_tensor(value, name), name)
+    for flag in ("requires_grad", "layerwise_parallel", "parallel_optimizer", "sliced"):
+        setattr(parameter, flag, bool(getattr(value, flag, getattr(parameter, flag))))
+    return parameter

@@ -22,7 +22,8 @@ from reshard.dtypes import INT4, STR
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats import Content, by_name, index_file
 from reshard.mindspore.network import load_param_into_net, parameters_of
-from reshard.mindspore.parameter import Parameter, Tensor, as_tensor, qint4x2
+from reshard.mindspore.foreign import is_array
+from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, qint4x2
 from reshard.mindspore.write import FileContents, TensorContents, named_crc, write_file
 from reshard.store import local_store
 
@@ -179,11 +180,11 @@ def save_checkpoint(
     Args:
         save_obj: a dict of name to Parameter, Tensor, array or text (what `load_checkpoint` returns); a list of
             Parameters or of `{"name": ..., "data": ...}`; a network: anything with `parameters_and_names()`, or a
-            `torch.nn.Module`.
+            `torch.nn.Module`. Parameters and Tensors may be MindSpore's own.
         ckpt_file_name: the file; `.ckpt` or `.safetensors` is appended unless the name ends with the format.
         integrated_save: accepted; MindSpore gathers the slices of a parameter from the devices, here each is whole.
         async_save: accepted (a bool, `thread` or `process`); the file is there when this returns.
-        append_dict: more entries: numbers, bools, text, Parameters or Tensors by name.
+        append_dict: more entries: numbers, bools, text, Parameters, Tensors or arrays by name.
         enc_key: encrypt the file with this key (`ckpt` only), with the `crypto` extra.
         enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
         choice_func: tells for a name of `save_obj` whether to save it.
@@ -395,12 +396,10 @@ def _named(save_obj: Any) -> Iterator[tuple[str, Any]]:
 def _item(number: int, item: Any) -> tuple[Any, Any]:
     if isinstance(item, dict) and {"name", "data"} <= set(item):
         return item["name"], item["data"]
-    if isinstance(item, Parameter):
-        return item.name, item
-    raise TypeError(
-        f"save_checkpoint: save_obj[{number}] is a {type(item).__name__}; expected a Parameter or a dict with 'name' "
-        "and 'data'"
-    )
+    if isinstance(item, dict):
+        raise TypeError(f"save_checkpoint: save_obj[{number}] is a dict without 'name' and 'data'; expected both")
+    parameter = as_parameter(item, f"save_checkpoint: save_obj[{number}]")
+    return parameter.name, parameter
 
 
 def _appended(append_dict: Any) -> dict[str, Any]:
@@ -411,7 +410,7 @@ def _appended(append_dict: Any) -> dict[str, Any]:
         raise TypeError(f"save_checkpoint: append_dict is a {type(append_dict).__name__}; expected a dict")
     found: dict[str, Any] = {}
     for name, value in append_dict.items():
-        if not isinstance(name, str) or not isinstance(value, int | float | str | Tensor | np.ndarray | np.generic):
+        if not isinstance(name, str) or not (isinstance(value, int | float | str) or is_array(value)):
             raise TypeError(
                 f"save_checkpoint: append_dict[{name!r}] is a {type(value).__name__}; expected names as strings and "
                 "numbers, bools, strings, Parameters or Tensors"

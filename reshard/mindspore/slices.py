@@ -31,7 +31,7 @@ import numpy as np
 from reshard.block import Block, Shape, shape_text
 from reshard.errors import LayoutError, names
 from reshard.layout import Layout, foldings
-from reshard.mindspore.parameter import Parameter, Tensor
+from reshard.mindspore.parameter import Parameter, Tensor, as_parameter
 from reshard.mindspore.strategy import layout_of
 
 if TYPE_CHECKING:
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def merge_sliced_parameter(sliced_parameters: list[Parameter], strategy: Mapping[str, Any] | None = None) -> Parameter:
+def merge_sliced_parameter(sliced_parameters: list[Any], strategy: Mapping[str, Any] | None = None) -> Parameter:
     """Put the slices of a parameter together to the whole one.
 
     Args:
-        sliced_parameters: the slices, in order of their ranks in the stage.
-        strategy: the layout of each parameter by its name, as `build_searched_strategy` returns it. None (or an
-            empty dict) joins the slices along axis 0.
+        sliced_parameters: the slices, in order of their ranks in the stage: Parameters, here or MindSpore's own.
+        strategy: the layout of each parameter by its name, as `build_searched_strategy`, here or MindSpore's, returns
+            it. None (or an empty dict) joins the slices along axis 0.
 
     Returns:
-        The whole parameter, with the name, `requires_grad` and `layerwise_parallel` of the first slice.
+        The whole parameter, one of ours, with the name, `requires_grad` and `layerwise_parallel` of the first slice.
 
     Raises:
         TypeError: `sliced_parameters` is no list of Parameters, or `strategy` is no dict.
@@ -65,12 +65,13 @@ def merge_sliced_parameter(sliced_parameters: list[Parameter], strategy: Mapping
     array([[0., 0., 2., 2.],
            [1., 1., 3., 3.]], dtype=float32)
     """
-    first = _checked(sliced_parameters)
+    parameters = _checked(sliced_parameters)
+    first = parameters[0]
     if strategy and not isinstance(strategy, Mapping):
         raise TypeError(
             f"strategy is {type(strategy).__name__}; expected the dict that build_searched_strategy returns"
         )
-    slices = [parameter.data.asnumpy() for parameter in sliced_parameters]
+    slices = [parameter.data.asnumpy() for parameter in parameters]
     if strategy:
         if first.name not in strategy:
             raise KeyError(
@@ -92,16 +93,14 @@ def merge_sliced_parameter(sliced_parameters: list[Parameter], strategy: Mapping
     return whole
 
 
-def _checked(parameters: object) -> Parameter:
-    """Return the first slice, having checked that all are slices of one parameter."""
-    if not isinstance(parameters, list):
-        raise TypeError(f"sliced_parameters is {type(parameters).__name__}; expected a list of Parameters")
-    if not parameters:
+def _checked(given: object) -> list[Parameter]:
+    """Return the slices as Parameters, having checked that all are slices of one."""
+    if not isinstance(given, list):
+        raise TypeError(f"sliced_parameters is {type(given).__name__}; expected a list of Parameters")
+    if not given:
         raise ValueError("sliced_parameters is empty; expected the slice of every rank")
-    for place, parameter in enumerate(parameters):
-        if not isinstance(parameter, Parameter):
-            raise TypeError(f"sliced_parameters[{place}] is {type(parameter).__name__}; expected a Parameter")
-    first: Parameter = parameters[0]
+    parameters = [as_parameter(value, f"sliced_parameters[{place}]") for place, value in enumerate(given)]
+    first = parameters[0]
     for place, parameter in enumerate(parameters):
         if parameter.name != first.name:
             raise ValueError(
@@ -113,7 +112,7 @@ def _checked(parameters: object) -> Parameter:
                 f"parameter {first.name!r}: slice {place} is {parameter.dtype} {shape_text(parameter.shape)}, the "
                 f"first {first.dtype} {shape_text(first.shape)}; they may differ in dimension 0 only"
             )
-    return first
+    return parameters
 
 
 def _merged(slices: Sequence[Array], layout: Layout) -> Array:
