@@ -230,5 +230,32 @@ def test_every_name_is_there_and_only_on_demand() -> None:
     for name in ms.__all__:
         assert getattr(ms, name) is not None
     assert {"Parameter", "load_checkpoint", "communication"} <= set(dir(ms))
-    with pytest.raises(AttributeError, match="no attribute 'nn'"):
-        ms.nn  # noqa: B018
+    assert "Model" not in dir(ms)
+
+
+def test_what_belongs_to_training_says_where_it_is() -> None:
+    for name in ("Model", "nn", "CheckpointConfig", "ModelCheckpoint", "LossMonitor", "ops", "COOTensor", "dataset"):
+        text = f"reshard.mindspore has no '{name}': it belongs to training; import it from mindspore"
+        assert not hasattr(ms, name)
+        with pytest.raises(AttributeError, match=f"^{text}$"):
+            getattr(ms, name)
+        with pytest.raises(ImportError, match=f"^{text}$"):
+            exec(f"from reshard.mindspore import {name}")  # noqa: S102 -- the statement is what is tested
+    with pytest.raises(AttributeError, match=r"has no 'create_group': .* import it from mindspore\.communication$"):
+        ms.communication.create_group  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no 'Layout': .* import it from mindspore\.parallel$"):
+        ms.parallel.Layout  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no 'get_context': .* import it from mindspore\.context$"):
+        ms.context.get_context  # noqa: B018
+
+
+def test_what_is_nowhere_has_the_nearest_names_proposed() -> None:
+    with pytest.raises(AttributeError, match=r"^reshard.mindspore has no 'Paramter'; did you mean 'Parameter'\?$"):
+        ms.Paramter  # noqa: B018
+    with pytest.raises(ImportError, match="did you mean 'merge_pipeline_strategys'"):
+        from reshard.mindspore import merge_pipeline_strategies  # noqa: F401
+    with pytest.raises(AttributeError, match=r"^reshard.mindspore has no 'xyz'$"):
+        ms.xyz  # noqa: B018
+    from reshard.mindspore import write  # a module that is not among the public names
+
+    assert write.PIECE_BYTES

@@ -28,7 +28,7 @@ LAYERS = [
     {"mindspore.network", "mindspore.write"},
     {"mindspore.communication", "mindspore.context"},
     {"mindspore.parameter"},
-    {"mindspore.launch", "mindspore.foreign"},
+    {"mindspore.launch", "mindspore.foreign", "mindspore.absent"},
     {"demo"},
     {"verdict"},
     {"verification"},

@@ -4,6 +4,11 @@ The functions take MindSpore 2.10's arguments and mean what they mean there; no 
 is silently wrong, these work: each function's page says so. Arguments that only make sense on a device are accepted
 and explained.
 
+Beside MindSpore, the functions take its own objects wherever they take ours: Tensors, Parameters, dicts and lists of
+them, Cells, dtypes, layouts. What they return is ours. MindSpore does not take ours; `load_param_into_net` here gives
+them to a Cell, and `mindspore.Parameter(mindspore.Tensor(p.asnumpy()), name=p.name)` makes its own of one, bfloat16
+included (of Int4, `mindspore.Tensor(p.asnumpy(), dtype=mindspore.qint4x2)`).
+
 >>> import reshard.mindspore as ms
 >>> ms.Parameter(ms.Tensor([[1.0, 2.0]]), "weight")
 Parameter (name=weight, shape=(1, 2), dtype=Float32, requires_grad=True)
@@ -54,7 +59,9 @@ def __getattr__(name: str) -> object:
         value = getattr(import_module(f"reshard.mindspore.{_HOME_OF[name]}"), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'reshard.mindspore' has no attribute {name!r}")
+    from reshard.mindspore.absent import missing  # an error's words; not in dir()
+
+    raise missing(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

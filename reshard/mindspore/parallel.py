@@ -1,5 +1,6 @@
 """MindSpore's `mindspore.parallel`, as far as checkpoints go: `ms.parallel.unified_safetensors` and so on."""
 
+from reshard.mindspore.absent import missing
 from reshard.mindspore.slices import merge_sliced_parameter
 from reshard.mindspore.strategy import build_searched_strategy, merge_pipeline_strategys, restore_group_info_list
 from reshard.mindspore.transform import (
@@ -28,3 +29,7 @@ __all__ = [
     "transform_checkpoints",
     "unified_safetensors",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing(__name__, name, __all__)

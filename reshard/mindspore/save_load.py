@@ -21,8 +21,8 @@ from reshard.cipher import Cipher, DecryptingStore
 from reshard.dtypes import INT4, STR
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats import Content, by_name, index_file
-from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.foreign import is_array
+from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, qint4x2
 from reshard.mindspore.write import FileContents, TensorContents, named_crc, write_file
 from reshard.store import local_store
