@@ -63,6 +63,14 @@ def test_mindspores_encrypted_files_are_loaded(recorded: Path, name: str, mode: 
         assert [loaded[key].dtype for key in ("epoch_num", "lr", "flag")] == [ms.int64, ms.float32, ms.bool_]
 
 
+def test_a_file_of_a_deduplicated_set_says_that_it_lacks_some(
+    mindspore_data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = mindspore_data / "deduplicated/tut_src8/rank_0/net.safetensors"
+    assert ms.load_checkpoint(path, format="safetensors")
+    assert f"{path}: is one of a de-duplicated set; it lacks what other ranks store for this one" in caplog.text
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     given = {"conv1.w": np.zeros(2, np.float32), "conv2.w": np.ones(2, np.float32), "fc.w": np.ones(1, np.float32)}

@@ -58,6 +58,33 @@ def test_a_longer_name_is_taken_unless_strict() -> None:
     assert net.values() == {"w": [0, 0], "b": [0]}
 
 
+def test_of_longer_names_the_weights_are_taken_not_the_states(caplog: pytest.LogCaptureFixture) -> None:
+    """Safetensors files are read in the order of names, so that `moment1.net.w` comes first; MindSpore takes it."""
+    checkpoint = {f"{prefix}{n}": parameter([k], n) for k, prefix in enumerate(("moment1.net.", "net.")) for n in "wb"}
+    net = Net(w=[5], b=[5])
+    assert ms.load_param_into_net(net, checkpoint) == ([], ["moment1.net.w", "moment1.net.b"])
+    assert net.values() == {"w": [1], "b": [1]}
+    most = {"ema.w": parameter([7]), "net.w": parameter([8]), "net.b": parameter([9])}
+    ms.load_param_into_net(net, most)
+    assert net.values() == {"w": [8], "b": [9]}
+    net = Net(w=[5], b=[5])
+    either = {"conv.w": parameter([1]), "dense.w": parameter([2]), "net.b": parameter([3])}
+    assert ms.load_param_into_net(net, either) == (["w"], ["conv.w", "dense.w"])
+    assert net.values() == {"w": [5], "b": [3]}
+    assert "'w' may be 'conv.w' or 'dense.w'; it is not loaded" in caplog.text
+    assert ms.load_param_into_net(net, {"my_w": parameter([4]), "my_b": parameter([6])}) == ([], [])
+    assert net.values() == {"w": [4], "b": [6]}
+
+
+def test_numbers_that_do_not_fit_are_not_made_others(caplog: pytest.LogCaptureFixture) -> None:
+    net = {"i": np.zeros(2, np.int8), "h": np.zeros(2, np.float16)}
+    with pytest.raises(NetworkError, match="'i' is int8 in the network, and the checkpoint has larger numbers"):
+        ms.load_param_into_net(net, {"i": np.array([300, 1])})
+    ms.load_param_into_net(net, {"i": np.array([-128, 127]), "h": np.array([1e6, np.inf], np.float32)})
+    assert net["i"].tolist() == [-128, 127]
+    assert "'h': 1 numbers are too large for float16, and are infinite now" in caplog.text
+
+
 def test_gradient_accumulators_are_not_listed() -> None:
     class Accumulating(Net):
         def parameters_and_names(self) -> list[tuple[str, Parameter]]:

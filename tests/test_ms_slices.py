@@ -113,10 +113,29 @@ def test_what_the_optimizer_has_split_is_whole_again() -> None:
     assert same(merged([full[:4, :1], full[:4, 1:], full[4:, :1], full[4:, 1:]], twice), full)
 
 
-def test_a_tensor_without_dimensions_is_that_of_the_last_rank() -> None:
-    whole = merged([np.float32(1), np.float32(2)], Layout.of([2], []))  # type: ignore[list-item]
+def test_a_tensor_without_dimensions_is_that_of_every_rank() -> None:
+    whole = merged([np.float32(2), np.float32(2)], Layout.of([2], []))  # type: ignore[list-item]
     assert whole == 2
     assert whole.shape == ()
+
+
+def test_replicas_that_differ_are_refused() -> None:
+    """MindSpore takes the last one's; slices in another order than the layout's look like this."""
+    full = counted((4, 2))
+    layout = Layout.of([2, 2], [1, -1])
+    right = cut(full, layout)
+    assert same(merged(right, layout), full)
+    with pytest.raises(ValueError, match=r"'w': slices 0 and 1 differ; its layout .* says that they are the same"):
+        merged([right[0], right[2], right[1], right[3]], layout)
+    nan = np.full((2, 2), np.nan, np.float32)
+    assert same(merged([nan, nan], Layout.of([2], [-1, -1])), nan)
+
+
+def test_slices_of_another_size_than_the_json_file_says_are_refused() -> None:
+    layout = Layout.of([2], [0, -1])
+    assert same(merged(np.split(counted((4, 2)), 2), layout, (4, 2)), counted((4, 2)))
+    with pytest.raises(ValueError, match=r"is of a tensor \[8, 2\]; slices \[2, 2\] make one of \[4, 2\]"):
+        merged(np.split(counted((4, 2)), 2), layout, (8, 2))
 
 
 @given(laid_out())

@@ -256,6 +256,24 @@ def test_replicas_are_stored_once_by_turns() -> None:
     assert ms.remove_param_redundancy(redundancy, keep_redundancy=2) == {0: {"a", "b", "c"}, 1: {"a", "b", "c"}}
     assert ms.remove_param_redundancy(redundancy, 0) == {}
     assert ms.remove_param_redundancy({}) == {}
+    with pytest.raises(ValueError, match="keep_redundancy is -1; expected the number of replicas"):
+        ms.remove_param_redundancy(redundancy, -1)
+    for wrong in (True, "2", 1.5):
+        with pytest.raises(TypeError, match="keep_redundancy is a"):
+            ms.remove_param_redundancy(redundancy, wrong)  # type: ignore[arg-type]
+
+
+def test_a_network_that_was_compiled_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK_ID", "0")
+    monkeypatch.setenv("RANK_SIZE", "4")
+
+    class Compiled:
+        parameter_layout_dict = {"w": [[2, 2], [1, -1], [2, 4], 0, True, ""], "gone": [[4], [0], [1], 0, True, ""]}  # noqa: RUF012
+
+        def parameters_and_names(self) -> list[tuple[str, ms.Parameter]]:
+            return [(name, ms.Parameter(np.zeros(2), name)) for name in ("w", "b")]
+
+    assert ms.get_parameter_redundancy(Compiled()) == {"b": ((0, 1, 2, 3),), "w": ((0, 1), (2, 3))}
 
 
 @pytest.mark.parametrize("run", ["tut_src8", "mix8_optsize2"])

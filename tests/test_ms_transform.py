@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import helpers
@@ -18,11 +19,11 @@ import reshard
 import reshard.mindspore as ms
 from reshard.errors import SourceError, StrategyError, TargetError, UsageError
 from reshard.layout import Layout
+from reshard.mindspore.arguments import check_order
 from reshard.strategy import Placed, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 FULL = numbers({"net.w": (8, 12), "net.b": (8,), "adam_m.net.w": (8, 12)})
 STEP = {"global_step": np.array(7, np.int32)}
@@ -246,6 +247,52 @@ def test_segments_are_loaded_together(tmp_path: Path, warnings: Any) -> None:
     assert set(ms.load_segmented_checkpoints(tmp_path / "rank_0", filter_prefix="net")) == {"global_step", "note"}
     with pytest.raises(UsageError, match="nothing is left to load of its 3 files"):
         ms.load_segmented_checkpoints(tmp_path / "rank_0", specify_prefix="head")
+
+
+def test_two_steps_are_no_segments(tmp_path: Path) -> None:
+    """By their names step 10 comes before step 9, which then counted."""
+    write_file(tmp_path / "net-9_1.ckpt", {"net.w": FULL["net.w"] + 1, **STEP}, "ckpt")
+    write_file(tmp_path / "net-10_1.ckpt", {"net.w": FULL["net.w"], **STEP}, "ckpt")
+    with pytest.raises(
+        SourceError, match=r"net-9_1.ckpt: 'net.w' differs from that in .*net-10_1.ckpt; expected parts"
+    ):
+        ms.load_segmented_checkpoints(tmp_path)
+    assert set(ms.load_segmented_checkpoints(tmp_path, filter_prefix="net.w")) == {"global_step"}
+
+
+def test_files_in_the_order_of_their_text_are_refused(source: Path, tmp_path: Path) -> None:
+    right = rank_map(source, [0, 1, 2, 3])
+    ms.transform_checkpoint_by_rank(0, right, tmp_path / "right.ckpt", SOURCE)
+    swapped = {0: right[0], 1: right[2], 2: right[1], 3: right[3]}
+    with pytest.raises(UsageError, match=r"checkpoint_files_map\[1\] is .*rank_2/.*, by its path of rank 2; expected"):
+        ms.transform_checkpoint_by_rank(0, swapped, tmp_path / "wrong.ckpt", SOURCE)
+    assert not (tmp_path / "wrong.ckpt").exists()
+    with pytest.raises(UsageError, match=r"checkpoint_filenames\[1\] is .*rank_2/"):
+        ms.load_distributed_checkpoint({}, list(swapped.values()), None, SOURCE)
+    check_order("files", {0: Path("rank_1/a"), 1: Path("rank_1/a"), 2: Path("rank_0/a")})  # replicas
+    check_order("files", {0: Path("rank_8/a"), 1: Path("rank_9/a"), 2: Path("rank_10/a")})  # of stage 1
+    check_order("files", {0: Path("b"), 1: Path("a")})
+    with pytest.raises(UsageError, match=r"files\[1\] is rank10/a.ckpt, by its path of rank 10"):
+        check_order("files", {n: Path(f"rank{r}/a.ckpt") for n, r in enumerate((0, 10, 2))})
+
+
+def test_a_rank_is_not_below_0_and_of_the_strategy(source: Path, tmp_path: Path) -> None:
+    everything = rank_map(source, [0, 1, 2, 3])
+    with pytest.raises(UsageError, match="rank_id is -1; expected 0 or more"):
+        ms.transform_checkpoint_by_rank(-1, everything, tmp_path / "a.ckpt", SOURCE)
+    rows = Layout.of([2], [0, -1])
+    for stage, others in ((0, "2, 3"), (1, "0, 1")):
+        strategy = Strategy.of({"net.w": {0: rows, 1: rows}}).of_stage(stage)
+        with pytest.raises(UsageError, match=f"checkpoint_files_map has rank {others}; src_strategy_file has ranks"):
+            ms.transform_checkpoint_by_rank(0, everything, tmp_path / "a.ckpt", strategy)
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_ranks_of_an_older_target_are_reported(source: Path, tmp_path: Path, warnings: Any) -> None:
+    ms.transform_checkpoints(source, tmp_path / "out", "c", SOURCE, SOURCE)
+    assert warnings() == []
+    ms.transform_checkpoints(source, tmp_path / "out", "c", SOURCE, TARGET)
+    assert "out: has files of rank 2, 3 too, which the target strategy does not have" in warnings()[0]
 
 
 # --- what is refused ---

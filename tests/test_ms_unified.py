@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import helpers
@@ -422,6 +423,15 @@ def test_what_load_distributed_refuses(
         load(None, dst_safetensors_dir=tmp_path / "no", rank_id="1")
     with pytest.raises(TypeError, match="name_map"):
         load(name_map={"a": 5})
+    with pytest.raises(
+        UsageError, match=r"name_map: no file has 'model\.w'; expected names in the network to names in"
+    ):
+        load(name_map={"net.w": "model.w"})
+    with pytest.raises(UsageError, match="rank_id is -1; expected 0 or more"):
+        load(None, dst_safetensors_dir=tmp_path / "no", rank_id=-1)
+    shutil.copytree(source / "rank_3", tmp_path / "one" / "rank_3")
+    with pytest.raises(ValueError, match="one: has rank directories and no whole tensors"):
+        load(None, dst_safetensors_dir=tmp_path / "no", unified_safetensors_dir=tmp_path / "one")
     with pytest.raises(StrategyError, match=r"predict_strategy names none of the tensors; it has encoder"):
         load(predict_strategy=Strategy.of({"encoder": Layout.of([2], [0])}))
     with pytest.raises(ValueError, match="has no place for any"):

@@ -28,6 +28,8 @@ StrategyLike = PathLike | Strategy | Mapping[str, Any]
 
 FORMATS = ("ckpt", "safetensors")
 
+_RANK_IN_PATH = re.compile(r"rank_?(\d{1,9})(?!\d)", re.IGNORECASE)
+
 _WORDS = (
     (r"--source-strategy \(strategy=\), or --layout '\*=RULE' \(layouts=\)", "src_strategy_file"),
     (r", which --layout says hold the same; give another rule", "; give src_strategy_file if each has a part"),
@@ -99,21 +101,58 @@ def thread_count(argument: str, given: object) -> int:
         TypeError: it is no number.
         UsageError: it is below 1.
     """
-    check_rank(argument, given)
+    check_whole(argument, given)
     assert isinstance(given, int)  # noqa: S101 -- for mypy; checked above
     if given < 1:
         raise UsageError(f"{argument} is {given}; expected at least 1")
     return min(given, len(os.sched_getaffinity(0)))
 
 
-def check_rank(argument: str, given: object) -> None:
-    """Refuse what is no whole number.
+def check_whole(argument: str, given: object) -> None:
+    """Refuse what is not a whole number.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not one.
     """
     if not isinstance(given, int) or isinstance(given, bool):
         raise TypeError(f"{argument} is {given!r:.60} ({type(given).__name__}); expected an int")
+
+
+def check_rank(argument: str, given: object) -> None:
+    """Refuse what is not the number of a rank.
+
+    Raises:
+        TypeError: it is not a whole number.
+        UsageError: it is below 0.
+    """
+    check_whole(argument, given)
+    if isinstance(given, int) and given < 0:
+        raise UsageError(f"{argument} is {given}; expected 0 or more")
+
+
+def check_order(argument: str, files: Mapping[int, Path]) -> None:
+    """Refuse files that are given in another order than their paths say: slices would be put in wrong places.
+
+    Only paths that all have a number after `rank`, each another one, say so. Their numbers may begin anywhere, as those
+    of a stage do. The file of a replica may stand in for one that is lost, so paths of the same rank say nothing.
+
+    Raises:
+        UsageError: their numbers do not ascend.
+
+    >>> check_order("files", {0: Path("rank_8/a.ckpt"), 1: Path("rank_9/a.ckpt"), 2: Path("rank_10/a.ckpt")})
+    """
+    matches = {rank: _RANK_IN_PATH.findall(os.fspath(file)) for rank, file in files.items()}
+    if not all(matches.values()):
+        return
+    said = {rank: int(found[-1]) for rank, found in sorted(matches.items())}
+    wanted = sorted(said.values())
+    wrong = [rank for rank, number in zip(said, wanted, strict=True) if said[rank] != number]
+    if wrong and len(set(wanted)) == len(wanted):
+        rank = wrong[0]
+        raise UsageError(
+            f"{argument}[{rank}] is {files[rank]}, by its path of rank {said[rank]}; expected the files in the order "
+            f"of their ranks (sort by number: as text rank_10 comes before rank_2)"
+        )
 
 
 def check_format(argument: str, given: object) -> None:

@@ -43,12 +43,13 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
         TypeError: it is not a dtype, or one that no checkpoint holds.
     """
     try:
-        return np.dtype(dtype)
+        found: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
         kind = kind_of(dtype)
         if kind is None:
             raise
-        return _wanted(kind)
+        found = _wanted(kind)
+    return found
 
 
 def is_array(value: Any) -> bool:

@@ -37,8 +37,8 @@ def load_param_into_net(
     """Give the parameters of a checkpoint to a network, by name.
 
     Without `strict_load` a network's parameter that is not there takes one whose name ends with its own (`weight` that
-    of `net.weight`), and floats are converted to floats, integers to integers. Shapes must agree; `(12, 2048, 1, 1)`
-    also goes to `(12, 2048)`.
+    of `net.weight`), if there is one such, and floats are converted to floats, integers to integers. Shapes must
+    agree; `(12, 2048, 1, 1)` also goes to `(12, 2048)`.
 
     Unlike MindSpore's, all parameters are checked before the first is set; and what was loaded under a longer name is
     not listed as unused.
@@ -57,7 +57,7 @@ def load_param_into_net(
 
     Raises:
         TypeError: `net` has no named parameters, or `parameter_dict` is no dict of parameters.
-        RuntimeError: a shape or dtype does not fit (a `NetworkError`).
+        RuntimeError: a shape, dtype or integer does not fit (a `NetworkError`).
 
     >>> net = {"w": Parameter([[0.0, 0.0]], "w"), "b": Parameter([0.0], "b")}
     >>> load_param_into_net(net, {"w": Parameter([[1.0, 2.0]], "w"), "step": Parameter(7, "step")})
@@ -119,19 +119,46 @@ def _check_arguments(parameter_dict: object, strict_load: object, remove_redunda
 
 
 def _by_suffix(missing: list[str], values: Mapping[str, Any]) -> dict[str, str]:
-    """Find the parameters that are there under a longer name: a prefix is found by one name, then tried on all."""
+    """Find the parameters that are there under a longer name: a prefix is found by some names, then tried on all.
+
+    Of several prefixes that one counts which most names have, and of these the one that the others end with: `net.`
+    before `moment1.net.`. Where that does not tell, MindSpore takes the first in the file; here a name that may be two
+    parameters is none.
+    """
     found: dict[str, str] = {}
-    left = list(missing)
-    while True:
-        prefix = next(
-            (other.removesuffix(name) for name in left for other in values if other.endswith(name) and other != name),
-            None,
-        )
-        if prefix is None:
-            return found
+    left = set(missing)
+    while prefixes := _prefixes(left, values):
+        most = max(map(len, prefixes.values()))
+        likely = [prefix for prefix, served in prefixes.items() if len(served) == most]
+        prefix = min(likely, key=len)
+        rivals = [(other, prefixes[prefix] & prefixes[other]) for other in likely if not other.endswith(prefix)]
+        other, both = next(((other, both) for other, both in rivals if both), ("", set()))
+        for name in sorted(both):
+            _log.warning("%r may be %r or %r; it is not loaded", name, *sorted((prefix + name, other + name)))
+        if both:
+            left -= both
+            continue
         _log.warning("names without their prefix %r are taken", prefix)
-        found |= {name: prefix + name for name in left if prefix + name in values}
-        left = [name for name in left if name not in found]
+        found |= {name: prefix + name for name in prefixes[prefix]}
+        left -= prefixes[prefix]
+    return found
+
+
+def _prefixes(wanted: set[str], values: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return what stands before names that are wanted, and which do so; up to a dot, if there is any such."""
+    found: dict[str, set[str]] = {}
+    for other in values:
+        place = other.find(".") + 1
+        while place:
+            if other[place:] in wanted:
+                found.setdefault(other[:place], set()).add(other[place:])
+            place = other.find(".", place) + 1
+    if not found:
+        for name in wanted:
+            for other in values:
+                if other.endswith(name) and other != name:
+                    found.setdefault(other.removesuffix(name), set()).add(name)
+    return found
 
 
 def _fitted(name: str, place: Any, value: Any, strict_load: bool) -> Tensor:
@@ -161,8 +188,24 @@ def _fitted(name: str, place: Any, value: Any, strict_load: bool) -> Tensor:
                 + ("; strict_load converts nothing" if strict_load else "")
             )
         _log.warning("%r is %s in the checkpoint; converted to the network's %s", name, tensor.kind, kind)
-        tensor = tensor.astype(qint4x2 if kind is INT4 else kind.numpy())
+        tensor = _converted(name, tensor, kind)
     return tensor
+
+
+def _converted(name: str, tensor: Tensor, kind: DType) -> Tensor:
+    """Return a tensor in another kind of its family.
+
+    Raises:
+        NetworkError: an integer is too large for it, which MindSpore makes another number of.
+    """
+    with np.errstate(over="ignore"):
+        converted = tensor.astype(qint4x2 if kind is INT4 else kind.numpy())
+    if converted.array.dtype.kind == "i":
+        if not np.array_equal(converted.array, tensor.array):
+            raise NetworkError(f"parameter {name!r} is {kind} in the network, and the checkpoint has larger numbers")
+    elif lost := int((np.isfinite(tensor.array) & ~np.isfinite(converted.array)).sum()):
+        _log.warning("%r: %d numbers are too large for %s, and are infinite now", name, lost, kind)
+    return converted
 
 
 def _kind(name: str, place: Any) -> DType:

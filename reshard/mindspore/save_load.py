@@ -89,6 +89,8 @@ def load_checkpoint(
     index = read_index(path, store)
     if crc_check:
         _check_crc(path, index, store)
+    if index.deduplicated:
+        _log.warning("%s: is one of a de-duplicated set; it lacks what other ranks store for this one", path)
     loaded = _loaded(path, index, store, lambda name: _is_wanted(name, *prefixes, choice_func))
     if not loaded:
         raise UsageError(
@@ -108,18 +110,37 @@ def load_parts(
     specify_prefix: str | list[str] | tuple[str, ...] | None = None,
     choice_func: Callable[[str], bool] | None = None,
 ) -> dict[str, Any]:
-    """Load the files that a rank's parameters are spread over, of either format; what a later file has counts.
+    """Load the files that a rank's parameters are spread over, of either format.
 
     A file may have nothing that is wanted, or nothing at all. Arguments and errors are those of `load_checkpoint`.
+
+    Raises:
+        SourceError: two files have different contents of one name; they are two checkpoints, not parts of one.
     """
     prefixes = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
     store = source_store(_cipher(dec_key, dec_mode, "ckpt", "dec"))
     loaded: dict[str, Any] = {}
+    found_in: dict[str, str] = {}
     for path in [os.fspath(path) for path in paths]:
         if Path(path).stat().st_size:
             index = read_index(path, store)
-            loaded |= _loaded(path, index, store, lambda name: _is_wanted(name, *prefixes, choice_func))
+            part = _loaded(path, index, store, lambda name: _is_wanted(name, *prefixes, choice_func))
+            for name in part:
+                if name in loaded and not _are_same(loaded[name], part[name]):
+                    raise SourceError(
+                        f"{path}: {name!r} differs from that in {found_in[name]}; expected parts of one checkpoint; "
+                        "move away what is of another one, or choose with specify_prefix, filter_prefix or choice_func"
+                    )
+            loaded |= part
+            found_in |= dict.fromkeys(part, path)
     return loaded
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Tell whether two entries, text or parameters, are equal bit for bit."""
+    if isinstance(one, str) or isinstance(other, str):
+        return bool(type(one) is type(other) and one == other)
+    return (one.kind, one.shape) == (other.kind, other.shape) and one.array.tobytes() == other.array.tobytes()
 
 
 def load_checkpoint_async(

@@ -3,7 +3,7 @@
 The steps, once the slices and the layout are found to belong together:
 
 1. The layout says which block of the whole each rank holds, optimizer sharding and nested entries included
-   (`reshard.layout`); each block is taken from the last rank that holds it, as MindSpore does.
+   (`reshard.layout`); ranks that hold the same block must hold the same bits.
 2. Uneven rows (`param_split_shape`) are sizes a slice; slices beside each other have the same.
 3. Interleaved rows (`field`): every device holds some rows of each field, one field after the other. Put together
    they lie as (device, field, rows) and are turned to (field, device, rows).
@@ -13,6 +13,7 @@ What differs from MindSpore 2.10, which returns wrong values for most of these w
 * optimizer sharding is undone (MindSpore takes one piece of several for the whole block);
 * nested tensor maps are read whole (MindSpore reads the first entry), those of JSON files too;
 * bfloat16 stays bfloat16, bit for bit (MindSpore returns float32);
+* slices that the layout calls replicas and that differ are refused (MindSpore takes the last rank's);
 * under `field`, ranks that the tensor map makes replicas count once, and columns are joined as columns (MindSpore
   takes every device for a slice of rows); tensors need not have two dimensions.
 
@@ -138,6 +139,11 @@ def _merged(slices: Sequence[Array], layout: Layout) -> Array:
                     f"slice {rank} is {shape_text(slices[rank].shape)}; its layout {layout} makes it "
                     f"{shape_text(block.shape)}"
                 )
+            if not np.array_equal(_bits(slices[rank]), _bits(slices[ranks[-1]])):
+                raise LayoutError(
+                    f"slices {rank} and {ranks[-1]} differ; its layout {layout} says that they are the same; are the "
+                    "slices in the order of their ranks, and is it this parameter's layout?"
+                )
         merged[block.within(whole)] = slices[ranks[-1]]
     return merged
 
@@ -148,7 +154,14 @@ def _folded(layout: Layout, expanded: Shape | None, part: Shape) -> Layout:
     >>> print(_folded(Layout.of([2, 2], [1, 0]), (2, 4), (2,)))
     [2, 2] map [(1, 0)]
     """
-    if expanded is None or len(layout.tensor_map) == len(part):
+    if expanded is None or (len(layout.tensor_map) == len(part) and layout.param_split_shape):
+        return layout
+    if len(layout.tensor_map) == len(part):
+        if layout.full_shape(part) != expanded:
+            raise LayoutError(
+                f"its JSON layout {layout} is of a tensor {shape_text(expanded)}; slices {shape_text(part)} make one "
+                f"of {shape_text(layout.full_shape(part))}"
+            )
         return layout
     found = {
         whole: folded for folded, whole in foldings(layout, expanded, len(part)) if folded.full_shape(part) == whole

@@ -26,7 +26,7 @@ from typing import Any
 
 from reshard.block import Shape, shape_text
 from reshard.cipher import MAGICS
-from reshard.errors import LayoutError, SourceError, StrategyError
+from reshard.errors import LayoutError, SourceError, StrategyError, UsageError
 from reshard.formats import index_file
 from reshard.layout import Layout
 from reshard.mindspore.launch import get_group_size, get_rank
@@ -219,8 +219,8 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
         layout_obj: a strategy file, protobuf or JSON, or a directory of those of a pipeline's ranks; a dict by name of
             what `build_searched_strategy` returns, of `Layout`, or of MindSpore's `parameter_layout_dict` (a parameter
             with an optimizer group needs its slice shape and full shape there, which tell the number of pieces); or
-            a network that was not compiled in parallel (anything with `parameters_and_names`), whose parameters
-            every process has whole.
+            a network (anything with `parameters_and_names`): by its `parameter_layout_dict`, if it was compiled in
+            parallel; every process has whole what that does not name (MindSpore takes all for whole).
         initial_rank: the rank from which a stage's ranks are counted. By default that of this process's stage. Of
             a merged file it is that of stage 0, by default 0, and every stage has its own ranks (MindSpore puts all
             stages on the same).
@@ -239,7 +239,10 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
         layout_obj = build_searched_strategy(layout_obj)
     elif hasattr(layout_obj, "parameters_and_names"):
         everyone = (tuple(range(get_group_size())),)
-        return dict.fromkeys(sorted(parameter.name for _, parameter in layout_obj.parameters_and_names()), everyone)
+        whole = dict.fromkeys((parameter.name for _, parameter in layout_obj.parameters_and_names()), everyone)
+        compiled = getattr(layout_obj, "parameter_layout_dict", None) or {}
+        groups = get_parameter_redundancy({name: compiled[name] for name in whole if name in compiled}, initial_rank)
+        return dict(sorted((whole | groups).items()))
     if not isinstance(layout_obj, Mapping):
         raise TypeError(
             f"layout_obj is {type(layout_obj).__name__}; expected the name of a strategy file, a dict of layouts or a "
@@ -275,6 +278,10 @@ def remove_param_redundancy(
     Returns:
         The parameters that each rank stores; a rank that stores none is not there.
 
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: `keep_redundancy` is below 0, for which MindSpore stores nothing.
+
     >>> remove_param_redundancy({"a": ((0, 1),), "b": ((0, 1),), "c": ((0,), (1,))}) == {0: {"a", "c"}, 1: {"b", "c"}}
     True
     """
@@ -283,6 +290,10 @@ def remove_param_redundancy(
             f"param_redundancy_dict is a {type(param_redundancy_dict).__name__}; expected the dict that "
             "get_parameter_redundancy returns"
         )
+    if not isinstance(keep_redundancy, int) or isinstance(keep_redundancy, bool):
+        raise TypeError(f"keep_redundancy is a {type(keep_redundancy).__name__}; expected an int")
+    if keep_redundancy < 0:
+        raise UsageError(f"keep_redundancy is {keep_redundancy}; expected the number of replicas to store")
     stored: dict[int, set[str]] = defaultdict(set)
     groups = {name: [tuple(group) for group in held] for name, held in param_redundancy_dict.items()}
     for name, chosen in by_turns(groups, copies=keep_redundancy).items():

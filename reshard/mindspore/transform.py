@@ -25,6 +25,7 @@ from reshard.mindspore.arguments import (
     FORMATS,
     DirectoryError,
     check_format,
+    check_order,
     check_rank,
     own_words,
     path_of,
@@ -131,6 +132,7 @@ def transform_checkpoints(
     warn_of(planned, after)
     refuse_strategies(planned, target_dir, src_strategy_file, dst_strategy_file)
     run(planned, target_dir, threads=threads, overwrite=True, journal=False)
+    warn_of_others(target_dir, after.ranks if after else range(1))
 
 
 def transform_checkpoint_by_rank(
@@ -156,7 +158,8 @@ def transform_checkpoint_by_rank(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a file is not there, the file name ends otherwise, the target has no such rank, a source rank that
-            is needed is not given, files that contradict the strategy, a strategy that is of another model.
+            is needed is not given, one is given that the strategy does not have, files whose paths are of other
+            ranks than their keys, files that contradict the strategy, a strategy that is of another model.
         TargetError: the file to write is one of the source files, or of the strategy files.
     """
     if not isinstance(checkpoint_files_map, Mapping):
@@ -178,13 +181,20 @@ def transform_checkpoint_by_rank(
     faults.raise_if_any(SourceError)
     if not files:
         raise UsageError("checkpoint_files_map is empty; expected the files of rank_list_for_transform's ranks")
+    check_order("checkpoint_files_map", files)
     before = strategy_of("src_strategy_file", src_strategy_file)
     after = strategy_of("dst_strategy_file", dst_strategy_file)
     if before is not None:
+        if others := sorted(set(files) - set(before.ranks)):
+            raise UsageError(
+                f"checkpoint_files_map has rank {names(others)}; src_strategy_file has ranks {before.ranks.start} to "
+                f"{before.ranks.stop - 1}; give the strategy of all stages (merge_pipeline_strategys), or those ranks"
+            )
         for rank, needing in lacking_ranks(before, after, rank_id, files).items():
             faults.add(f"source rank {rank}", f"is not there; {_needed(needing, [rank_id])}")
         faults.raise_if_any(SourceError)
-        source = open_source(files, strategy=before, stage="own", partial=True)
+        with own_words():
+            source = open_source(files, strategy=before, stage="own", partial=True)
     else:
         source = _open_whole(files)
     check_model(source, after)
@@ -305,7 +315,8 @@ def load_segmented_checkpoints(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: no such directory, no files in it, both formats, nothing left to load, a file that is corrupt.
+        ValueError: no such directory, no files in it, both formats, nothing left to load, a file that is corrupt,
+            files that have different contents of one name (MindSpore takes that of any).
     """
     directory = path_of("ckpt_file_dir", ckpt_file_dir)
     if not directory.is_dir():
@@ -478,6 +489,17 @@ def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> N
         _log.warning(
             "%s: left out, as it is in the strategy and in no file: %s",
             planned.source.root, names(missing, most=_MOST_NAMED),
+        )  # fmt: skip
+
+
+def warn_of_others(path: Path, ranks: range) -> None:
+    """Tell in the log of files in a target directory that are of ranks which the target does not have."""
+    others = sorted(present_ranks(path) - set(ranks))
+    if others:
+        _log.warning(
+            "%s: has files of rank %s too, which the target strategy does not have; remove them if they are of an "
+            "older target",
+            path, names(others),
         )  # fmt: skip
 
 

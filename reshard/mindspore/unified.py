@@ -27,7 +27,10 @@ from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
 from reshard.formats.unified import MindSporeSet, read_index, share_of
 from reshard.mindspore.arguments import (
     check_format,
+    check_order,
     check_rank,
+    check_whole,
+    own_words,
     path_of,
     refuse_strategies,
     strategy_of,
@@ -47,6 +50,7 @@ from reshard.mindspore.transform import (
     own_stage,
     present_ranks,
     warn_of,
+    warn_of_others,
 )
 from reshard.plan import plan
 from reshard.planner import THREADS
@@ -208,9 +212,15 @@ def load_distributed_checkpoint(
     Raises:
         TypeError: an argument of the wrong type; no network with format `ckpt`.
         ValueError: arguments that do not go together, files that are not there or contradict the strategy, a number of
+<<<<<<< HEAD
             files that is not that of the strategy's ranks, two names for one tensor, a rank that the strategy does not
             have, a wrong key.
         TargetError: a target file would be one of the source files, or of the strategy files.
+=======
+            files that is not that of the strategy's ranks, files whose paths say that they are in another order, two
+            names for one tensor, a name map of which no file has a name, a rank that the strategy does not have, a
+            wrong key.
+>>>>>>> c8f68c7 (reshard.mindspore looks whether its arguments are so)
         RuntimeError: a parameter does not fit the network.
     """
     check_format("format", format)
@@ -235,7 +245,7 @@ def load_distributed_checkpoint(
         raise UsageError("unified_safetensors_dir is None; with format='safetensors' it is the source")
     else:
         source_dir = path_of("unified_safetensors_dir", unified_safetensors_dir)
-        if len(present_ranks(source_dir)) > 1 and not read_index(source_dir):
+        if present_ranks(source_dir) - {0} and not read_index(source_dir):
             raise SourceError(f"{source_dir}: has rank directories and no whole tensors; first use unified_safetensors")
         source = open_source(source_dir)
     new_names = _renamed(source, name_map)
@@ -252,6 +262,8 @@ def load_distributed_checkpoint(
         warn_of(planned, after, rank_id)
         refuse_strategies(planned, target_dir, predict_strategy)
         run(planned, target_dir, threads=threads, overwrite=True, journal=False)
+        if after is not None:
+            warn_of_others(target_dir, after.ranks)
         return True
     rank = get_rank() if after else 0
     taken = new_names if return_param_dict else _with_place(new_names, network)
@@ -273,7 +285,7 @@ def _share(split_dst_file: object) -> tuple[int, int]:
     if not split_dst_file:
         return 1, 1
     for number in split_dst_file:
-        check_rank("a number of split_dst_file", number)
+        check_whole("a number of split_dst_file", number)
     if len(split_dst_file) != 2 or not 1 <= split_dst_file[0] <= split_dst_file[1]:
         raise UsageError(f"split_dst_file is {split_dst_file}; expected (number, count), numbers from 1 to count")
     return split_dst_file[0], split_dst_file[1]
@@ -319,6 +331,11 @@ def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
             faults.add(f"name {old!r} in the files", f"is given to {names(found)}; expected one name in the network")
     faults.raise_if_any(UsageError)
     unknown = [old for old in in_network if old not in source.tensors]
+    if unknown and len(unknown) == len(in_network):
+        raise UsageError(
+            f"name_map: no file has {names(map(repr, unknown))}; expected names in the network to names in the files, "
+            f"which are {names(map(repr, source.tensors))}"
+        )
     if unknown:
         _log.warning("name_map: no file has %s", names(map(repr, unknown)))
     known = {old: found[0] for old, found in in_network.items() if old in source.tensors}
@@ -382,7 +399,13 @@ def _opened_ranks(filenames: object, train_strategy: StrategyLike | None, cipher
             f"checkpoint_filenames has {len(files)} files; "
             + (f"the training strategy has {len(ranks)} ranks" if before else "several need train_strategy_filename")
         )
+<<<<<<< HEAD
     return open_source(dict(zip(ranks, files, strict=True)), strategy=before, stage="own", cipher=cipher)
+=======
+    check_order("checkpoint_filenames", dict(enumerate(files)))
+    with own_words():
+        return open_source(dict(zip(ranks, files, strict=True)), strategy=before, cipher=cipher)
+>>>>>>> c8f68c7 (reshard.mindspore looks whether its arguments are so)
 
 
 def _target(after: Strategy | None, rank: int | None, extension: str) -> tuple[str, list[int] | None]:
