@@ -131,16 +131,17 @@ def _by_suffix(missing: list[str], values: Mapping[str, Any]) -> dict[str, str]:
         most = max(map(len, prefixes.values()))
         likely = [prefix for prefix, served in prefixes.items() if len(served) == most]
         prefix = min(likely, key=len)
-        rivals = [(other, prefixes[prefix] & prefixes[other]) for other in likely if not other.endswith(prefix)]
-        other, both = next(((other, both) for other, both in rivals if both), ("", set()))
-        for name in sorted(both):
-            _log.warning("%r may be %r or %r; it is not loaded", name, *sorted((prefix + name, other + name)))
-        if both:
-            left -= both
-            continue
-        _log.warning("names without their prefix %r are taken", prefix)
-        found |= {name: prefix + name for name in prefixes[prefix]}
-        left -= prefixes[prefix]
+        for other in likely:
+            both = prefixes[prefix] & prefixes[other]
+            if both and not other.endswith(prefix):
+                for name in sorted(both):
+                    _log.warning("%r may be %r or %r; it is not loaded", name, *sorted((prefix + name, other + name)))
+                left -= both
+                break
+        else:
+            _log.warning("names without their prefix %r are taken", prefix)
+            found |= {name: prefix + name for name in prefixes[prefix]}
+            left -= prefixes[prefix]
     return found
 
 
