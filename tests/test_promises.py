@@ -1,0 +1,667 @@
+"""Each promise of the README, and the tests that try to break it.
+
+`PROMISES` quotes the README; the tests named there are in other files, but for those below, which were lacking. A
+promise that is no longer in the README, and a test that is no longer there, fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import subprocess
+import sys
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import assert_rank_files, blocks, numbers, tree, write_file, write_ranks
+from commands import call, done
+
+import reshard
+from reshard import Layout, Strategy, ZarrGroup, planner
+from reshard.block import Block
+from reshard.dtypes import BY_NAME
+from reshard.store import PARTIAL, LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+HERE = Path(__file__).parent
+README = " ".join((HERE.parent / "README.md").read_text().split())
+
+PROMISES = {
+    # --- the first lines, and "What it does" ---
+    "cuts and joins those blocks anew for N devices, any M and N": [
+        "test_run.py::test_any_model_goes_there_and_back",
+        "test_run.py::test_64_ranks_to_56",
+        "fuzz/test_fuzz_differential.py::test_fuzz_differential",
+        "fuzz/test_fuzz_chains.py::test_fuzz_chains",
+    ],
+    "from the files alone: no framework, no accelerator": ["test_promises.py::test_no_framework_is_needed"],
+    "each byte read once and written once": [
+        "test_promises.py::test_each_byte_is_read_once_and_written_once",
+        "test_bands.py::test_any_grid_becomes_any_other",
+        "test_remote.py::test_only_ranges_are_read_each_once",
+    ],
+    "no tensor ever whole in memory": [
+        "test_promises.py::test_nothing_is_held_that_is_larger_than_a_band",
+        "test_run.py::test_one_tensor_of_16_gb_within_512_mb",
+        "test_memory.py::test_the_peak_does_not_grow_with_the_bytes",
+    ],
+    "(8 ranks become 4, with optimizer parallel; every byte is checked)": [
+        "test_demo.py::test_a_changed_byte_is_found_wherever_it_is",
+        "test_cli_demo.py::test_demo_exits_3_when_a_byte_is_wrong",
+    ],
+    "multiples or not, tensor, optimizer and pipeline parallel on either side, nested layouts, another device matrix": [
+        "test_plan.py::test_every_rank_gets_its_blocks_and_no_others",
+        "test_mindspore_cases.py::test_every_recorded_case_converts_to_slices_and_back",
+        "fuzz/test_fuzz_differential.py::test_fuzz_differential",
+    ],
+    "MindSpore `.ckpt` and safetensors, from either to either; zarr v3 stores; unified sets": [
+        "test_formats_byte_for_byte.py::test_ckpt_files_come_out_byte_for_byte_as_mindspore_wrote_them",
+        "test_formats_byte_for_byte.py::test_safetensors_are_written_byte_for_byte_as_the_library_does",
+        "test_zarr_foreign.py::test_stores_that_zarr_wrote",
+        "test_unified.py::test_mindspores_sets_are_read_and_ours_have_its_names",
+        "fuzz/test_fuzz_chains.py::test_fuzz_chains",
+    ],
+    "all of both formats, bfloat16, float8 and `Int4` included, moved as bits": [
+        "test_run.py::test_every_width_moves_as_bits",
+        "test_promises.py::test_every_dtype_of_a_format_moves_bit_for_bit",
+        "test_zarr.py::test_every_dtype_survives",
+    ],
+    "bytes to read and write, files, memory; what is dropped or missing, and an error where that is a weight": [
+        "test_report.py::test_it_counts_what_was_written",
+        "test_memory.py::test_the_peak_is_what_was_predicted_or_less",
+        "test_plan.py::test_not_in_the_target_a_weight_is_an_error_unless_a_pattern_covers_it",
+        "test_plan.py::test_not_in_the_source_likewise",
+        "test_cli.py::test_a_dry_run_refuses_what_a_run_does",
+    ],
+    "one dask graph of few fat tasks, on threads or on a dask cluster, with the same bytes": [
+        "test_plan.py::test_tasks_are_few_and_fat",
+        "test_run.py::test_the_bytes_are_the_same_on_every_scheduler",
+        "test_cli.py::test_how_it_runs_does_not_change_a_byte",
+        "test_cluster.py::test_a_collection_computed_on_a_cluster",
+        "test_ownership.py::test_any_model",
+    ],
+    "nothing half-written under a final name": [
+        "test_promises.py::test_stopped_at_any_write_nothing_half_written_has_a_final_name",
+        "test_remote_journal.py::test_a_run_that_fails_at_any_write_is_gone_on_with",
+        "faults/test_faults.py::test_faults",
+    ],
+    "what is stopped, by whatever, goes on where it was": [
+        "test_promises.py::test_stopped_at_any_write_nothing_half_written_has_a_final_name",
+        "test_resume.py::test_only_what_is_not_there_is_written_again",
+        "test_zarr_unfinished.py::test_a_run_goes_on_where_one_was_killed",
+        "faults/test_faults.py::test_faults",
+        "faults/test_faults.py::test_small_disks",
+    ],
+    "a report with checksums and measured memory": [
+        "test_report.py::test_memory_is_measured",
+        "test_resume.py::test_checksums_are_of_what_is_there",
+    ],
+    "`verify`: every bit against the source, whatever the two layouts": [
+        "test_verify.py::test_one_flipped_bit_is_found_where_it_is",
+        "fuzz/test_fuzz_flips.py::test_fuzz_flips",
+    ],
+    "every tensor a lazy dask array of its real dtype, one chunk a source shard, from headers only": [
+        "test_arrays.py::test_chunks_are_the_source_shards",
+        "test_arrays.py::test_every_dtype_comes_back_from_a_file",
+        "test_source.py::test_contents_are_not_read",
+    ],
+    "missing ranks, headers that contradict the strategy, mixed steps, tensors that are split but not listed, or listed"
+    " but whole": [
+        "test_source.py::test_a_missing_rank_is_refused_though_replicas_have_all_it_held",
+        "test_source.py::test_all_faults_at_once",
+        "test_source.py::test_ranks_without_a_step_in_common",
+        "test_source.py::test_global_steps_must_agree",
+        "test_source.py::test_a_frozen_weight_that_is_split_but_not_listed_is_refused",
+        "test_source.py::test_listed_tensors_that_every_rank_holds_whole_are_refused",
+        "test_promises.py::test_what_is_refused_is_refused_by_every_command",
+        "fuzz/test_fuzz_flips.py::test_fuzz_flips",
+    ],
+    "ours give the same tensors, dtypes, shapes and bytes in 425": ["test_ms_recorded.py::test_transform_checkpoints"],
+    # --- "How to" ---
+    "A MindSpore conversion script changes one import": ["test_tutorials.py::test_a_directory_at_once"],
+    "what is written and still has its checksum stays, and over a finished target nothing is left to do": [
+        "test_resume.py::test_what_is_verified_is_not_written_again",
+        "test_existing_targets.py::test_over_a_finished_target_nothing_is_left_to_do",
+    ],
+    "A source or a plan that changed meanwhile is refused; `--restart` begins anew": [
+        "test_changed_sources.py::test_a_source_that_changes_during_the_run",
+        "test_changed_sources.py::test_a_source_with_another_header_is_another",
+        "test_existing_targets.py::test_a_changed_plan_is_refused",
+        "test_existing_targets.py::test_a_restart_that_is_stopped_may_be_typed_again",
+    ],
+    "Other ranks may be written into the same directory at the same time": [
+        "test_promises.py::test_processes_write_other_ranks_into_one_directory_at_the_same_time",
+        "test_existing_targets.py::test_other_ranks_may_be_written_into_the_same_target",
+        "test_locks.py::test_two_runs_of_one_process",
+    ],
+    "`.reshard` there holds a journal and a lock for each file": [
+        "test_promises.py::test_processes_that_write_the_same_files_are_kept_apart",
+        "test_locks.py::test_locks_of_another_process",
+        "test_journal_hostile.py",
+    ],
+    "only finished files stay then, and none that the machine may have lost because it was started again": [
+        "test_resume.py::test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut",
+    ],
+    "every bit of it against the source, whatever the two layouts and formats, and replicas against each other": [
+        "test_verify.py::test_a_replica_that_differs",
+        "test_verify.py::test_a_replica_in_the_source_that_no_conversion_reads",
+        "fuzz/test_fuzz_flips.py::test_fuzz_flips",
+    ],
+    "What differs is named by tensor, rank, file and index": [
+        "test_cli_verify.py::test_a_difference_is_told_on_one_screen",
+        "test_verify.py::test_one_flipped_bit_is_found_where_it_is",
+    ],
+    "compares random rows": ["test_verify.py::test_a_sample_reads_less_and_is_the_same_again"],
+    "makes the manifest from the checksums of the run, without reading anything again": [
+        "test_run_manifest.py::test_it_is_that_of_the_files_and_nothing_is_read",
+        "test_run_manifest.py::test_of_any_model",
+    ],
+    "and later, or where the files went, checksums from a manifest": [
+        "test_manifest.py::test_any_flipped_bit_of_a_file_is_found",
+        "fuzz/test_fuzz_flips.py::test_fuzz_flips",
+    ],
+    "A set, its index last, is written in streams, however large its files are": [
+        "test_unified.py::test_the_index_gets_its_name_last",
+        "test_unified.py::test_a_file_larger_than_all_buffers_is_written_in_bands",
+        "test_two_steps.py::test_a_set_that_is_replaced_is_without_its_index_until_all_is_new",
+    ],
+    "the plan is a small JSON file without weights, and does what was shown or nothing": [
+        "test_plan_file.py::test_it_holds_nothing_of_the_weights",
+        "test_plan_file.py::test_a_plan_of_many_tensors_is_small",
+        "test_plan_file.py::test_any_change_is_refused_or_harmless",
+        "test_cli_plan.py::test_what_is_planned_is_what_transform_does",
+        "fuzz/test_fuzz_flips.py::test_fuzz_flips",
+    ],
+    "by size, by all that their headers say and by some pages of their contents, not by time": [
+        "test_plan_file.py::test_a_file_of_another_size",
+        "test_plan_file.py::test_a_file_with_another_header",
+        "test_plan_file.py::test_a_file_of_another_step",
+        "test_plan_file.py::test_times_do_not_count",
+    ],
+    "which also takes the key of encrypted files; a plan file never holds it": [
+        "test_plan_file.py::test_an_encrypted_source_needs_its_key_again",
+        "test_promises.py::test_the_key_of_encrypted_files_is_in_no_file_that_is_written",
+    ],
+    "a model of 19 GB goes through 71 MB, under a cap of 512 MiB": [
+        "test_zarr_memory.py::test_a_model_forty_times_the_memory",
+    ],
+    "bfloat16 and float8 are kept as integers with the dtype's name in the attributes": [
+        "test_zarr.py::test_every_dtype_survives",
+    ],
+    "Chunks follow the source's blocks, or a size; compressed ones are 4 MiB at most": [
+        "test_zarr.py::test_chunks_are_the_source_blocks",
+        "test_promises.py::test_compressed_chunks_are_4_mib_at_most",
+    ],
+    "each chunk or shard is one streamed object, and the group's `zarr.json` comes last, so that an unfinished store"
+    " has no group": [
+        "test_zarr_unfinished.py::test_the_group_is_there_when_all_is",
+        "test_zarr_unfinished.py::test_a_store_that_is_written_anew_has_no_group_meanwhile",
+        "test_zarr_remote.py::test_a_failure_leaves_nothing_that_is_taken_for_a_store",
+        "test_promises.py::test_stopped_at_any_write_a_store_has_no_group",
+    ],
+    "goes on from a finished store when it is typed again, even where the source is gone meanwhile": [
+        "test_zarr_cli.py::test_via_zarr_and_again_without_the_source",
+    ],
+    "(a finished zarr store is refused without `--overwrite`)": [
+        "test_promises.py::test_exit_codes_are_those_of_the_readme",
+        "test_resume.py::test_a_store_at_a_url_that_is_finished_is_in_the_way",
+    ],
+    "patterns are globs of source names, and with `@COUNT` must match so many": [
+        "test_selection.py::test_a_pattern_may_say_how_many_it_matches",
+    ],
+    "the names of optimizer states follow those of their weights": [
+        "test_selection.py::test_optimizer_states_follow_their_weights",
+    ],
+    "a map applies at once, so that names may be swapped": [
+        "test_selection.py::test_maps_apply_at_once_so_that_a_swap_is_legal",
+        "test_selection.py::test_any_permutation_is_a_map_and_back",
+    ],
+    "Another format, file by file, for which no strategy is needed": [
+        "test_cli_convert.py::test_convert_there_and_back",
+    ],
+    "every block once, on one of the ranks that share it": [
+        "test_redundancy.py::test_every_block_is_stored_once_in_each_stage_by_a_rank_that_holds_it",
+        "test_run.py::test_replicas_stored_once",
+    ],
+    "MindSpore's own conditions for optimizer parallel": ["test_rules.py::test_every_compiled_file_block_for_block"],
+    "low-precision means are accumulated in float32": ["test_arrays.py::test_a_million_ones"],
+    "the plan and receipts travel, no tensor does": ["test_cluster.py::test_only_receipts_and_the_plan_travel"],
+    "a lost worker's tasks run again elsewhere, with the same bytes": [
+        "test_cluster.py::test_a_worker_is_killed_in_the_middle",
+        "faults/test_faults.py::test_a_worker_is_killed",
+    ],
+    "only ranges that are needed are read, and files are written as streams": [
+        "test_remote.py::test_only_ranges_are_read_each_once",
+        "test_remote.py::test_a_large_file_is_sent_in_parts",
+        "test_ownership.py::test_files_are_written_from_first_byte_to_last",
+    ],
+    "On an object store a file has its name as soon as it is complete, the index of a set last": [
+        "test_remote_journal.py::test_the_index_of_a_set_is_there_when_all_is",
+        "test_remote.py::test_a_failure_leaves_nothing_unfinished",
+    ],
+    "What is finished stays when a run is stopped or fails": [
+        "test_remote_journal.py::test_finished_files_are_not_written_again",
+    ],
+    "a weight that the target strategy does not name": ["test_cli.py::test_a_weight_is_dropped_only_when_told_to"],
+    "one that the source lacks": ["test_cli.py::test_a_weight_is_missing_only_when_told_to"],
+    "Optimizer states are dropped or missing without that, and reported": [
+        "test_plan.py::test_not_in_the_target_an_optimizer_state_is_dropped_and_reported",
+    ],
+    "several checkpoints in the rank directories": [
+        "test_source.py::test_a_restarted_run_beside_the_first_must_be_chosen",
+        "test_source.py::test_both_formats_of_one_checkpoint_must_be_chosen_between",
+    ],
+    "ranks that are not there, where their replicas are or only others' blocks are wanted: `--partial`": [
+        "test_source.py::test_some_ranks_may_be_enough_for_some",
+    ],
+    "0 done, 1 failure, 2 usage, 3 checkpoints or strategies differ, 4 source or strategy incomplete or corrupt, 5"
+    " memory or disk, 6 target exists, 130 interrupted, 143 terminated": [
+        "test_promises.py::test_exit_codes_are_those_of_the_readme",
+        "test_cli_processes.py::test_a_stopped_run_leaves_no_unfinished_file_and_can_be_typed_again",
+        "test_cli_errors.py::test_a_full_disk_is_5",
+    ],
+}
+
+
+@cache
+def functions_of(name: str) -> set[str]:
+    """The test functions of a file."""
+    body = ast.parse((HERE / name).read_text()).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise[:60])
+def test_a_promise_is_in_the_readme_and_its_tests_are_there(promise: str) -> None:
+    assert " ".join(promise.split()) in README, "the README does not promise this any more; change the table"
+    for test in PROMISES[promise]:
+        name, _, function = test.partition("::")
+        assert function in functions_of(name) if function else functions_of(name), f"{test} is not there any more"
+
+
+# --- what was lacking --------------------------------------------------------------------------------------------
+
+FULL = numbers({"w": (48, 16), "adam_m.w": (48, 16), "b": (24,), "c": (6, 4, 8)})
+FULL["h"] = numbers({"h": (16, 8)}, "uint16")["h"]  # stands for bfloat16
+SOURCE = Strategy.of(
+    {
+        "w": Layout.of([4], [0, -1]), "adam_m.w": Layout.of([2, 2], [1, -1], -1), "b": Layout.of([4], [-1]),
+        "c": Layout.of([2, 2], [-1, 1, 0]), "h": Layout.of([2, 2], [(1, 0), -1]),
+    }
+)  # fmt: skip
+TARGET = Strategy.of(
+    {
+        "w": Layout.of([3], [-1, -1], -1), "adam_m.w": Layout.of([3], [0, -1]), "b": Layout.of([3], [0]),
+        "c": Layout.of([3], [0, -1, -1]), "h": Layout.of([3], [-1, -1]),
+    }
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A source of 4 ranks, and strategies of it and of a target of 3."""
+    write_ranks(tmp_path / "src", FULL, SOURCE)
+    reshard.write_strategy(SOURCE, tmp_path / "source.ckpt")
+    reshard.write_strategy(TARGET, tmp_path / "target.ckpt")
+    return tmp_path
+
+
+def words(folder: Path, out: str, *more: str) -> list[str]:
+    """The command that writes the target."""
+    strategies = [f"--source-strategy={folder / 'source.ckpt'}", f"--target-strategy={folder / 'target.ckpt'}"]
+    return ["transform", str(folder / "src"), str(folder / out), *strategies, *more]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands and tasks so small that a small model has many."""
+    monkeypatch.setattr(planner, "BAND_BYTES", 128)
+    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+
+
+class Watched:
+    """What is read of sources and written to targets: path, offset, bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: list[tuple[str, int, int]] = []
+        self.written: list[tuple[str, int, int]] = []
+        for name, seen in (("read_into", self.read), ("write_at", self.written)):
+            self.watch(monkeypatch, name, seen)
+
+    @staticmethod
+    def watch(monkeypatch: pytest.MonkeyPatch, name: str, seen: list[tuple[str, int, int]]) -> None:
+        original = getattr(LocalStore, name)
+
+        def watched(store: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
+            seen.append((path, offset, len(buffer)))
+            original(store, path, offset, buffer)
+
+        monkeypatch.setattr(LocalStore, name, watched)
+
+
+def test_no_framework_is_needed(folder: Path) -> None:
+    """Nothing that would bring one is even looked for, in none of the commands."""
+    code = """
+import sys
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"mindspore", "torch", "tensorflow", "jax", "transformers", "paddle", "pandas"}:
+            raise AssertionError(f"{name} is imported")
+sys.meta_path.insert(0, Refusing())
+import reshard.mindspore
+from reshard.cli import cli
+for line in sys.argv[1:]:
+    cli.main(line.split(), standalone_mode=False)
+"""
+    source = f"--source-strategy={folder / 'source.ckpt'}"
+    lines = [
+        " ".join(words(folder, "out", "--format=ckpt")),
+        f"verify {folder / 'out'} --target-strategy={folder / 'target.ckpt'} --against {folder / 'src'} {source}",
+        f"unify {folder / 'src'} {folder / 'set'} {source} --style=huggingface --cast=float32=bfloat16",
+        f"unify {folder / 'src'} {folder / 'store.zarr'} {source} --format=zarr --compression=zstd",
+        f"inspect {folder / 'store.zarr'}",
+    ]
+    subprocess.run([sys.executable, "-c", code, *lines], check=True, capture_output=True, text=True)
+    assert_rank_files(folder / "out", FULL, TARGET)
+
+
+@pytest.mark.usefixtures("small")
+def test_each_byte_is_read_once_and_written_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), TARGET)
+    seen = Watched(monkeypatch)
+    plan.run(folder / "out", threads=2)
+    read = covered(seen.read)
+    assert sum(map(len, read.values())) == sum(array.nbytes for array in FULL.values()), "of each tensor every byte"
+    written = covered(seen.written)
+    for path, places in written.items():
+        assert places == set(range(Path(path).stat().st_size)), "of each file every byte"
+    assert len(written) == 3
+
+
+def covered(ranges: Iterable[tuple[str, int, int]]) -> dict[str, set[int]]:
+    """The bytes of each file, of which none may be there twice."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for path, offset, nbytes in ranges:
+        places = set(range(offset, offset + nbytes))
+        assert not found[path] & places, f"{path}: bytes {offset} to {offset + nbytes} are there twice"
+        found[path] |= places
+    return found
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("files", [None, reshard.MindSporeSet(3000), reshard.HuggingFaceSet(), ZarrGroup(100)])
+def test_nothing_is_held_that_is_larger_than_a_band(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ownership: str, files: Any
+) -> None:
+    """Not even a row: the widest is of 64 bytes, and of three dimensions 128; headers are no tensors."""
+    if isinstance(files, ZarrGroup) and ownership == "file":
+        pytest.skip("local stores are written by tensor")
+    target = TARGET if files is None else None
+    plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), target, files=files)
+    seen = Watched(monkeypatch)
+    plan.run(folder / "out", ownership=ownership)
+    assert max(nbytes for _, _, nbytes in seen.read) <= 128
+    begin = {
+        str(folder / "out" / file.path): min(offset for runs in file.layout.places.values() for offset, _ in runs)
+        for file in plan.files
+        if file.layout.places
+    }
+    own = {(str(folder / "out" / file.path), offset) for file in plan.files for offset, _ in file.layout.literals}
+    contents = [
+        nbytes
+        for path, offset, nbytes in seen.written
+        if path in begin and offset >= begin[path] and (path, offset) not in own  # such as the index of a shard
+    ]
+    assert contents
+    assert max(contents) <= 128
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_every_dtype_of_a_format_moves_bit_for_bit(tmp_path: Path, format: str) -> None:
+    """Every bit pattern that fits: of wide dtypes a spread of them, infinities and NaNs with their payloads too."""
+    from format_files import contents_of, message, st_file
+
+    kinds = [dtype for dtype in BY_NAME.values() if (dtype.mindspore if format == "ckpt" else dtype.safetensors)]
+    kinds = [dtype for dtype in kinds if dtype.name not in {"str", *(["int4"] if format == "safetensors" else [])}]
+    names = {dtype.name: Layout.of([2], [0]) for dtype in kinds}
+    every = {dtype.name: bytes(range(256)) * dtype.itemsize for dtype in kinds}
+    for rank in range(2):
+        half = {name: data[len(data) // 2 :] if rank else data[: len(data) // 2] for name, data in every.items()}
+        path = tmp_path / f"src/rank_{rank}/a.{format}"
+        path.parent.mkdir(parents=True)
+        if format == "ckpt":
+            path.write_bytes(b"".join(message(d.name, d.mindspore or "", [128], half[d.name]) for d in kinds))
+        else:
+            place, header = 0, {}
+            for dtype in kinds:
+                end = place + len(half[dtype.name])
+                header[dtype.name] = {"dtype": dtype.safetensors, "shape": [128], "data_offsets": [place, end]}
+                place = end
+            path.write_bytes(st_file(header, b"".join(half.values())))
+    source = reshard.open(tmp_path / "src", strategy=Strategy.of(names))
+    reshard.plan(source, Strategy.of({name: Layout.of([4], [0]) for name in names})).run(tmp_path / "four")
+    four = reshard.open(tmp_path / "four", strategy=Strategy.of({name: Layout.of([4], [0]) for name in names}))
+    reshard.plan(four).run(tmp_path / "whole")
+    (path,) = (tmp_path / "whole" / "rank_0").iterdir()
+    found = contents_of(path, reshard.open(path).files[0].index)
+    assert found == {dtype.name: (dtype.name, (256,), every[dtype.name]) for dtype in kinds}
+
+
+class StoppedError(Exception):
+    """What ends a run at one of its writes."""
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+def test_stopped_at_any_write_nothing_half_written_has_a_final_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ownership: str
+) -> None:
+    """And the same plan goes on: what had its name is not written again, and all is as an undisturbed run makes it."""
+    source = reshard.open(folder / "src", strategy=SOURCE)
+    plan = reshard.plan(source, TARGET)
+    seen = Watched(monkeypatch)
+    plan.run(folder / "undisturbed", ownership=ownership)
+    expected, count = tree(folder / "undisturbed"), len(seen.written)
+    assert count > 60
+    for number in range(0, count, 7 if ownership == "tensor" else 3):
+        out = folder / f"out{number}"
+        with stopping(number), pytest.raises(StoppedError):
+            plan.run(out, ownership=ownership, threads=1)
+        finished = {path: content for path, content in tree(out).items() if not path.endswith(PARTIAL)}
+        assert finished.items() <= expected.items()
+        seen.written.clear()
+        plan.run(out, ownership=ownership)
+        assert tree(out) == expected
+        again = {str(Path(path).relative_to(out)) for path, _, _ in seen.written}
+        assert again.isdisjoint(finished)
+
+
+@contextmanager
+def stopping(number: int) -> Iterator[None]:
+    """Have a write fail, and all that come after it."""
+    left = number
+    original = LocalStore.write_at
+
+    def write_at(store: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise StoppedError
+        original(store, path, offset, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "write_at", write_at)
+        yield
+
+
+@pytest.mark.usefixtures("small")
+def test_stopped_at_any_write_a_store_has_no_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), files=ZarrGroup(500))
+    seen = Watched(monkeypatch)
+    plan.run(folder / "undisturbed.zarr")
+    expected, count = tree(folder / "undisturbed.zarr"), len(seen.written)
+    for number in range(0, count, 5):
+        out = folder / f"out{number}.zarr"
+        with stopping(number), pytest.raises(StoppedError):
+            plan.run(out, threads=1)
+        assert not (out / "zarr.json").exists()
+        assert call("inspect", out).exit_code == 4
+        plan.run(out)
+        assert tree(out) == expected
+
+
+def start(folder: Path, out: str, *more: str) -> subprocess.Popen[str]:
+    """Begin the command in a process of its own, with writes that take their time."""
+    code = """
+import sys, time
+from reshard import planner
+from reshard.store import LocalStore
+planner.BAND_BYTES, planner.TASK_BYTES = 128, 512
+original = LocalStore.write_at
+def write_at(store, path, offset, buffer):
+    time.sleep(0.001)
+    original(store, path, offset, buffer)
+LocalStore.write_at = write_at
+from reshard.cli import main
+main(sys.argv[1:])
+"""
+    command = [sys.executable, "-c", code, *words(folder, out, *more)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_processes_write_other_ranks_into_one_directory_at_the_same_time(folder: Path) -> None:
+    done(*words(folder, "undisturbed"))
+    running = [start(folder, "out", f"--ranks={rank}") for rank in range(3)]
+    for process in running:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+    assert tree(folder / "out") == tree(folder / "undisturbed")
+    assert "nothing is left to do" in call(*words(folder, "out")).output
+
+
+def test_processes_that_write_the_same_files_are_kept_apart(folder: Path) -> None:
+    done(*words(folder, "undisturbed"))
+    running = [start(folder, "out") for _ in range(3)]
+    ended = []
+    for process in running:
+        _, said = process.communicate(timeout=60)
+        ended.append(process.returncode)
+        assert process.returncode in {0, 6}, said
+        assert process.returncode == 0 or "another run writes" in said
+    assert 0 in ended
+    assert tree(folder / "out") == tree(folder / "undisturbed")
+
+
+def test_the_key_of_encrypted_files_is_in_no_file_that_is_written(tmp_path: Path) -> None:
+    """Neither in the plan, nor in the journal of a run that was stopped or is done, nor in a manifest or a report."""
+    pytest.importorskip("cryptography")
+    key = b"0123456789ABCDEF"
+    cipher = reshard.Cipher("AES-GCM", key)
+    for path in write_ranks(tmp_path / "src", FULL, SOURCE, "ckpt").rglob("*.ckpt"):
+        path.write_bytes(b"".join(cipher.encrypt([path.read_bytes()])))
+    source = reshard.open(tmp_path / "src", strategy=SOURCE, cipher=cipher)
+    made = tmp_path / "made"
+    made.mkdir()
+    plan = reshard.plan(source, TARGET)
+    plan.save(made / "plan.json")
+    with stopping(5), pytest.raises(StoppedError):
+        plan.run(made / "stopped", threads=1)
+    report = plan.run(made / "out")
+    report.write_manifest(made / "manifest.json")
+    source.to_zarr(made / "store.zarr")
+    spelled = [key, key.hex().encode(), base64.b64encode(key), repr(key)[2:-1].encode(), str(list(key))[1:-1].encode()]
+    files = [path for path in made.rglob("*") if path.is_file()]
+    assert any(".reshard" in path.parts for path in files)
+    for path in files:
+        content = path.read_bytes()
+        assert not any(text in content for text in spelled), path
+    told = f"{plan!r} {report!r} {source!r} {cipher!r}".encode()
+    assert not any(text in told for text in spelled)
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (3, 1 << 23), (5000, 7, 1000), (1 << 24,), (2, 3, 1 << 21)])
+@pytest.mark.parametrize("chunk_bytes", [None, 16 << 20])
+def test_compressed_chunks_are_4_mib_at_most(shape: tuple[int, ...], chunk_bytes: int | None) -> None:
+    array = ZarrGroup(chunk_bytes, compression="zstd").array(shape, BY_NAME["float32"], [Block.whole(shape)])
+    assert prod(array.chunk) * 4 <= (chunk_bytes or 4 << 20)
+
+
+REFUSED = {
+    "a missing rank": "rank 3",
+    "a header that contradicts the strategy": "'w'",
+    "mixed steps": "step",
+    "split but not listed": "no strategy lists it",
+    "listed but whole": "integrated_save",
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_refused_is_refused_by_every_command(tmp_path: Path, fault: str) -> None:
+    """By `transform`, `unify` in each form, `plan` and `inspect`; nothing is written."""
+    full, strategy = dict(FULL), SOURCE
+    if fault == "listed but whole":
+        full = {name: FULL[name] for name in ("w", "h")}
+    if fault == "split but not listed":
+        strategy = Strategy.of({name: placed[0].layout for name, placed in SOURCE.tensors.items() if name != "c"})
+    root = write_ranks(tmp_path / "src", full, SOURCE)
+    if fault == "a missing rank":
+        (root / "rank_3/checkpoint_3.safetensors").unlink()
+    elif fault == "a header that contradicts the strategy":
+        other = {**blocks(full, SOURCE, 2), "w": full["w"][:6]}  # ranks 0, 1 and 3 have 12 rows
+        write_file(root / "rank_2/checkpoint_2.safetensors", other)
+    elif fault == "mixed steps":
+        for rank in range(4):
+            path = root / f"rank_{rank}/checkpoint_{rank}.safetensors"
+            path.rename(path.with_stem(f"net-{1 + rank // 2}_10"))
+    elif fault == "listed but whole":
+        for rank in range(4):
+            write_file(root / f"rank_{rank}/checkpoint_{rank}.safetensors", full)
+        strategy = Strategy.of({name: SOURCE.tensors[name][0].layout for name in full})
+    reshard.write_strategy(strategy, tmp_path / "source.ckpt")
+    source = [tmp_path / "src", f"--source-strategy={tmp_path / 'source.ckpt'}"]
+    for command in (
+        ["transform", *source, tmp_path / "out"],
+        ["unify", *source, tmp_path / "out"],
+        ["unify", *source, tmp_path / "out", "--style=huggingface"],
+        ["unify", *source, tmp_path / "out", "--format=zarr"],
+        ["plan", *source, "-o", tmp_path / "out"],
+        ["inspect", *source],
+    ):
+        result = call(*command)
+        assert result.exit_code == 4, (command, result.output)
+        assert REFUSED[fault] in result.stderr or fault == "mixed steps"
+        assert not (tmp_path / "out").exists()
+
+
+def test_exit_codes_are_those_of_the_readme(folder: Path) -> None:
+    source = f"--source-strategy={folder / 'source.ckpt'}"
+    target = f"--target-strategy={folder / 'target.ckpt'}"
+    assert call(*words(folder, "out")).exit_code == 0
+    assert call(*words(folder, "new", "--ranks=7")).exit_code == 2
+    assert call(*words(folder, "new", "--no-such-option")).exit_code == 2
+    verify = ["verify", folder / "out", target, "--against", folder / "src", source]
+    assert call(*verify).exit_code == 0
+    path = folder / "out/rank_1/checkpoint_1.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert call(*verify).exit_code == 3
+    assert call("strategy", "diff", folder / "source.ckpt", folder / "target.ckpt").exit_code == 3
+    path.write_bytes(content[:-1])
+    assert call(*verify).exit_code == 4
+    (folder / "cut.ckpt").write_bytes((folder / "target.ckpt").read_bytes()[:-3])
+    assert call("strategy", "show", folder / "cut.ckpt").exit_code == 4
+    assert call(*words(folder, "new", "--memory=1MB")).exit_code == 5
+    (folder / "somebody/rank_0").mkdir(parents=True)
+    (folder / "somebody/rank_0/checkpoint_0.safetensors").write_bytes(b"theirs")
+    assert call(*words(folder, "somebody")).exit_code == 6
+    assert done("unify", folder / "src", folder / "store.zarr", source, "--format=zarr").exit_code == 0
+    assert call("unify", folder / "src", folder / "store.zarr", source, "--format=zarr").exit_code == 6
+    assert (folder / "somebody/rank_0/checkpoint_0.safetensors").read_bytes() == b"theirs"
+    assert not (folder / "new").exists()
