@@ -2,6 +2,7 @@
 
 * Of a source, a strategy, a plan, an index, a store: a command ends with an error and its exit code, or with what the
   flipped file says, read by another reader (`reference`): never with other bytes, never with a traceback.
+* The same where a file is gone, empty, cut short or too long.
 * Of a target: every way to verify it notices, or says that it does not look. What it need not notice is in `UNSEEN`,
   with the reason.
 
@@ -27,6 +28,7 @@ from reshard.proto import message_class  # the description of the message alone
 
 if TYPE_CHECKING:
     from collections import Counter
+    from collections.abc import Callable
     from pathlib import Path
     from random import Random
 
@@ -488,13 +490,17 @@ WAYS = ("structure", "against", "manifest", "sample")
 
 
 def verified(base: Base, way: str) -> Result:
+    return reshard(*verify_words(base, way))
+
+
+def verify_words(base: Base, way: str) -> list[str | Path]:
     words: list[str | Path] = {
         "structure": [base.strategies[1]],
         "against": [base.strategies[1], "--against", base.root / "src", base.strategies[0]],
         "manifest": ["--manifest", base.root / "manifest.json"],
         "sample": [base.strategies[1], "--against", base.root / "src", base.strategies[0], "--sample=30%", "--seed=1"],
     }[way]
-    return reshard("verify", base.root / "out", *words)
+    return ["verify", base.root / "out", *words]
 
 
 def of_target(flip: Flip, counts: Counter[str]) -> list[str]:
@@ -555,18 +561,107 @@ LOOKS = {
 }
 
 
+# --- files that are gone, or of another length ---------------------------------------------------------------------
+
+HARMS: dict[str, Callable[[bytes], bytes | None]] = {
+    "gone": lambda _: None,
+    "empty": lambda _: b"",
+    "one byte less": lambda content: content[:-1],
+    "half of it": lambda content: content[: len(content) // 2],
+    "one byte more": lambda content: content + b"\0",
+}
+
+ALLOWED = {
+    (r"structure", r"zstd\.zarr/.*/c.*", r"empty|.* less|half.*|.* more"): (
+        "how long a compressed chunk is only its contents tell, and it says that they were not read"
+    ),
+    (r".*", r"hub/model\.safetensors\.index\.json", r"gone"): "a set of one file is that file, whole without an index",
+    (r".*", r"hub/model\.safetensors\.index\.json", r"one byte less"): "it is the line's end, and no part of the JSON",
+    (r"transform|structure", r"set/hyper_param\.safetensors", r"gone"): (
+        "MindSpore's index does not name the file; a comparison with the source notices"
+    ),
+}
+"""Who need not notice: the command, the file and the harm, and why not."""
+
+
+def harmed(base: Base, kind: str, path: Path, harm: str) -> list[str]:
+    """Harm a file, and say who does not notice; then mend it."""
+    before = path.read_bytes()
+    after = HARMS[harm](before)
+    if after == before:
+        return []
+    try:
+        if after is None:
+            path.unlink()
+        else:
+            path.write_bytes(after)
+        told = unnoticed(base, kind, path, harm)
+    finally:
+        path.write_bytes(before)
+        shutil.rmtree(base.root / "new", ignore_errors=True)
+    return [f"{path.relative_to(base.root)} ({base.format} -> {base.to}), {harm}: {what}" for what in told]
+
+
+def unnoticed(base: Base, kind: str, path: Path, harm: str) -> list[str]:
+    """Return the commands that end with 0 though a file is harmed; those that only look at headers may say so."""
+    name = path.relative_to(base.root).parts[0]
+    against = ["--against", base.root / "src", base.strategies[0]]
+    commands: dict[str, list[str | Path]] = {
+        "transform": ["transform", base.root / name, base.root / "new", *base.strategies[name != "src" :]]
+    }
+    if kind == "target":
+        commands = {"inspect": ["inspect", base.root / name, base.strategies[1].replace("--target", "--source")]}
+        commands |= {way: verify_words(base, way) for way in WAYS}
+    elif kind == "source":
+        commands["plan"] = ["plan", base.root / name, *base.strategies]
+        commands["run"] = ["run", base.root / "plan.json", base.root / "new", "--source", base.root / "src"]
+    else:
+        commands["structure"] = ["verify", base.root / name]
+        commands["against"] = ["verify", base.root / name, *against]
+    found = []
+    below = path.relative_to(base.root).as_posix()
+    for way, words in commands.items():
+        allowed = any(all(map(re.fullmatch, one, (way, below, harm))) for one in ALLOWED)
+        if reshard(*words).exit_code == 0 and not allowed:
+            found.append(f"{way} ends with 0")
+        shutil.rmtree(base.root / "new", ignore_errors=True)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["source", "target", "set", "store"])
+def test_lost_and_cut_files_are_noticed(kind: str) -> None:
+    """No file that is read may be gone or of another length without every command that reads it saying so."""
+    with directory(f"lost-{kind}") as root:
+        found = [
+            told
+            for base in bases_in(root)[:2]
+            for path in base.files(kind)
+            for harm in HARMS
+            for told in harmed(base, kind, path, harm)
+        ]
+    assert not found, f"{len(found)} are not noticed:\n" + "\n".join(found)
+
+
+def bases_in(root: Path) -> list[Base]:
+    """Make every base below a directory."""
+    bases = []
+    for number, (source, target, *rest) in enumerate(BASES):
+        place = root / f"{number}"
+        place.mkdir()
+        bases.append(Base(place, Side(**vars(source)), Side(**vars(target)), *rest))
+        bases[-1].make()
+    return bases
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(10 * SECONDS * SHARE + 600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fuzz_flips(kind: str) -> None:
     share = SHARE * KINDS[kind] / sum(KINDS.values())
     with directory(f"flips-{kind}") as root:
-        bases = []
-        for number, (source, target, *rest) in enumerate(BASES):
-            place = root / f"{number}"
-            place.mkdir()
-            bases.append(Base(place, Side(**vars(source)), Side(**vars(target)), *rest))
-            bases[-1].make()
+        bases = bases_in(root)
 
         def one(rng: Random, _: Path, counts: Counter[str]) -> None:
             one_flip(rng.choice(bases), kind, rng, counts)

@@ -10,6 +10,7 @@ listed here. Prints what was run as JSON.
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import signal
@@ -17,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -290,14 +292,18 @@ EDITS = some.lists(
 
 
 def fuzz(kind: str, seconds: float, examples: int = 2000) -> dict[str, object]:
-    """Change files of a kind and check what becomes of them, in rounds of other seeds; return what was done."""
+    """Change files of a kind and check what becomes of them, in rounds of other seeds; return what was done.
+
+    The first seed is RESHARD_FUZZ_SEED, or the date; a failure names its own, and the bytes.
+    """
+    first = int(os.environ.get("RESHARD_FUZZ_SEED") or f"{datetime.now(UTC):%Y%m%d}") * 1000
     counts = {"executions": 0, "accepted": 0, "refused": 0}
     files, check = bases(kind), CHECKS[kind]
     began = time.monotonic()
     number = 0
     while not number or time.monotonic() - began < seconds:
 
-        @seed(number)
+        @seed(first + number)
         @settings(
             max_examples=examples,
             database=None,
@@ -315,9 +321,13 @@ def fuzz(kind: str, seconds: float, examples: int = 2000) -> dict[str, object]:
             counts["executions"] += 1
             counts["accepted" if with_limits else "refused"] += 1
 
-        one_round()
+        try:
+            one_round()
+        except BaseException as error:
+            error.add_note(f"the seed: {first + number}")
+            raise
         number += 1
-    return {"kind": kind, **counts, "seconds": round(time.monotonic() - began, 1)}
+    return {"kind": kind, "seed": first, **counts, "seconds": round(time.monotonic() - began, 1)}
 
 
 def check_in_time(check: Callable[[bytes], bool], content: bytes) -> bool:
