@@ -340,7 +340,7 @@ def choose(rng: Random, case: Case) -> None:
     if rng.random() < 0.15:
         wishes.exclude = rng.sample(inside, 1)
     wishes.weights_only = rng.random() < 0.15
-    if not case.kept():
+    if all(tensor.text is not None for tensor in case.kept()):  # a target without any tensor is none
         wishes.include, wishes.exclude, wishes.weights_only = [], [], False
     if rng.random() < 0.2:
         wishes.cast = dict([rng.choice(CASTS)])
