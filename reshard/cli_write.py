@@ -376,7 +376,7 @@ def carry_out(
         target_strategy: the strategy file of the target, or None.
         result: what was asked for, where that is a file in the target directory.
     """
-    from reshard import report, show
+    from reshard import report
     from reshard.ownership import owned
 
     cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)
@@ -387,13 +387,7 @@ def carry_out(
     if not running.quiet:
         say_notices(plan.notices)
     if running.dry_run:
-        found = _foreseen(plan, target, running)
-        if not running.quiet:
-            say_notices(found)
-        if running.as_json:
-            print_json(report.report_data(plan, str(target)))
-        else:
-            click.echo(show.plan_text(plan, str(target)))
+        _report_plan(plan, target, running)
         return
     with _client(running) as client, progress(quiet=running.quiet) as shown:
         done = plan.run(
@@ -429,6 +423,19 @@ def carry_out(
         click.echo(report.report_text(plan, done, verify, made, check))
         if there.found:
             say(f"to look at it: {inspect_command(place, target_strategy, options)}")
+
+
+def _report_plan(plan: Plan, target: AnyPath, running: Running) -> None:
+    """Report what a run would do, and what it would find."""
+    from reshard import report, show
+
+    found = _foreseen(plan, target, running)
+    if not running.quiet:
+        say_notices(found)
+    if running.as_json:
+        print_json(report.report_data(plan, str(target)))
+    else:
+        click.echo(show.plan_text(plan, str(target)))
 
 
 @contextmanager

@@ -212,15 +212,10 @@ def load_distributed_checkpoint(
     Raises:
         TypeError: an argument of the wrong type; no network with format `ckpt`.
         ValueError: arguments that do not go together, files that are not there or contradict the strategy, a number of
-<<<<<<< HEAD
-            files that is not that of the strategy's ranks, two names for one tensor, a rank that the strategy does not
-            have, a wrong key.
-        TargetError: a target file would be one of the source files, or of the strategy files.
-=======
             files that is not that of the strategy's ranks, files whose paths say that they are in another order, two
             names for one tensor, a name map of which no file has a name, a rank that the strategy does not have, a
             wrong key.
->>>>>>> c8f68c7 (reshard.mindspore looks whether its arguments are so)
+        TargetError: a target file would be one of the source files, or of the strategy files.
         RuntimeError: a parameter does not fit the network.
     """
     check_format("format", format)
@@ -241,13 +236,8 @@ def load_distributed_checkpoint(
         source = _opened_ranks(checkpoint_filenames, train_strategy_filename, cipher)
     elif any(only_ckpt.values()):
         raise UsageError(f"with format='safetensors' leave out {names(n for n, given in only_ckpt.items() if given)}")
-    elif unified_safetensors_dir is None:
-        raise UsageError("unified_safetensors_dir is None; with format='safetensors' it is the source")
     else:
-        source_dir = path_of("unified_safetensors_dir", unified_safetensors_dir)
-        if present_ranks(source_dir) - {0} and not read_index(source_dir):
-            raise SourceError(f"{source_dir}: has rank directories and no whole tensors; first use unified_safetensors")
-        source = open_source(source_dir)
+        source = _opened_set(unified_safetensors_dir)
     new_names = _renamed(source, name_map)
     if after is not None:
         new_names = _named(source, after, new_names)
@@ -276,6 +266,16 @@ def load_distributed_checkpoint(
     if format == "ckpt":
         return True
     return not_loaded, unused + [new for old, new in new_names.items() if old not in taken]
+
+
+def _opened_set(unified_safetensors_dir: PathLike | None) -> Checkpoint:
+    """Open whole tensors."""
+    if unified_safetensors_dir is None:
+        raise UsageError("unified_safetensors_dir is None; with format='safetensors' it is the source")
+    source_dir = path_of("unified_safetensors_dir", unified_safetensors_dir)
+    if present_ranks(source_dir) - {0} and not read_index(source_dir):
+        raise SourceError(f"{source_dir}: has rank directories and no whole tensors; first use unified_safetensors")
+    return open_source(source_dir)
 
 
 def _share(split_dst_file: object) -> tuple[int, int]:
@@ -399,13 +399,9 @@ def _opened_ranks(filenames: object, train_strategy: StrategyLike | None, cipher
             f"checkpoint_filenames has {len(files)} files; "
             + (f"the training strategy has {len(ranks)} ranks" if before else "several need train_strategy_filename")
         )
-<<<<<<< HEAD
-    return open_source(dict(zip(ranks, files, strict=True)), strategy=before, stage="own", cipher=cipher)
-=======
     check_order("checkpoint_filenames", dict(enumerate(files)))
     with own_words():
-        return open_source(dict(zip(ranks, files, strict=True)), strategy=before, cipher=cipher)
->>>>>>> c8f68c7 (reshard.mindspore looks whether its arguments are so)
+        return open_source(dict(zip(ranks, files, strict=True)), strategy=before, stage="own", cipher=cipher)
 
 
 def _target(after: Strategy | None, rank: int | None, extension: str) -> tuple[str, list[int] | None]:
