@@ -230,14 +230,14 @@ def add_tensor(rng: Random, case: Case, name: str, weight: str | None) -> None:
         side.cuts[own_name] = by_stage
     dtype = rng.choice(DTYPES if case.format == "ckpt" or rng.random() < 0.8 else RARE)
     tensor = Tensor(name, dtype, reference.some_bits(rng, dtype, shape), weight=weight)
+    for _ in range(50):
+        if not any(reference.looks_whole(tensor.bits, side, own_name) for side, own_name, _ in cuts):
+            break
+        tensor.bits = reference.some_bits(rng, dtype, shape)
+    else:
+        tensor.bits = tensor.bits * 0
     if case.lists(name):
         assert case.source is not None
-        for _ in range(50):
-            if not reference.looks_whole(tensor.bits, case.source, name):
-                break
-            tensor.bits = reference.some_bits(rng, dtype, shape)
-        else:
-            tensor.bits = tensor.bits * 0
         held = sorted(case.source.cuts[name])
         case.left_out |= {(name, stage) for stage in held[1:] if rng.random() < 0.5}
     else:
