@@ -22,19 +22,22 @@ Which files are sampled:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.checkpoint import Looked, ranges
+from reshard.cipher import store_of
 from reshard.errors import Faults, SourceError, names
 from reshard.join import UNLISTED
 from reshard.remote import is_url
+from reshard.replicas import every_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.checkpoint import SourceFile, Tensor
-    from reshard.remote_store import AnyStore, Range
+    from reshard.checkpoint import Checkpoint, Tensor
+    from reshard.remote_store import Range
 
 _STEP = "global_step"
 _SMALL = 64 * 1024  # parts up to this size are compared whole
@@ -49,46 +52,33 @@ _MOST_NAMED = 64  # tensors whose blocks are equal; then no more are looked for
 
 
 def compare_contents(
-    root: str,
-    files: Sequence[SourceFile],
-    ranks: Sequence[int],
-    tensors: Mapping[str, Tensor],
-    ruled: Mapping[str, str],
-    notices: list[str],
-    store: AnyStore,
-    *,
-    copies: bool = True,
-) -> tuple[dict[str, Tensor], Looked]:
-    """Look at the contents of tensors; return them, with `varies` set on those whose copies differ, and what was read.
+    checkpoint: Checkpoint, ruled: Mapping[str, str], *, contents: bool | Literal["blocks"] = True
+) -> Checkpoint:
+    """Look at the contents of tensors; return the checkpoint with `varies` set on those whose copies differ.
 
     Args:
-        root: for messages.
-        files: the files of the checkpoint.
-        ranks: the rank of each.
-        tensors: as the headers and the strategy say.
+        checkpoint: as the headers and the strategy say.
         ruled: the rules of the tensors whose layouts the user gave.
-        notices: gets what is not an error.
-        store: reads the files.
-        copies: compare replicas, and the copies of what no strategy lists; otherwise only different blocks.
+        contents: what is compared; `blocks` is different blocks alone, not replicas or copies of unlisted tensors.
 
     Raises:
         SourceError: a tensor is split but not listed, or listed but whole, replicas differ, or a rule cannot be right;
             all at once.
     """
-    look = _Look(files, ranks, ruled, Faults(root), notices, store, copies=copies)
+    look = _Look(checkpoint, ruled, copies=contents is True)
     found, others = {}, []
-    for name, tensor in tensors.items():
+    for name, tensor in checkpoint.tensors.items():
+        found[name] = tensor
         if tensor.listed or not (name == _STEP or _may_vary(tensor, ruled)):
             others.append(tensor)
-            found[name] = tensor
-        elif copies:
+        elif contents is True:
             found[name] = look.every_copy(tensor)
-        else:  # not looked at, such a copy is taken for its rank's own value
-            found[name] = tensor._replace(varies=name != _STEP) if tensor.text is None else tensor
-    looked = look.samples(others)
+        elif tensor.text is None:  # not looked at, such a copy is taken for its rank's own value
+            found[name] = tensor._replace(varies=name != _STEP)
+    looked = look.samples(others) if contents else None
     look.announce(())  # what was fetched is not needed any more
     look.faults.raise_if_any(SourceError)
-    return found, looked
+    return replace(checkpoint, tensors=found, notices=(*checkpoint.notices, *look.notices), looked=looked)
 
 
 def _may_vary(tensor: Tensor, ruled: Mapping[str, str]) -> bool:
@@ -107,20 +97,12 @@ class _Chosen(NamedTuple):
 class _Look:
     """Compares contents, collecting faults and notices."""
 
-    def __init__(
-        self,
-        files: Sequence[SourceFile],
-        ranks: Sequence[int],
-        ruled: Mapping[str, str],
-        faults: Faults,
-        notices: list[str],
-        store: AnyStore,
-        *,
-        copies: bool,
-    ) -> None:
-        self.files, self.ranks, self.ruled, self.faults, self.notices = files, ranks, ruled, faults, notices
-        self.store, self.compare_copies = store, copies
-        self.remote = any(is_url(file.path) for file in files)
+    def __init__(self, checkpoint: Checkpoint, ruled: Mapping[str, str], *, copies: bool) -> None:
+        self.checkpoint, self.ruled, self.compare_copies = checkpoint, ruled, copies
+        self.files, self.ranks = checkpoint.files, checkpoint.ranks
+        self.store = store_of(checkpoint.cipher)
+        self.faults, self.notices = Faults(checkpoint.root), list[str]()
+        self.remote = any(is_url(file.path) for file in self.files)
         self.most = _MOST_REQUESTS if self.remote else _MOST_READS
         self.proven_split = False
         self.alike: list[str] = []
@@ -146,6 +128,8 @@ class _Look:
 
     def samples(self, tensors: Sequence[Tensor]) -> Looked:
         """Sample tensors, within the number of reads that opening may take; return how many of how much."""
+        if self.compare_copies:
+            tensors = [tensor._replace(shards=every_shard(self.checkpoint, tensor)) for tensor in tensors]
         candidates = [tensor for tensor in tensors if self._is_comparable(tensor)]
         each = self.most // max(len(candidates), 1)
         pages = _PAGES if each >= _PAGES * _FEWEST else 1

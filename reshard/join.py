@@ -199,12 +199,12 @@ class _WithStrategy(_WithoutStrategy):
         found: Tensor | None = None
         some: Tensor | None = None
         lacking: list[int] = []
-        checked = 0
+        placed = 0
         for stage in self.strategy.stages_of(name):
             in_stage = self._of_stage(holders, stage)
             if not in_stage:
                 continue
-            checked += 1
+            placed += len(in_stage)
             tensor = self._in_stage(name, stage, in_stage)
             if tensor is None:
                 continue  # a fault that was told
@@ -223,16 +223,17 @@ class _WithStrategy(_WithoutStrategy):
                 grid = self.strategy.grid(name, tensor.spec.shape, stage=stage)
                 empty = [r for shard, r in zip(tensor.shards, grid.ranks, strict=True) if not shard.holders]
                 lacking += [next((rank for rank in r if rank not in self.ranks), r[0]) for r in empty]
+        if placed < len(holders):
+            stages = self.strategy.stages_of(name)
+            where = sorted({self.ranks[n] for n in holders if self.strategy.stage_of(self.ranks[n]) not in stages})
+            self.faults.add(
+                f"tensor {name!r}",
+                f"is in rank {names(where)}; the strategy has it in stage {names(stages)}, other ranks",
+            )
         found = found or some
         if found is None:
             for rank in lacking:
                 self._needing.setdefault(rank, []).append(name)
-            if not checked:
-                where = sorted({self.ranks[number] for number in holders})
-                stages = names(self.strategy.stages_of(name))
-                self.faults.add(
-                    f"tensor {name!r}", f"is in rank {names(where)}; the strategy has it in stage {stages}, other ranks"
-                )
         return found
 
     def _of_stage(self, holders: tuple[int, ...], stage: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def in_several_stages(checkpoint: Checkpoint, tensor: Tensor) -> bool:
     )
 
 
-def every_shard(checkpoint: Checkpoint, tensor: Tensor) -> Sequence[Shard]:
+def every_shard(checkpoint: Checkpoint, tensor: Tensor) -> tuple[Shard, ...]:
     """Return every block of a tensor and all files that hold it, in whatever stage; blocks of two may overlap."""
     strategy = checkpoint.strategy
     if strategy is None or not in_several_stages(checkpoint, tensor):
@@ -45,10 +45,10 @@ def every_shard(checkpoint: Checkpoint, tensor: Tensor) -> Sequence[Shard]:
         if name in file.index.entries:
             by_rank.setdefault(rank, []).append(number)
     grid = strategy.grid(name, tensor.spec.shape)
-    return [
+    return tuple(
         Shard(block, tuple(number for rank in ranks for number in by_rank.get(rank, ())))
         for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
-    ]
+    )
 
 
 def is_deduplicated(checkpoint: Checkpoint) -> bool:

@@ -239,6 +239,8 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
         for name in _in_message_order(source, {old for old, new in renamed.items() if new in wanted})
         if name in renamed and name not in left_out
     ]
+    if chosen and not kept:
+        raise UsageError("selection: leaves no tensor for the target; all that is chosen is dropped")
     taken = [name for name in source.tensors if wishes.weights_only and name in states and name not in chosen]
     return Selected(tuple(kept), tuple(dropped), tuple(missing), _of_states(taken, states))
 

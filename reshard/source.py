@@ -47,7 +47,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     stage: int | Literal["own"] | None = None,
     partial: bool = False,
     cipher: Cipher | None = None,
-    contents: bool = True,
+    contents: bool | Literal["blocks"] = True,
 ) -> Checkpoint:
     """Open a checkpoint, reading headers only.
 
@@ -65,8 +65,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             is; of one stage with the files of others its tensors are taken, and that is noticed.
         partial: the files of some ranks are enough; a plan that needs others is refused.
         cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra.
-        contents: compare samples of replicas, which the strategy may be wrong to call so (`Checkpoint.looked` says how
-            many). Without it, copies that may be a rank's own value are taken to be; `verify` compares them all.
+        contents: compare samples of replicas and of different blocks, which the strategy may be wrong to call so
+            (`Checkpoint.looked` says how many); `blocks` compares the latter alone. Copies that may be a rank's own
+            value, and are not looked at, are taken to be; `verify` compares them all.
 
     Raises:
         SourceError: no files, no step that every rank has, missing ranks, headers that contradict the strategy;
@@ -105,9 +106,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")
     tensors = join(root, files, ranks, strategy, partial=partial)
-    tensors, looked = compare_contents(root, files, ranks, tensors, ruled, notices, store_of(cipher), copies=contents)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-    return Checkpoint(
+    checkpoint = Checkpoint(
         root,
         tensors,
         files,
@@ -118,10 +118,10 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         unreadable,
         cipher,
         partial,
-        looked=looked,
         lone_rank=lone_rank,
         elsewhere=frozenset(elsewhere),
     )
+    return compare_contents(checkpoint, ruled, contents=contents)
 
 
 def reopen(

@@ -238,7 +238,7 @@ def opened(
             if len(set(ranks)) > 1:
                 unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
                 return Checkpoint(str(path), {}, files, ranks, notices=tuple(notices), unreadable=unreadable)
-        return open_checkpoint(path, strategy=strategy, contents=False, **reading)
+        return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
         left = leftovers(Path(str(path)))
         message = str(error)

@@ -9,8 +9,8 @@ import pytest
 from checkpoints import blocks, numbers, write_file, write_ranks
 
 import reshard
-from reshard import Layout, Strategy
-from reshard.errors import SourceError, StrategyError
+from reshard import Layout, Selection, Strategy
+from reshard.errors import SourceError, UsageError
 
 ROWS = Layout.of([4], [0, -1])
 FULL = numbers({"w": (8, 4), "b": (4,)})
@@ -439,3 +439,38 @@ def test_ranks_of_two_formats(tmp_path: Path) -> None:
         write_file(tmp_path / f"rank_{rank}" / f"c.{format}", FULL, format)
     with pytest.raises(SourceError, match="`reshard convert` those of one format to the other"):
         reshard.open(tmp_path, strategy=STRATEGY)
+
+
+PIPE = numbers({"w": (4, 4), "tied": (4, 4), "v": (4,)})
+STAGES = Strategy.of(
+    {
+        "w": {0: Layout.of([2], [0, -1])},
+        "tied": {0: Layout.of([2], [0, -1]), 1: Layout.of([2], [-1, -1])},
+        "v": {1: Layout.of([2], [0])},
+    }
+)
+
+
+def test_replicas_in_later_stages_are_looked_at_too(tmp_path: Path) -> None:
+    write_ranks(tmp_path, PIPE, STAGES)
+    assert reshard.open(tmp_path, strategy=STAGES).looked == (3, 3, 1, 1, 1)
+    wrong = {**blocks(PIPE, STAGES, 3), "tied": -PIPE["tied"]}
+    write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", wrong)
+    with pytest.raises(SourceError, match="tensor 'tied': block .* differs between rank 2 and rank 3"):
+        reshard.open(tmp_path, strategy=STAGES)
+
+
+def test_a_tensor_in_files_of_a_stage_that_shall_not_have_it_is_refused(tmp_path: Path) -> None:
+    write_ranks(tmp_path, PIPE, STAGES)
+    first_only = {name: {p.stage: p.layout for p in places} for name, places in STAGES.tensors.items()}
+    del first_only["tied"][1]
+    with pytest.raises(SourceError, match="tensor 'tied': is in rank 2, 3; the strategy has it in stage 0, other ran"):
+        reshard.open(tmp_path, strategy=Strategy.of(first_only))
+
+
+def test_a_selection_of_which_all_is_dropped_is_refused(root: Path) -> None:
+    source = reshard.open(root, strategy=STRATEGY)
+    with pytest.raises(UsageError, match="leaves no tensor for the target"):
+        reshard.plan(
+            source, Strategy.of({"b": STRATEGY.tensors["b"][0].layout}), selection=Selection(include=["w"]), drop=["w"]
+        )
