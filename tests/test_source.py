@@ -10,7 +10,7 @@ from checkpoints import blocks, numbers, write_file, write_ranks
 
 import reshard
 from reshard import Layout, Selection, Strategy
-from reshard.errors import SourceError, UsageError
+from reshard.errors import SourceError, StrategyError, UsageError
 
 ROWS = Layout.of([4], [0, -1])
 FULL = numbers({"w": (8, 4), "b": (4,)})
