@@ -214,7 +214,7 @@ def read_headers(
         from reshard.zarr_source import open_store  # likewise
 
         store = open_store(root)
-        return store.files, store.ranks, notices
+        return store.files, store.ranks, list(store.notices)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
         return *_indexed(rank_files(root, rank_pattern, suffix, notices), cipher), notices

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reshard.errors import SourceError
+from reshard.errors import SourceError, names
 from reshard.formats.zarr import ATTRIBUTES, METADATA
 from reshard.remote import RemotePath, Status, forget_listings
 from reshard.remote_store import REQUESTS
@@ -21,11 +21,23 @@ from reshard.store import PARTIAL
 from reshard.threads import results
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from reshard.rank_files import AnyPath
 
 LARGEST_METADATA = 1 << 28
+
+_KEYS = {
+    "group": {"zarr_format", "node_type", "attributes", "consolidated_metadata"},
+    "array": {
+        "zarr_format", "node_type", "attributes", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs",
+        "fill_value", "storage_transformers", "dimension_names",
+    },
+}  # fmt: skip
+_NOTED = {
+    "group": {"tensors", "texts", "notes", "sources", "strategy", "version"},
+    "array": {"dtype", "listed", "layout", "name"},
+}
 
 V2 = (".zgroup", ".zarray", ".zmetadata")
 """By these files a store of the older format is told."""
@@ -159,8 +171,10 @@ def files_of(root: AnyPath) -> StoreFiles:
 def read_metadata(files: StoreFiles, path: AnyPath) -> dict[str, Any]:
     """Read a `zarr.json`.
 
+    As the specification has it, what is not known may be left unread only where it says so (`must_understand`).
+
     Raises:
-        SourceError: it is none, or not there.
+        SourceError: it is none, or not there, or has keys that nobody knows.
     """
     status = files.status(path)
     if status is None or status.nbytes > LARGEST_METADATA:
@@ -171,14 +185,39 @@ def read_metadata(files: StoreFiles, path: AnyPath) -> dict[str, Any]:
         raise SourceError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict) or content.get("zarr_format") != 3:
         raise SourceError(f"{path}: is no metadata of zarr's format 3")
+    kind = str(content.get("node_type"))
+    needless = {
+        key for key, value in content.items() if isinstance(value, dict) and value.get("must_understand") is False
+    }
+    refuse_unknown(path, "", content.keys() - needless, _KEYS.get(kind, content.keys()))
+    attributes = content.get("attributes", {})
+    if not isinstance(attributes, dict) or not isinstance(attributes.get(ATTRIBUTES, {}), dict):
+        raise SourceError(
+            f"{path}: its attributes are {attributes!r:.60}; expected an object, and one in {ATTRIBUTES!r}"
+        )
+    refuse_unknown(path, f"attributes.{ATTRIBUTES}.", own_notes(content), _NOTED.get(kind, own_notes(content)))
     return content
 
 
+def refuse_unknown(path: object, where: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise `SourceError` where metadata have a key that is not known.
+
+    Args:
+        path: the file.
+        where: what stands before the keys, for the message.
+        given: the keys.
+        known: those that there may be.
+    """
+    unknown = sorted(set(given).difference(known))
+    if unknown:
+        listed = names([f"{where}{key}" for key in unknown])
+        raise SourceError(f"{path}: has {listed}, which is not known; expected {names(sorted(known), most=20)}")
+
+
 def own_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this program noted in the attributes."""
-    attributes = metadata.get("attributes")
-    own = attributes.get(ATTRIBUTES) if isinstance(attributes, dict) else None
-    return own if isinstance(own, dict) else {}
+    """Return what this program noted in the attributes; nothing in a store of another program."""
+    found: dict[str, Any] = metadata.get("attributes", {}).get(ATTRIBUTES, {})
+    return found
 
 
 def _is_link(path: Path) -> SourceError:

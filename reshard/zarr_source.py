@@ -4,6 +4,9 @@
 2. An uncompressed chunk is a byte range of its file, as it is in a shard, whose index is read. At the edge of an
    array a chunk goes beyond the tensor; what it has of it may then be several ranges.
 3. Absent chunks, compressed ones and those of other codecs are said to be where `zarr_chunks` makes them appear.
+4. A store that this program wrote, by its notes, has every chunk and all notes; one that it has not was lost. In a
+   store of another program an absent chunk is the fill value, and how many are is in the notices (but not of those
+   within a shard of codecs that only zarr knows).
 
 Nothing is believed: extents, sizes of files, indexes of shards, nor what files there are (`zarr_files`).
 """
@@ -20,13 +23,13 @@ from reshard.block import Block, shape_text
 from reshard.checkpoint import Checkpoint, Entry, FileIndex, Shard, SourceFile, Tensor, TensorSpec
 from reshard.checksum import crc32c
 from reshard.dtypes import BY_NAME, INT4, STR
-from reshard.errors import SourceError
+from reshard.errors import SourceError, names
 from reshard.formats import zarr
-from reshard.formats.zarr import ABSENT, METADATA, follows, grid, part
+from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part
 from reshard.remote import RemotePath
 from reshard.remote_store import any_store
 from reshard.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
-from reshard.zarr_files import V2, files_of, own_notes, read_metadata
+from reshard.zarr_files import V2, files_of, own_notes, read_metadata, refuse_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -42,6 +45,17 @@ _MOST_DIMS = 32
 _MOST_CHUNKS = 1 << 20
 _MOST_RUNS = 1 << 12  # of a chunk that goes beyond the tensor; one of more is cut out by zarr
 _DEEPEST = 32
+
+_OPTIONS = {
+    "regular": {"chunk_shape"},
+    "default": {"separator"},
+    "v2": {"separator"},
+    "bytes": {"endian"},
+    "zstd": {"level", "checksum"},
+    "crc32c": set(),
+    "sharding_indexed": {"chunk_shape", "codecs", "index_codecs", "index_location"},
+}
+"""What may be said of each grid, name of a chunk and codec that is understood here; zarr checks its other codecs."""
 
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
@@ -82,6 +96,7 @@ class _Store:
         self.units: dict[str, Fill | Compressed | Foreign] = {}
         self.slabs: list[int] = []
         self.chunks: list[int] = []
+        self.absent: dict[str, int] = {}
 
     def checkpoint(self, root: str) -> Checkpoint:
         """Return the store as a checkpoint of one rank."""
@@ -109,7 +124,16 @@ class _Store:
         return Checkpoint(
             root, ordered, tuple(self.files), (0,) * len(self.files), unreadable=self.unreadable,
             decoding=Decoding.of(self.units, self.slabs, self.chunks) if self.units else None,
+            notices=tuple(self._notices()),
         )  # fmt: skip
+
+    def _notices(self) -> Iterator[str]:
+        if self.absent:
+            count = sum(self.absent.values())
+            yield (
+                f"the store has no file for {count} chunk{'s' * (count > 1)} of {names(self.absent)}; by zarr's rule "
+                "their elements are the fill value"
+            )
 
     def _arrays(self, directory: AnyPath, depth: int) -> Iterator[AnyPath]:
         """Yield the directories of arrays, by name."""
@@ -125,6 +149,17 @@ class _Store:
         name = own.get("name", str(directory).removeprefix(f"{self.base}/"))
         if not isinstance(name, str) or name in self.tensors or name in self.unreadable:
             raise SourceError(f"{directory}: tensor {name!r} is there a second time, or its name is no text")
+        noted = self.own.get("tensors")
+        if own and not self.own:
+            raise SourceError(
+                f"{self.base / METADATA}: has no notes of reshard ({ATTRIBUTES!r} in its attributes), and array "
+                f"{name!r} has; its texts may be lost; open the group that reshard wrote, or write it again"
+            )
+        if (own or (isinstance(noted, list) and name in noted)) and "dtype" not in own:
+            raise SourceError(
+                f"{directory / METADATA}: has no notes of reshard (dtype in {ATTRIBUTES!r} in its attributes), which "
+                "wrote it; write the store again"
+            )
         array = _Array.parse(directory, metadata, own)
         if array is None:
             self.unreadable[name] = f"is of zarr's dtype {metadata.get('data_type')!r}, which no checkpoint has"
@@ -164,6 +199,7 @@ class _Array:
         separator: between the numbers in the name of a file.
         prefix: what such names begin with.
         fill: an element of an absent chunk.
+        own: this program wrote it, so that no chunk is absent.
     """
 
     directory: AnyPath
@@ -177,6 +213,7 @@ class _Array:
     separator: str
     prefix: str
     fill: bytes
+    own: bool
 
     @classmethod
     def parse(cls, directory: AnyPath, metadata: Mapping[str, Any], own: Mapping[str, Any]) -> _Array | None:
@@ -189,7 +226,7 @@ class _Array:
         match metadata:
             case {
                 "node_type": "array", "shape": [*shape], "data_type": data_type, "codecs": [*codecs],
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [*unit]}},
+                "fill_value": fill, "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [*unit]}},
                 "chunk_key_encoding": {"name": ("default" | "v2") as encoding, **keys},
             }:  # fmt: skip
                 separator = _option(keys, "separator", "/" if encoding == "default" else ".")
@@ -197,6 +234,10 @@ class _Array:
                 raise SourceError(
                     f"{where}: lacks what describes an array, or has a chunk grid or names of another kind"
                 )
+        for given in (metadata["chunk_grid"], metadata["chunk_key_encoding"], *codecs):
+            _check_options(where, given)
+        if metadata.get("storage_transformers"):
+            raise SourceError(f"{where}: has storage transformers; none are known; write it without")
         stored = BY_NAME.get(data_type) if isinstance(data_type, str) else None
         if stored is None or stored is STR or stored is INT4:
             return None
@@ -207,7 +248,10 @@ class _Array:
         match codecs:
             case [{"name": "sharding_indexed", "configuration": {"chunk_shape": [*chunk], "codecs": inner, **rest}}]:
                 sharded = rest.get("index_codecs") == _INDEX_CODECS
-                at_end = rest.get("index_location", "end") == "end"
+                location = rest.get("index_location", "end")
+                if location not in ("start", "end"):
+                    raise SourceError(f"{where}: has index_location {location!r:.60}; expected 'start' or 'end'")
+                at_end = location == "end"
                 codec = _codec(inner, stored) if sharded else "foreign"
             case _:
                 codec = _codec(codecs, stored)
@@ -216,7 +260,7 @@ class _Array:
             raise SourceError(f"{where}: separates the numbers of chunks by {separator!r}; expected '/' or '.'")
         return cls(
             directory, tuple(shape), dtype, tuple(unit), tuple(chunk), sharded, at_end, codec, separator,
-            "c" if encoding == "default" else "", _fill(where, metadata.get("fill_value"), stored),
+            "c" if encoding == "default" else "", _fill(where, fill, stored), bool(own),
         )  # fmt: skip
 
     @property
@@ -237,6 +281,22 @@ class _Array:
 def _option(given: Mapping[Any, Any], key: str, default: object) -> Any:
     options = given.get("configuration")
     return options.get(key, default) if isinstance(options, dict) else default
+
+
+def _check_options(where: str, given: object) -> None:
+    """Check that nothing unknown is said of a grid, of the names of chunks, or of a codec and those within."""
+    if not isinstance(given, dict):
+        return
+    name = given.get("name")
+    refuse_unknown(where, "", given, {"name", "configuration", "must_understand"})
+    options = given.get("configuration", {})
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise SourceError(f"{where}: has {given!r:.60}; expected a name and an object of options")
+    if name in _OPTIONS:
+        refuse_unknown(where, f"{name}.", options, _OPTIONS[name])
+    for inner in ("codecs", "index_codecs"):
+        for codec in options[inner] if isinstance(options.get(inner), list) else ():
+            _check_options(where, codec)
 
 
 def _codec(codecs: object, stored: DType) -> str:
@@ -316,6 +376,7 @@ class _Shards:
             box = part(array.shape, array.unit, place)
             assert box is not None  # noqa: S101 -- of the array's own grid
             if status is None:
+                self._note_absent(f"{path}: is not there", sum(1 for _ in self._blocks(place)))
                 shards.append(Shard(box, (self._filled(box.shape),)))
             elif array.codec == "foreign":
                 shards += self._foreign(place, path, status)
@@ -361,6 +422,15 @@ class _Shards:
             index = FileIndex(zarr.NAME, {self.name: Entry(self.array.dtype, shape, runs)})
             known = self.entries[shape, runs] = index
         return known
+
+    def _note_absent(self, what: str, count: int) -> None:
+        """Count chunks that are absent; where this program wrote the array they are lost."""
+        if self.array.own:
+            raise SourceError(
+                f"{what}: reshard wrote every chunk of tensor {self.name!r}, and this one is lost; copy the store "
+                "again, or write it again"
+            )
+        self.store.absent[self.name] = self.store.absent.get(self.name, 0) + count
 
     def _filled(self, shape: Shape) -> int:
         """Return the file of absent chunks: the metadata, which say their value."""
@@ -415,6 +485,9 @@ class _Shards:
         itemsize = array.dtype.itemsize
         blocks = list(self._blocks(place))
         held = [spans[number] for number, _ in blocks]
+        for number, _ in blocks:
+            if spans[number][0] == ABSENT:
+                self._note_absent(f"{path}: has no chunk {number} in its index", 1)
         in_line = all(span == (held[0][0] + i * array.chunk_bytes, array.chunk_bytes) for i, span in enumerate(held))
         if array.codec == "plain" and in_line and held[0][0] != ABSENT and follows(array.unit, array.chunk):
             runs = clipped(held[0][0], array.unit, box.shape, itemsize)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import zarr
+from commands import call
 from zarr_stores import OPTIONS, assert_same, tasks
 
 import reshard
@@ -79,6 +80,22 @@ def test_absent_chunks_are_the_fill_value(tmp_path: Path, fill: Any, dtype: str)
     assert_same(found, expected)
     reshard.plan(reshard.open(tmp_path / "z")).run(tmp_path / "out")
     assert_same(reshard.open(tmp_path / "out")["w"].compute(), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "absent"), [("plain", 5), ("shards", 10), ("zstd", 5), ("zstd shards", 10), ("gzip", 5)]
+)
+def test_how_many_chunks_are_absent_is_said(tmp_path: Path, options: str, absent: int) -> None:
+    """Of rows 0 to 7 nothing is written, but columns 3 to 5 of rows 4 to 7."""
+    array = zarr.open_group(tmp_path / "z", mode="w").create_array(
+        "w", shape=(8, 9), dtype="int8", **{**OPTIONS[options], "fill_value": 0}
+    )
+    array[4:, 3:6] = 1
+    notice = f"no file for {absent} chunks of w; by zarr's rule their elements are the fill value"
+    own = reshard.open(tmp_path / "z")
+    assert notice in own.notices[0]
+    assert notice in reshard.plan(own).notices[0]
+    assert notice in call("verify", tmp_path / "z").stderr
 
 
 def test_dtypes_that_no_checkpoint_has_are_not_readable(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zarr
 from checkpoints import write_file
+from commands import call
 
 import reshard
 from reshard.errors import SourceError
@@ -163,3 +164,90 @@ def test_a_group_that_lies_about_its_arrays(lying: Path) -> None:
     root.write_bytes((lying / "plain" / "w" / "zarr.json").read_bytes())
     with pytest.raises(SourceError, match="is of 'array'; expected the group"):
         reshard.open(lying / "plain")
+
+
+# --- what was lost, and what nobody knows ---
+
+
+@pytest.mark.parametrize(("store", "chunk"), [("plain", "c.1.0"), ("zstd", "c.3.0"), ("sharded", "c.0.0")])
+def test_a_lost_chunk_of_an_own_store(lying: Path, store: str, chunk: str) -> None:
+    """It was read as zeros, as zarr reads absent chunks; but reshard writes every chunk."""
+    (lying / store / "w" / chunk).unlink()
+    strategy = reshard.Strategy.of({"w": reshard.Layout.of([2], [0, -1])})
+    reshard.write_strategy(strategy, lying / "t.ckpt")
+    for words in (
+        ["transform", lying / store, lying / "out", "--target-strategy", lying / "t.ckpt"],
+        ["inspect", lying / store],
+        ["verify", lying / store],
+        ["verify", lying / store, "--against", lying / "w.safetensors"],
+    ):
+        refused = call(*words)
+        assert refused.exit_code == 4
+        assert f"w/{chunk}: is not there: reshard wrote every chunk of tensor 'w'" in refused.stderr
+    assert not (lying / "out").exists()
+
+
+def test_a_lost_chunk_in_the_index_of_an_own_shard(lying: Path) -> None:
+    path = lying / "sharded" / "w" / "c.1.0"
+    path.write_bytes(path.read_bytes()[:-36] + index_of((0, 48), ((1 << 64) - 1, (1 << 64) - 1)))
+    with pytest.raises(SourceError, match=r"c\.1\.0: has no chunk 1 in its index: reshard wrote every chunk"):
+        reshard.open(lying / "sharded")
+
+
+def renamed(path: Path, old: str, new: str) -> None:
+    """Misspell a key."""
+    content = path.read_text()
+    assert f'"{old}":' in content
+    path.write_text(content.replace(f'"{old}":', f'"{new}":'))
+
+
+@pytest.mark.parametrize(
+    ("store", "file", "key", "match"),
+    [
+        ("plain", "w", "separator", "has default.sEparator, which is not known; expected separator"),
+        ("plain", "w", "endian", "has bytes.eNdian, which is not known"),
+        ("plain", "w", "configuration", "has cOnfiguration, which is not known|lacks what describes an array"),
+        ("plain", "w", "fill_value", "has fIll_value, which is not known"),
+        ("plain", "w", "attributes", "has aTtributes, which is not known"),
+        ("plain", "w", "dtype", "has attributes.reshard.dType, which is not known; expected dtype, layout"),
+        ("plain", "w", "listed", "has attributes.reshard.lIsted, which is not known"),
+        ("plain", "w", "reshard", "has no notes of reshard .*which wrote it"),
+        ("sharded", "w", "index_location", "has sharding_indexed.iNdex_location, which is not known"),
+        ("zstd", "w", "level", "has zstd.lEvel, which is not known"),
+        ("plain", ".", "attributes", "has aTtributes, which is not known"),
+        ("plain", ".", "texts", "has attributes.reshard.tExts, which is not known"),
+        ("plain", ".", "reshard", "has no notes of reshard .*and array 'w' has"),
+    ],
+)
+def test_a_misspelt_key(lying: Path, store: str, file: str, key: str, match: str) -> None:
+    renamed(lying / store / file / "zarr.json", key, key[0] + key[1].upper() + key[2:])
+    with pytest.raises(SourceError, match=match):
+        reshard.open(lying / store)
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"more": {"must_understand": True}}, "has more, which is not known"),
+        ({"more": None}, "has more, which is not known"),
+        ({"storage_transformers": [{"name": "mine"}]}, "has storage transformers"),
+        ({"attributes": []}, r"its attributes are \[\]; expected an object"),
+        ({"attributes": {"reshard": 1}}, "expected an object, and one in 'reshard'"),
+        ({"codecs": [{"name": "bytes", "endian": "big"}]}, "has endian, which is not known"),
+        ({"codecs": [{"configuration": {}}]}, "expected a name and an object of options"),
+    ],
+)
+def test_what_must_be_understood(lying: Path, keys: dict[str, Any], match: str) -> None:
+    path = lying / "plain" / "w" / "zarr.json"
+    change(path, more={"must_understand": False}, dimension_names=["rows", None])
+    assert reshard.open(lying / "plain")["w"].compute().sum() == np.arange(48).sum()
+    change(path, **keys)
+    with pytest.raises(SourceError, match=match):
+        reshard.open(lying / "plain")
+
+
+def test_an_index_at_neither_end(lying: Path) -> None:
+    path = lying / "sharded" / "w" / "zarr.json"
+    path.write_text(path.read_text().replace('"end"', '"eMd"'))
+    with pytest.raises(SourceError, match="has index_location 'eMd'; expected 'start' or 'end'"):
+        reshard.open(lying / "sharded")

@@ -72,6 +72,14 @@ def test_stores_that_zarr_wrote(root: str, tmp_path: Path, options: str) -> None
     assert_same(reshard.open(tmp_path / "out")["layers/0/sparse"].compute(), sparse)
 
 
+def test_a_lost_chunk_of_an_own_store(root: str, source: reshard.Checkpoint, tmp_path: Path) -> None:
+    reshard.plan(source, files=ZarrGroup(shard_bytes=0)).run(tmp_path / "z")
+    (tmp_path / "z/layers.0.wq/c.1.0").unlink()
+    put(tmp_path / "z", f"{root}/z")
+    with pytest.raises(SourceError, match=r"z/layers\.0\.wq/c\.1\.0: is not there: reshard wrote every chunk"):
+        reshard.open(f"{root}/z")
+
+
 def test_only_ranges_of_chunks_are_read(root: str, asked: Requests, tmp_path: Path) -> None:
     full = {"w": np.arange(3 << 18, dtype=np.float32).reshape(1024, 768)}
     path = write_file(tmp_path / "w.safetensors", full)
