@@ -100,7 +100,10 @@ def test_whole_tensors_hyper_parameters_and_a_map(tmp_path: Path, format: str) -
     assert contents(tmp_path / "out" / "part0.safetensors") == raw(FULL)
     assert contents(tmp_path / "out" / "hyper_param.safetensors") == raw(STEP)
     assert json.loads((tmp_path / "out" / "param_name_map.json").read_text()) == {
-        "metadata": {"total_size": sum(value.nbytes for value in FULL.values())},
+        "metadata": {
+            "total_size": sum(value.nbytes for value in FULL.values()),
+            "hyper_param": "hyper_param.safetensors",  # what MindSpore's index does not say
+        },
         "weight_map": dict.fromkeys(
             sorted(FULL, key=lambda name: (-FULL[name].nbytes, list(FULL).index(name))), "part0.safetensors"
         ),

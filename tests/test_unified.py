@@ -9,6 +9,7 @@ import helpers
 import numpy as np
 import pytest
 from checkpoints import Array, assert_rank_files, numbers, tree, write_file, write_ranks
+from commands import call
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -85,7 +86,30 @@ def test_names_in_mindspores_style(source: reshard.Checkpoint, tmp_path: Path) -
                                   "part1.safetensors"]  # fmt: skip
     assert set(index_of(root, "mindspore")) == set(FULL)
     assert set(load_file(root / "hyper_param.safetensors")) == {"global_step"}
-    assert json.loads((root / "param_name_map.json").read_text())["metadata"] == {"total_size": 1088}
+    assert json.loads((root / "param_name_map.json").read_text())["metadata"] == {
+        "total_size": 1088, "hyper_param": "hyper_param.safetensors"
+    }  # fmt: skip
+
+
+def test_hyper_parameters_that_are_lost(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """MindSpore's map does not name them, so that a set without them was taken for whole: no step, no texts."""
+    root = unified(source, tmp_path / "set", "mindspore", 600)
+    (root / "hyper_param.safetensors").unlink()
+    for words in (["transform", root, tmp_path / "out"], ["inspect", root], ["verify", root]):
+        refused = call(*words)
+        assert refused.exit_code == 4
+        assert "param_name_map.json: file 'hyper_param.safetensors': is not there" in refused.stderr
+    index = root / "param_name_map.json"
+    index.write_text(index.read_text().replace("hyper_param.safetensors", "../x"))
+    with pytest.raises(SourceError, match=r"metadata.hyper_param: is '../x'; expected hyper_param.safetensors or"):
+        reshard.open(root)
+
+
+def test_a_set_without_hyper_parameters_names_none(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    unified(source, root, "mindspore", 600, selection=Selection(include=tuple(FULL)))
+    assert json.loads((root / "param_name_map.json").read_text())["metadata"].keys() == {"total_size"}
+    assert set(reshard.open(root)) == set(FULL)
 
 
 def test_names_in_hugging_faces_style(source: reshard.Checkpoint, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Unified sets: whole tensors in several files that are not too large, and an index of which tensor is where.
 
-The index gets its name last, so that a set with an index is complete.
+The index gets its name last, so that a set with an index is complete. The map of a MindSpore set names tensors of the
+parts only; that there is a `hyper_param` is said beside its total size, where MindSpore does not look.
 
 Sources: MindSpore 2.10 `parallel/transform_safetensors.py` (`unified_safetensors`: part<k>, hyper_param,
 param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safetensors.index.json`).
@@ -71,7 +72,7 @@ class MindSporeSet:
             of[tensor.name] = least
             held[least] += tensor.nbytes
         paths = [f"part{number}{extension}" for number in range(len(held))]
-        content = {
+        content: dict[str, dict[str, object]] = {
             "metadata": {"total_size": total},
             "weight_map": {name: paths[number] for name, number in of.items()},
         }
@@ -79,6 +80,7 @@ class MindSporeSet:
         if others:
             of.update(dict.fromkeys(others, len(paths)))
             paths.append(f"{_HYPER_PARAMETERS}{extension}")
+            content["metadata"][_HYPER_PARAMETERS] = paths[-1]
         return Volumes(tuple(paths), of, (_MINDSPORE_INDEX, json.dumps(content, indent=4).encode()))
 
 
@@ -150,7 +152,8 @@ def _check_size(max_shard_bytes: int) -> None:
 def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], Mapping[str, str]] | None:
     """Return the files of a unified set and the file of each tensor in its index; None where there is no index.
 
-    The hyper-parameters that MindSpore keeps beside are among the files, though not in the index.
+    The hyper-parameters that MindSpore keeps beside are among the files, though its index does not name them; that of a
+    set that was written here does.
 
     Raises:
         SourceError: the index is not sound, names a file that is not there, or one outside the directory.
@@ -162,10 +165,10 @@ def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], M
         found = names([path.name for path in indexes])
         raise SourceError(f"{directory}: has the indexes of two sets, {found}; move one set to another directory")
     path = indexes[0]
-    weight_map = _weight_map(path)
+    weight_map, others = _read_map(path)
     faults = Faults(str(path))
     files: list[Path | RemotePath] = []
-    for name in dict.fromkeys(weight_map.values()):
+    for name in dict.fromkeys((*weight_map.values(), *others)):
         file = directory / name
         if file.name != name or name in {"", ".", ".."}:
             faults.add(f"file {name!r:.300}", "is not in the same directory; expected a name without a slash")
@@ -190,7 +193,7 @@ def files_beside(directory: Path | RemotePath, names: Collection[str]) -> tuple[
         if index in names:
             with suppress(SourceError, OSError):
                 beside = SET_FILES[2:] if index == _MINDSPORE_INDEX else ()
-                return index, {*_weight_map(directory / index).values(), *(name for name in beside if name in names)}
+                return index, {*_read_map(directory / index)[0].values(), *(name for name in beside if name in names)}
     return "", set()
 
 
@@ -201,8 +204,8 @@ def _is_file(path: Path | RemotePath) -> bool:
         return False
 
 
-def _weight_map(path: Path | RemotePath) -> dict[str, str]:
-    """Return the file of each tensor, as an index says it."""
+def _read_map(path: Path | RemotePath) -> tuple[dict[str, str], list[str]]:
+    """Return the file of each tensor, as an index says it, and the file of the hyper-parameters where it says one."""
     repeated: list[str] = []
     raw = read_small(path, "index", _LARGEST_INDEX, SourceError)
     try:
@@ -215,5 +218,9 @@ def _weight_map(path: Path | RemotePath) -> dict[str, str]:
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise SourceError(f"{path}: has no weight_map of tensor names to file names")
+    metadata = content.get("metadata") if path.name == _MINDSPORE_INDEX and weight_map is not content else None
+    others = metadata.get(_HYPER_PARAMETERS) if isinstance(metadata, dict) else None
+    if others is not None and others not in SET_FILES[2:]:
+        faults.add(f"metadata.{_HYPER_PARAMETERS}", f"is {others!a:.60}; expected {' or '.join(SET_FILES[2:])}")
     faults.raise_if_any(SourceError)
-    return weight_map
+    return weight_map, [] if others is None else [others]

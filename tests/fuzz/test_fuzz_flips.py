@@ -577,9 +577,6 @@ ALLOWED = {
     ),
     (r".*", r"hub/model\.safetensors\.index\.json", r"gone"): "a set of one file is that file, whole without an index",
     (r".*", r"hub/model\.safetensors\.index\.json", r"one byte less"): "it is the line's end, and no part of the JSON",
-    (r"transform|structure", r"set/hyper_param\.safetensors", r"gone"): (
-        "MindSpore's index does not name the file; a comparison with the source notices"
-    ),
 }
 """Who need not notice: the command, the file and the harm, and why not."""
 
