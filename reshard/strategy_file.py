@@ -9,11 +9,13 @@ Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `p
   have the rank as the last number of their names, that of the highest rank does.
 * A nested tensor map comes as one `tensor_map` message a dimension in protobuf, the second one empty for a nested
   1-D tensor; JSON has it expanded (see `layout.foldings`).
-* Unknown protobuf fields and JSON keys are kept and written back.
+* Unknown protobuf fields and JSON keys are kept and written back; but a JSON key that is like a known one, which is
+  missing, is a slip.
 """
 
 from __future__ import annotations
 
+import difflib
 import filecmp
 import json
 import re
@@ -42,7 +44,9 @@ _LAYOUT_KEYS = {
     "dev_matrix", "tensor_map", "tensor_shape", "field", "opt_weight_shard_step", "opt_weight_shard_size",
     "param_split_shape", "indices_offset",
 }  # fmt: skip
+_OPERATOR_KEYS = {"parallel_strategy", "stage"}
 _TOP_KEYS = {"current_stage", "parallel_layout_item", "parallel_strategy_item"}
+_ALIKE = 0.8  # of difflib: one letter in a short word, some in a long one
 _MOST_STAGES = 1 << 16
 _MOST_RANKS = 1 << 20
 _LARGEST_FILE = 1 << 26
@@ -412,7 +416,7 @@ def _from_json(content: bytes, path: str) -> Strategy:
         except LayoutError as error:
             faults.add(where, str(error))
             continue
-        layouts.append((name, layout, shape, _other_items(item, _LAYOUT_KEYS)))
+        layouts.append((name, layout, shape, _other_items(item, _LAYOUT_KEYS, where, faults)))
     operators = []
     for name, item in _objects(top, "parallel_strategy_item", faults):
         where = f"$.parallel_strategy_item.{name}"
@@ -430,11 +434,11 @@ def _from_json(content: bytes, path: str) -> Strategy:
                 name,
                 stage,
                 tuple(tuple(part or ()) for part in parts),
-                _other_items(item, {"parallel_strategy", "stage"}),
+                _other_items(item, _OPERATOR_KEYS, where, faults),
             )
         )
     current = _integer(top, "current_stage", "$", faults)
-    return _strategy(faults, layouts, tuple(operators), current, _other_items(top, _TOP_KEYS))
+    return _strategy(faults, layouts, tuple(operators), current, _other_items(top, _TOP_KEYS, "$", faults))
 
 
 def _objects(top: Json, key: str, faults: Faults) -> list[tuple[str, Json]]:
@@ -481,8 +485,14 @@ def _integer(item: Json, key: str, where: str, faults: Faults) -> int:
     return 0
 
 
-def _other_items(item: Json, known: set[str]) -> bytes | tuple[tuple[str, object], ...]:
-    return tuple((key, value) for key, value in item.items() if key not in known) or b""
+def _other_items(item: Json, known: set[str], where: str, faults: Faults) -> bytes | tuple[tuple[str, object], ...]:
+    """Return what is not known; a key that is like a known one, which is missing, is a fault."""
+    others = tuple((key, value) for key, value in item.items() if key not in known)
+    missing = sorted(known - item.keys())
+    for key, _ in others:
+        if meant := difflib.get_close_matches(key.lower(), missing, n=1, cutoff=_ALIKE):
+            faults.add(f"{where}.{key}", f"is not known; did you mean {meant[0]!r}?")
+    return others or b""
 
 
 def _to_json(strategy: Strategy) -> bytes:

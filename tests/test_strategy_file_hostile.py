@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,36 @@ def test_a_json_file_that_is_not_sound_says_where(tmp_path: Path, content: objec
     with pytest.raises(StrategyError, match=re.escape(expected)) as caught:
         read_strategy(path)
     assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "misspelt"),
+    [
+        ("opt_weight_shard_size", "opt_weight_shard_sIze"),
+        ("opt_weight_shard_step", "opt_weigth_shard_step"),
+        ("tensor_shape", "tensor_shap"),
+        ("stage", "Stage"),
+        ("parallel_layout_item", "parallel_layout_items"),
+        ("parallel_strategy_item", "parallel_stratsgy_item"),
+    ],
+)
+def test_a_json_key_that_is_misspelt(tmp_path: Path, key: str, misspelt: str) -> None:
+    """It was kept as one of a later format, and the known one taken to be 0."""
+    item = json_item(opt_weight_shard_size=-1, opt_weight_shard_step=1)
+    content = json.dumps(json_top({"w": item}, {"op": {"stage": 1, "parallel_strategy": []}}))
+    assert content.count(f'"{key}":') == 1
+    read_strategy(saved(tmp_path / "sound.json", json.loads(content)))
+    changed = json.loads(content.replace(f'"{key}":', f'"{misspelt}":'))
+    with pytest.raises(StrategyError, match=rf"\$\S*\.{misspelt}: is not known; did you mean '{key}'\?"):
+        read_strategy(saved(tmp_path / "a.json", changed))
+
+
+def test_a_key_of_a_later_format_is_none_that_is_misspelt(tmp_path: Path) -> None:
+    """Older files lack the optimizer's keys, newer ones may have others that are like keys that are there."""
+    item = {key: value for key, value in json_item().items() if not key.startswith("opt_weight")}
+    later = {"tensor_map_2": [0], "dev_matrix2": [2], "pipeline_shared": True, "shape": [1]}
+    read = read_strategy(saved(tmp_path / "a.json", json_top({"w": {**item, **later}})))
+    assert read.tensors["w"][0].unknown == tuple(later.items())
 
 
 def test_all_faults_of_a_json_file_are_told_at_once(tmp_path: Path) -> None:
