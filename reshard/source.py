@@ -364,9 +364,16 @@ def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[
         status = path.status() if isinstance(path, RemotePath) else store_at(str(path)).status(str(path))
         # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
-        if isinstance(path, RemotePath):  # to look whether its header is one that is known is a request too
-            return status, FileIndex("ckpt", {}) if empty else index_file(str(path), store=store)
-        return status, FileIndex("ckpt", {}) if empty else headers.index(str(path))
+        if empty:
+            return status, FileIndex("ckpt", {})
+        try:
+            if isinstance(path, RemotePath):  # to look whether its header is one that is known is a request too
+                return status, index_file(str(path), store=store)
+            return status, headers.index(str(path))
+        except SourceError as error:
+            if cipher is None or cipher.has_tag or "with this key" in str(error):
+                raise
+            raise SourceError(f"{error}; or the key is wrong, which {cipher.mode} cannot tell") from None
 
     if not any(isinstance(path, RemotePath) for path in paths):
         yield from map(header, paths)

@@ -125,6 +125,18 @@ def test_a_wrong_key_is_found_before_a_byte_is_given_out(tmp_path: Path, mindspo
     assert mode == "AES-GCM" or len(messages) > 1  # some passed the padding
 
 
+def test_whatever_comes_out_of_a_wrong_key_the_error_names_the_key(tmp_path: Path, mindspore_data: Path) -> None:
+    path = encrypted(
+        tmp_path / "a.ckpt", Cipher("AES-CBC", KEY), (mindspore_data / "encrypted" / "plain.ckpt").read_bytes()
+    )
+    messages = set()
+    for number in range(2000):
+        with pytest.raises(SourceError, match="with this key|or the key is wrong, which AES-CBC cannot tell") as raised:
+            reshard.open(path, cipher=Cipher("AES-CBC", number.to_bytes(16, "big")))
+        messages.add("or the key is wrong" in str(raised.value))
+    assert messages == {True, False}
+
+
 def test_a_changed_byte_is_found_by_the_tag(tmp_path: Path, small_blocks: int) -> None:
     cipher = Cipher("AES-GCM", KEY)
     path = encrypted(tmp_path / "a", cipher, bytes(300))
