@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from reshard.dtypes import DType, by_name
 from reshard.errors import Faults, LayoutError, UsageError, names
 from reshard.layout import MOST_DEVICES, Layout, whole
-from reshard.strategy import Strategy, weight_of
+from reshard.selection import optimizer_states
+from reshard.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -233,11 +234,11 @@ def _build(
     """Apply rules, pipeline and optimizer parallel to every tensor (the steps above)."""
     homes: dict[str, str] = {}  # the weight of each tensor, and itself for a weight
     owners: dict[str, str] = {}  # that whose rule counts
+    states = optimizer_states(shapes)
     for name, shape in shapes.items():
-        weight = None if name in rules else _weight(name, shapes)
-        is_state = weight is not None or (name.startswith("accu_grads.") and name not in rules)
-        if is_state and options.get("predict", False):
+        if name in states and name not in rules and options.get("predict", False):
             continue
+        weight = None if name in rules else _weight(name, states, shapes)
         homes[name] = weight or name
         owners[name] = weight if weight is not None and tuple(shapes[weight]) == tuple(shape) else name
     ruled = _first_matches(rules, dict.fromkeys(owners.values()), key, shapes, faults)
@@ -260,12 +261,12 @@ def _build(
     return Strategy.of(found, shapes={name: tuple(shapes[name]) for name in found})
 
 
-def _weight(name: str, known: Collection[str]) -> str | None:
+def _weight(name: str, states: Mapping[str, str], known: Collection[str]) -> str | None:
     """Return the weight of an optimizer state, also of a state of a state (`accu_grads.adam_m.w`)."""
-    weight = weight_of(name, known)
-    while weight is not None and (further := weight_of(weight, known)):
-        weight = further
-    return weight
+    weight = states.get(name)
+    while weight is not None and weight in states:
+        weight = states[weight]
+    return weight if weight in known else None
 
 
 def _first_matches(

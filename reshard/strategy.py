@@ -15,7 +15,7 @@ from reshard.errors import Faults, LayoutError, StrategyError, names
 from reshard.layout import Grid, Layout, foldings, grid
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Unpack
 
     from reshard.block import Shape
@@ -331,20 +331,6 @@ def _unfolded(placed: Placed, shape: Shape) -> Layout:
         f"shape {shape_text(shape)} is not what the layout {placed.layout} of expanded shape "
         f"{shape_text(placed.shape)} stands for"
     )
-
-
-def weight_of(name: str, known: Collection[str]) -> str | None:
-    """Return the weight that an optimizer state belongs to: its name ends with a dot and the weight's name.
-
-    >>> weight_of("adam_m.layers.0.w", {"layers.0.w"}), weight_of("layers.0.w", {"layers.0.w"})
-    ('layers.0.w', None)
-    """
-    dot = name.find(".")
-    while dot >= 0:
-        if name[dot + 1 :] in known:
-            return name[dot + 1 :]
-        dot = name.find(".", dot + 1)
-    return None
 
 
 def agreed_devices(tensors: Mapping[str, Iterable[Placed]], faults: Faults) -> int:

@@ -15,7 +15,8 @@ from networks import networks
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.rules import optimizer_sharded
-from reshard.strategy import Strategy, merge, weight_of
+from reshard.selection import optimizer_states
+from reshard.strategy import Strategy, merge
 from reshard.strategy_file import read_strategy, write_strategy
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def test_optimizer_states_go_with_their_weights() -> None:
         "accu_grads.adam_m.h.wq": "[2, 4] map [0, -1] opt -1",
         "row.h.wq": "[2, 4] map [1]",
     }
-    assert weight_of("accu_grads.adam_m.h.wq", shapes) == "adam_m.h.wq"
+    assert optimizer_states(shapes)["accu_grads.adam_m.h.wq"] == "adam_m.h.wq"
 
 
 def test_a_weight_whose_name_ends_as_another_does() -> None:
