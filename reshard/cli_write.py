@@ -285,8 +285,8 @@ def _check_apart(store: AnyPath, source: AnyPath, target: AnyPath, manifest: Any
     for path in (source, target, *([manifest] if manifest else [])):
         if is_within(path, store) or is_within(store, path):
             raise TargetError(
-                f"{store}: is {path}, or one of them is in the other; the store of --via-zarr is one directory and has "
-                "nothing else in it; choose another"
+                f"{store}: overlaps with {path}; expected a directory of its own for the store of --via-zarr; choose "
+                "another"
             )
 
 
@@ -475,7 +475,7 @@ def _touched(count: int, kept: str) -> str:
     from reshard.show import count_text
 
     return (
-        f"warning: {kept} {count_text(count, 'target file')} that an earlier run finished before source files were "
+        f"{kept} {count_text(count, 'target file')} that an earlier run finished before source files were "
         "changed, or copied or touched, with the size and time that they had; --restart makes all anew, and "
         "`reshard verify --against` compares them"
     )

@@ -16,7 +16,7 @@ from reshard.errors import SourceError
 from reshard.formats.safetensors import NAME as SAFETENSORS
 from reshard.join import join
 from reshard.replicas import Replicas, is_deduplicated
-from reshard.selection import all_states, matches, select
+from reshard.selection import all_states, has_no_place, matches, select
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -212,9 +212,11 @@ def _may_lack(
     strategy = target.strategy
     if strategy is None:
         return False
+    if new in target.elsewhere:
+        return True
     if new not in strategy.tensors:  # a conversion drops what the target does not name; weights, where it is asked to
         may = name in states or target.part is not None or matches(name, wishes.drop)
-        return source.tensors[name].listed and may
+        return may and has_no_place(source, strategy, name)
     present = {strategy.stage_of(rank) for rank in target.ranks}  # opened with --partial, there may be no rank of it
     return not present.intersection(strategy.stages_of(new))
 

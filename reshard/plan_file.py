@@ -21,12 +21,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.checkpoint import Looked
 from reshard.errors import Faults, PlanError, ReshardError, SourceError, TargetError, UsageError
 from reshard.fingerprint import digest, index_digests, pages_digest, plan_digest
 from reshard.formats.unified import HuggingFaceSet, MindSporeSet
@@ -81,6 +82,7 @@ _SOURCE = {
     "partial": FLAG,
     "varying": [TEXT],
     "elsewhere": [TEXT],
+    "looked": Maybe((COUNT,) * 5),
     "left_out": [TEXT],
     "notices": [LINE],
     "encryption": Maybe(TEXT),
@@ -236,7 +238,8 @@ class PlanFile:
                 cipher=cipher,
             )
         self._check_contents(checkpoint)
-        return checkpoint.without(set(given["left_out"]))
+        looked = given["looked"] and Looked(*given["looked"])  # when it was planned
+        return replace(checkpoint.without(set(given["left_out"])), looked=looked)
 
     def _check_sizes(self, root: Path) -> None:
         missing, changed = Faults(str(root)), Faults(str(root))
@@ -257,8 +260,9 @@ class PlanFile:
         changed = Faults(checkpoint.root)
         given = self._content["source"]
         files = {file.path: file for file in _listed(checkpoint)}
-        for path in files.keys() ^ {path for _, path, *_ in given["files"]}:  # of a store, which lists its own
-            changed.add(path, "is there now, or is not, otherwise than when it was planned")
+        planned = {path for _, path, *_ in given["files"]}
+        for path in files.keys() ^ planned:  # of a store, which lists its own
+            changed.add(path, "was there when it was planned; it is gone" if path in planned else "was not there then")
         for _, path, _, header, pages in given["files"]:
             if path not in files:
                 continue
@@ -372,6 +376,7 @@ def _source_data(source: Checkpoint) -> Json:
         "partial": source.partial,
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
         "elsewhere": sorted(source.elsewhere),
+        "looked": source.looked,
         "left_out": sorted(source.left_out),
         "notices": source.notices,
         "encryption": source.cipher.mode if source.cipher else None,

@@ -220,7 +220,7 @@ class Planner:
             return ()
         count = f"{len(whole)} tensor{'s' * (len(whole) != 1)}"
         return (
-            f"{count} that the target strategy does not name are copied whole to every rank: {names(whole, most=3)}",
+            f"copied whole to every rank, as the target strategy does not name it: {count}, {names(whole, most=3)}",
         )
 
     def _names(self, new: str) -> bool:

@@ -214,7 +214,7 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
     faults = Faults(source.root)
     dropped = []
     for name, new in renamed.items():
-        if target is not None and source.tensors[name].listed and new not in wanted:
+        if target is not None and new not in wanted and has_no_place(source, target, name):
             dropped.append(name)
             if not (name in states or target.others or matches(name, wishes.drop)):
                 faults.add(f"tensor {name!r}", f"is not in the target strategy; to leave it out give --drop '{name}'")
@@ -266,6 +266,17 @@ def _of_states(taken: Collection[str], states: Mapping[str, str]) -> tuple[str, 
         return ()
     prefixes = dict.fromkeys(name.removesuffix(states[name]).rstrip(".") for name in taken)
     return (f"{len(taken)} tensors are taken for optimizer states, by their prefix, and left out: {names(prefixes)}",)
+
+
+def has_no_place(source: Checkpoint, target: Strategy, name: str) -> bool:
+    """Return whether a tensor that the target strategy does not name is dropped, not copied whole to every rank.
+
+    Of whole tensors nothing says which are split in training. But of those that the file of one stage does not name,
+    the weights are most likely other stages'.
+    """
+    tensor = source.tensors[name]
+    one_stage = target.others and len(target.stages) == 1 and source.strategy is None
+    return tensor.listed or (one_stage and not is_training_state(name, tensor))
 
 
 def _chosen(source: Checkpoint, wishes: Selection, states: Collection[str]) -> set[str]:

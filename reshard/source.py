@@ -11,7 +11,7 @@ from reshard.cipher import Cipher, store_of
 from reshard.contents import compare_contents
 from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError, names
 from reshard.formats import index_file
-from reshard.formats.directories import PARTS, refuse_blocks, refuse_directory, refuse_one_of_several
+from reshard.formats.directories import PARTS, is_later_part, refuse_blocks, refuse_directory, refuse_one_of_several
 from reshard.formats.unified import SET_FILES, read_index
 from reshard.headers import Headers
 from reshard.join import join
@@ -49,7 +49,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     cipher: Cipher | None = None,
     contents: bool | Literal["blocks"] = True,
 ) -> Checkpoint:
-    """Open a checkpoint, reading headers only.
+    """Open a checkpoint, reading headers and samples of the contents.
 
     Args:
         path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; or one
@@ -265,10 +265,16 @@ def _lone_rank(
             )
         return ""
     shared = next((file.path for file in files if file.index.deduplicated), None)
+    alone = len(files) == 1 and is_later_part(files[0].path)
     if others:
         reason = (
             f"{path}: is of rank {own} by its place, and rank {names(others, most=3)} lies beside; expected whole "
             "tensors, as no strategy is given; open the directory above with its strategy"
+        )
+    elif alone:
+        reason = (
+            f"{files[0].path}: is one of several parts of a checkpoint by its name, and the others are not there; "
+            "expected whole tensors, as no strategy is given; open the directory of all parts"
         )
     elif shared:
         reason = (
@@ -336,8 +342,7 @@ def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Se
 def _left_out(strategy: Strategy, ranks: int) -> str:
     return (
         f"the strategy is that of stage {strategy.stages.start} of a pipeline: of {ranks} ranks only "
-        f"{strategy.ranks.start} to {strategy.ranks.stop - 1} are read, and only the tensors of that stage are "
-        "converted"
+        f"{names(strategy.ranks)} are read, and only the tensors of that stage are converted"
     )
 
 
@@ -345,9 +350,10 @@ def _indexed(
     chosen: Mapping[int, Sequence[AnyPath]], cipher: Cipher | None
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
     """Index every file."""
-    paths = [path for of_rank in chosen.values() for path in of_rank]
+    # One name for each file everywhere: what is held open of it goes by name.
+    paths = [path.absolute() for of_rank in chosen.values() for path in of_rank]
     files = [
-        SourceFile(str(path.absolute()), status.nbytes, status.mtime_ns, index, status.change)
+        SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
         for path, (status, index) in zip(paths, _headers(paths, cipher), strict=True)
     ]
     for file in files:

@@ -406,3 +406,31 @@ def test_rank_directories_in_a_bucket(ranks: Path) -> None:
         fs.pipe(f"{place}/{name}", content)
     with pytest.raises(SourceError, match="rank 3 by its place, and rank 0, 1, 2 lies beside"):
         reshard.plan(reshard.open(f"{url}/rank_3/checkpoint_3.safetensors"))
+
+
+def test_one_part_of_a_rank_is_not_written_as_the_model(tmp_path: Path) -> None:
+    write_file(tmp_path / "src" / "rank_0" / "net_part1.safetensors", FULL)
+    result = call("unify", tmp_path / "src", tmp_path / "out")
+    assert result.exit_code == 4
+    assert "net_part1.safetensors: is one of several parts of a checkpoint by its name" in result.stderr
+    assert "is one of several parts" in done("inspect", tmp_path / "src").stderr
+
+
+def test_a_link_to_one_of_several_is_one_of_several(tmp_path: Path) -> None:
+    shard = write_file(tmp_path / "set" / "model-00001-of-00009.safetensors", FULL)
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(shard)
+    for opened in (link, {0: link}):
+        with pytest.raises(SourceError, match="is one of the shards of a unified set"):
+            reshard.open(opened)
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "gone"])
+def test_an_index_that_does_not_name_every_shard_is_refused(tmp_path: Path, beside: bool) -> None:
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    for number, name in enumerate(names if beside else names[:2]):
+        write_file(tmp_path / name, {f"w{number}": FULL["a"]})
+    content = {"metadata": {}, "weight_map": {"w0": names[0], "w1": names[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(SourceError, match="model-…-of-00003: is named 2 times; expected 3 shards"):
+        reshard.open(tmp_path)

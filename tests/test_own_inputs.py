@@ -328,6 +328,6 @@ def test_a_store_on_the_way_is_apart(folder: Path, store: str, target: str) -> N
         words = ["transform", "src", target, *SPLIT, "--via-zarr", store.format(here=folder)]
         refused = call(*words, *more)
         assert refused.exit_code == 6, refused.output
-        assert "or one of them is in the other; the store of --via-zarr is one directory" in refused.stderr
+        assert "expected a directory of its own for the store of --via-zarr" in refused.stderr
     assert tree(folder) == before
     done("transform", "src", "out", *SPLIT, "--via-zarr", "outer")  # whose name only begins so

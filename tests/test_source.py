@@ -394,7 +394,7 @@ def test_one_stage_of_a_pipeline_says_what_is_left_out(tmp_path: Path) -> None:
     first = reshard.open(tmp_path, strategy=strategy.of_stage(0), stage="own")
     assert first.part == 0
     (notice,) = first.notices
-    assert notice.startswith("the strategy is that of stage 0 of a pipeline: of 4 ranks only 0 to 1 are read")
+    assert notice.startswith("the strategy is that of stage 0 of a pipeline: of 4 ranks only 0, 1 are read")
     plan = reshard.plan(first, Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0])}))
     assert [file.path for file in plan.files][:1] == ["rank_0/checkpoint_0_part0.safetensors"]
 
@@ -474,3 +474,19 @@ def test_a_selection_of_which_all_is_dropped_is_refused(root: Path) -> None:
         reshard.plan(
             source, Strategy.of({"b": STRATEGY.tensors["b"][0].layout}), selection=Selection(include=["w"]), drop=["w"]
         )
+
+
+def test_files_that_were_replaced_are_read_anew_by_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is held open goes by name: a file must not have two."""
+    monkeypatch.chdir(tmp_path)
+    for sign in (1, -1):
+        full = {name: sign * array for name, array in FULL.items()}
+        for rank in range(4):
+            new = write_file(tmp_path / "new", blocks(full, STRATEGY, rank))
+            (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
+            new.replace(tmp_path / "src" / f"rank_{rank}" / f"checkpoint_{rank}.safetensors")
+        for _ in range(3):
+            source = reshard.open("src", strategy=STRATEGY)
+            assert source["w"].compute(scheduler="threads").tolist() == full["w"].tolist()

@@ -296,7 +296,7 @@ def test_weights_that_go_whole_to_every_rank_are_told(pipeline: Pipeline, tmp_pa
     alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
     source = reshard.open(pipeline.whole)
     (notice,) = reshard.plan(source, reshard.read_strategy(alone)).notices
-    assert notice.startswith("8 tensors that the target strategy does not name are copied whole to every rank: net.")
+    assert notice.startswith("copied whole to every rank, as the target strategy does not name it: 8 tensors, net.")
     assert reshard.plan(source, pipeline.all).notices == ()  # of global_step nothing is told
 
 
@@ -411,3 +411,16 @@ def test_mindspores_names_take_stages_of_both_sides(pipeline: Pipeline, tmp_path
             files = {r: pipeline.four / f"rank_{r}" / f"checkpoint_{r}.ckpt" for r in range(4)}
             ms.transform_checkpoint_by_rank(rank, files, path, pipeline.four_strategy, own)
             assert helpers.read_rank_file(path) == held(pipeline, rank)
+
+
+@pytest.mark.parametrize(("stage", "name"), [FIRST, LAST])
+def test_one_stage_of_whole_tensors_is_the_same_by_its_file_and_by_all(
+    pipeline: Pipeline, tmp_path: Path, stage: int, name: str
+) -> None:
+    """And verify takes the option that the conversion had."""
+    for place, strategy in (("one", pipeline.files / name), ("all", pipeline.files)):
+        target = ["--target-strategy", strategy, "--target-stage", str(stage)]
+        told = json.loads(done("transform", pipeline.whole, tmp_path / place, *target, "--json").stdout)
+        assert sorted(told["dropped"]) == (sorted(pipeline.of(1 - stage)) if place == "one" else [])
+        done("verify", tmp_path / place, *target, "--against", pipeline.whole)
+    assert tree(tmp_path / "one") == tree(tmp_path / "all")

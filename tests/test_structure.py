@@ -88,7 +88,7 @@ UPWARD = {("checkpoint", "arrays"), ("plan", "arrays"), ("plan", "graph"), ("pla
           ("strategy", "show.blocks"), ("plan", "show.flow"), ("checkpoint", "show.notebook"),
           ("layout", "show.notebook"), ("strategy", "show.notebook"), ("plan", "show.notebook"),
           ("groups", "show.notebook"), ("run", "show.notebook"), ("graph", "show.notebook"),
-          ("strategy", "rules"), ("formats", "formats.ckpt"),
+          ("strategy", "rules"), ("rules", "selection"), ("formats", "formats.ckpt"),
           ("formats", "formats.safetensors"), ("plan", "zarr_planner"),
           ("entry", "cli"), ("checkpoint", "plan"), ("checkpoint", "formats.zarr")}  # fmt: skip
 

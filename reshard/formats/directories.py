@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +27,6 @@ from reshard.formats.unified import SET_FILES, SET_INDEXES, files_beside
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
-    from pathlib import Path
 
     from reshard.remote import RemotePath
 
@@ -120,6 +120,16 @@ def is_of_a_set(name: str) -> bool:
     return name in SET_FILES or any(known.fullmatch(name) for known in (PARTS.files, _OF_A_SET))
 
 
+def is_later_part(path: str) -> bool:
+    """Return whether a file is, by its name, what a stage of a pipeline that is not the first has of a rank.
+
+    >>> is_later_part("rank_0/net_part1.ckpt"), is_later_part("rank_0/net_part0.ckpt"), is_later_part("net.ckpt")
+    (True, False, False)
+    """
+    match = _STAGE.fullmatch(PurePath(path).name)
+    return match is not None and int(match["stage"]) > 0
+
+
 def refuse_directory(
     directory: Path | RemotePath, names: Iterable[str], *, besides: Collection[DirectoryFormat] = ()
 ) -> None:
@@ -142,9 +152,17 @@ def refuse_directory(
 def refuse_one_of_several(path: Path | RemotePath) -> None:
     """Check that a file is not one of several that make a checkpoint together, by its name and what is beside it.
 
+    Of a link, what it leads to is looked at, too.
+
     Raises:
         SourceError: it is.
     """
+    _refuse_one_of_several(path)
+    if isinstance(path, Path) and path.is_symlink():
+        _refuse_one_of_several(path.resolve())
+
+
+def _refuse_one_of_several(path: Path | RemotePath) -> None:
     directory, beside = path.absolute().parent, [path.name]
     with suppress(SourceError, OSError):  # a directory that may not be listed
         beside = [other.name for other in directory.iterdir()]

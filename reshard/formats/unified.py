@@ -10,6 +10,7 @@ param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safe
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from reshard.target_files import SomeFiles, Volumes
 from reshard.untrusted import parse_json, read_small, reading
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from reshard.remote import RemotePath
@@ -38,6 +39,7 @@ SET_INDEXES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX)
 SET_FILES = (*SET_INDEXES, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
 """Files that are read as parts of a set by their names, whatever an index says."""
 
+_OF = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.", re.DOTALL)
 _LARGEST_INDEX = 1 << 26
 
 
@@ -175,11 +177,29 @@ def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], M
         elif not _is_file(file):
             faults.add(f"file {name!r:.300}", "is not there")
         files.append(file)
+    for family, numbers in _numbered(weight_map.values()).items():
+        if len(numbers) < int(family[1]):
+            faults.add(
+                f"{family[0]}…-of-{family[1]}", f"is named {len(numbers)} times; expected {int(family[1])} shards"
+            )
     faults.raise_if_any(SourceError)
     if path.name == _MINDSPORE_INDEX:
         beside = [directory / name for name in SET_FILES[2:]]
         files += [file for file in beside if file not in files and file.is_file()]
     return files, weight_map
+
+
+def _numbered(file_names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
+    """Return the numbers of shards that say how many there are, by what stands before and that.
+
+    >>> _numbered(["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "part0.safetensors"])
+    {('model-', '00003'): {1, 3}}
+    """
+    found: dict[tuple[str, str], set[int]] = {}
+    for name in file_names:
+        if match := _OF.match(name):
+            found.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    return found
 
 
 def files_beside(directory: Path | RemotePath, names: Collection[str]) -> tuple[str, set[str]]:

@@ -86,7 +86,8 @@ def looked_text(looked: Looked | None) -> str | None:
     if looked is None or (looked.tensors == looked.of_tensors and not looked.of_copies):
         return None
     tensors = count_text(looked.of_tensors, "tensor")
-    parts = [f"all {tensors}" if looked.tensors == looked.of_tensors else f"{looked.tensors:,} of {tensors}"]
+    every = "all " if looked.of_tensors > 1 else ""
+    parts = [f"{every}{tensors}" if looked.tensors == looked.of_tensors else f"{looked.tensors:,} of {tensors}"]
     if looked.of_copies:
         copies = count_text(looked.of_copies, "replica")
         some = f"all {copies}" if looked.copies == looked.of_copies else f"{looked.copies:,} of {copies}"

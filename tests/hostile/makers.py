@@ -111,8 +111,8 @@ def a_plan_file(**source: Any) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         known = {
             "root": str(path.parents[1] / "sound"), "strategy": None, "stage": None, "partial": False, "varying": [],
-            "elsewhere": [], "left_out": [], "notices": ["\x1b[2J"], "encryption": None, "headers": ["0" * 32],
-            "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
+            "elsewhere": [], "looked": None, "left_out": [], "notices": ["\x1b[2J"], "encryption": None,
+            "headers": ["0" * 32], "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
         }  # fmt: skip
         target = {
             "strategy": None,
