@@ -128,7 +128,8 @@ class _Look:
 
     def samples(self, tensors: Sequence[Tensor]) -> Looked:
         """Sample tensors, within the number of reads that opening may take; return how many of how much."""
-        if self.compare_copies:
+        strategy = self.checkpoint.strategy
+        if self.compare_copies and strategy is not None and len(strategy.stages) > 1:
             tensors = [tensor._replace(shards=every_shard(self.checkpoint, tensor)) for tensor in tensors]
         candidates = [tensor for tensor in tensors if self._is_comparable(tensor)]
         each = self.most // max(len(candidates), 1)

@@ -251,3 +251,9 @@ def test_an_index_at_neither_end(lying: Path) -> None:
     path.write_text(path.read_text().replace('"end"', '"eMd"'))
     with pytest.raises(SourceError, match="has index_location 'eMd'; expected 'start' or 'end'"):
         reshard.open(lying / "sharded")
+
+
+def test_an_array_of_an_own_store_has_a_dtype_that_is_known(lying: Path) -> None:
+    change(lying / "plain" / "w" / "zarr.json", data_type="uinu8")
+    with pytest.raises(SourceError, match="is of zarr's dtype 'uinu8', which reshard never writes"):
+        reshard.open(lying / "plain")

@@ -33,7 +33,7 @@ def commands(group: str, directory: Path, *, slow: bool) -> dict[tuple[str, str]
         [sys.executable, str(HERE / "child.py"), group, str(directory), "slow" if slow else "quick"],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=780 if slow else 280,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "1"},
         check=False,
     )
@@ -86,6 +86,7 @@ def test_each_command_says_one_line_and_does_nothing_else(group: str, tmp_path: 
     hold(group, tmp_path)
 
 
+@pytest.mark.timeout(800)  # a million tensors take more than a minute to be indexed, on a slow machine two
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [group for group, items in corpus.items().items() if any(i.slow for i in items)])
 def test_large_items_too(group: str, tmp_path: Path) -> None:
