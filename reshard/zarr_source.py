@@ -163,8 +163,8 @@ class _Store:
         array = _Array.parse(directory, metadata, own)
         if array is None and own:
             raise SourceError(
-                f"{directory / METADATA}: is of zarr's dtype {metadata.get('data_type')!r}, which reshard never writes; "
-                "write the store again"
+                f"{directory / METADATA}: is of zarr's dtype {metadata.get('data_type')!r}, which reshard never "
+                "writes; write the store again"
             )
         if array is None:
             self.unreadable[name] = f"is of zarr's dtype {metadata.get('data_type')!r}, which no checkpoint has"
