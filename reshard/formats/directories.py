@@ -15,6 +15,7 @@ Sources: PyTorch 2.13 `distributed/checkpoint` (`filesystem.py`, `hf_storage.py`
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -159,7 +160,7 @@ def refuse_one_of_several(path: Path | RemotePath) -> None:
     """
     _refuse_one_of_several(path)
     if isinstance(path, Path) and path.is_symlink():
-        _refuse_one_of_several(path.resolve())
+        _refuse_one_of_several(Path(os.path.realpath(path)))  # which a loop of links does not disturb
 
 
 def _refuse_one_of_several(path: Path | RemotePath) -> None:
