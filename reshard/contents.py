@@ -18,6 +18,8 @@ Which files are sampled:
    the last block differ if the tensor is split along any axis at all.
 2. More replicas and blocks follow as far as the number of reads allows, which is shared out between all tensors.
 3. Where there are too many tensors for that, some are taken, spread evenly over the order of the files.
+
+Not compared are blocks that two pipeline stages cut differently of a tensor that they share; `verify` does.
 """
 
 from __future__ import annotations
