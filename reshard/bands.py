@@ -174,7 +174,7 @@ class Recipe:
 
 
 def is_grid(shape: Shape, blocks: Sequence[Block]) -> bool:
-    """Tell whether blocks are the product of intervals that divide every axis, and so cover a tensor exactly once.
+    """Return whether blocks are the product of intervals that divide every axis, and so cover a tensor exactly once.
 
     >>> is_grid((4,), [Block((0,), (1,)), Block((1,), (4,))]), is_grid((4,), [Block((0,), (2,)), Block((1,), (3,))])
     (True, False)

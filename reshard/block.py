@@ -70,7 +70,7 @@ class Block:
 
 
 def is_possible(shape: Shape) -> bool:
-    """Tell whether there can be an array of this shape: its bytes, extents of 0 aside, can be counted in 64 bits.
+    """Return whether there can be an array of this shape: its bytes, extents of 0 aside, can be counted in 64 bits.
 
     >>> is_possible((3, 4)), is_possible((1 << 40, 1 << 40, 0)), is_possible((-1,)), is_possible((1,) * 65)
     (True, False, False, False)

@@ -57,7 +57,7 @@ def told_apart(plan: Plan, target: AnyPath, pattern: str | None = None) -> list[
 
 
 def is_a_share(plan: Plan) -> bool:
-    """Tell whether other ranks store what these would hold too: nothing in the files tells that they do."""
+    """Return whether other ranks store what these would hold too: nothing in the files tells that they do."""
     return plan.request is not None and plan.request.remove_redundancy and plan.request.ranks is not None
 
 
@@ -87,7 +87,7 @@ def beside(plan: Plan, target: AnyPath) -> Beside:
     """
     if plan.alone:  # `check_target` refuses any
         return Beside()
-    with suppress(SourceError, OSError):  # of what else is there; what is to be done there is not in question
+    with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         hiding = [] if any(file.last for file in plan.files) else existing(target, SET_INDEXES)
         hiding += ["a zarr store"] if is_store(target) else []
         ranks = _other_ranks(plan, target)

@@ -152,11 +152,11 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     @property
     def _by_file(self) -> bool:
-        """Tell whether tasks write whole files; none may be left to be written."""
+        """Return whether tasks write whole files; none may be left to be written."""
         return bool(self.plan.groups) or is_url(self.directory)
 
     def _unnamed(self, file: TargetFile) -> bool:
-        """Tell whether no working task gives a file its name; at URLs they do, where it is not metadata of a store."""
+        """Return whether no task of the work names a file; at URLs they do, where it is not metadata of a store."""
         return not is_url(self.directory) or (self.plan.alone and not file.layout.places)
 
     def _unchanged(self, graph: dict[str, Any], moved: TaskRef) -> TaskRef:

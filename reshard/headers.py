@@ -30,7 +30,7 @@ class _Header(NamedTuple):
     pieces: list[tuple[int, bytes]]
 
     def is_of(self, path: str, store: Readable) -> bool:
-        """Tell whether another file of the same size has it."""
+        """Return whether another file of the same size has it."""
         # There may be half a million pieces, and a store's call for each costs more than reading it.
         if type(store) is AnyStore and not is_url(path):
             return local_store().holds(path, self.pieces)

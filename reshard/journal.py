@@ -90,7 +90,7 @@ class Record:
 
     @property
     def may_be_lost(self) -> bool:
-        """Tell whether the machine was started again before the complete file was surely on the disk."""
+        """Return whether the machine was started again before the complete file was surely on the disk."""
         return self.boot not in {"", boot_id()}
 
 
@@ -187,7 +187,7 @@ class Journal:
         return good
 
     def is_begun(self, file: str) -> bool:
-        """Tell whether there is an unfinished file."""
+        """Return whether there is an unfinished file."""
         return os.path.lexists(f"{self.root}/{file}{PARTIAL}")
 
     def discard(self, file: str) -> None:

@@ -179,7 +179,7 @@ def _unreadable(target: Checkpoint, rank: int | None) -> dict[tuple[int, str], t
 
 
 def compares_notes(source: Checkpoint, target: Checkpoint) -> bool:
-    """Tell whether both have files with notes, which a conversion carries over from one to the other."""
+    """Return whether both have files with notes, which a conversion carries over from one to the other."""
     return all(any(file.index.format == SAFETENSORS for file in side.files) for side in (source, target))
 
 
@@ -208,7 +208,7 @@ def _noted(key: str, value: str | None) -> str:
 def _may_lack(
     source: Checkpoint, target: Checkpoint, name: str, new: str, wishes: Selection, states: Mapping[str, str]
 ) -> bool:
-    """Tell whether the target need not have a tensor that is asked for."""
+    """Return whether the target need not have a tensor that is asked for."""
     strategy = target.strategy
     if strategy is None:
         return False

@@ -257,7 +257,7 @@ def _cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]
 
 
 def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
-    """Tell whether rows are put together with those before them, in each target block."""
+    """Return whether rows are put together with those before them, in each target block."""
     before, columns = last.segment.columns, segment.columns
     gathered = not any(_is_whole(parts) for some in (before, columns) for parts in some.parts)
     follows = last.start + last.rows == start and before.targets == columns.targets
@@ -265,7 +265,7 @@ def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
 
 
 def _is_whole(parts: Sequence[Part]) -> bool:
-    """Tell whether a target block's columns are just those of one source block."""
+    """Return whether a target block's columns are just those of one source block."""
     return len(parts) == 1 and not parts[0].taken
 
 

@@ -224,7 +224,7 @@ class Planner:
         )
 
     def _names(self, new: str) -> bool:
-        """Tell whether the target strategy names a tensor."""
+        """Return whether the target strategy names a tensor."""
         return self.target is not None and new in self.target.tensors
 
     def _within(self, memory: int | None, threads: int) -> tuple[int, int]:

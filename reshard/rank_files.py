@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RANK_PATTERN = "rank_{rank}/*"
 """Where the files of a rank are, below the directory that is opened."""
 
-_EXTENSIONS = {".ckpt", ".safetensors"}
+EXTENSIONS = {".ckpt", ".safetensors"}
 _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
 _RANK_DIRECTORY = re.compile(r"rank_(\d+)")
@@ -61,7 +61,7 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
         found = {0: flat} if flat else {}
     _refuse_directory_formats(root, found, by_rank=by_rank)
     if not found:
-        usual = [f"rank_0/*{extension}" for extension in sorted(_EXTENSIONS)]
+        usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
         examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
         raise SourceError(
             f"{root}: has no checkpoint at {' or '.join(map(repr, examples))} and so on; "
@@ -101,7 +101,7 @@ def rank_of(path: AnyPath) -> tuple[int, list[int]] | None:
 
 
 def _has_checkpoint(directory: AnyPath) -> bool:
-    """Tell whether a directory has a checkpoint file; one at a URL is taken to, as it has something."""
+    """Return whether a directory has a checkpoint file; one at a URL is taken to, as it has something."""
     return isinstance(directory, RemotePath) or any(map(is_checkpoint_name, directory.iterdir()))
 
 
@@ -183,7 +183,7 @@ def is_checkpoint_name(path: AnyPath, *, any_extension: bool = False) -> bool:
         raise SourceError(f"{path.parent}: the file name {path.name!r} has a line break; rename the file")
     if path.suffix in {".tmp", ".meta", ".partial"} or "_breakpoint" in path.stem or path.name == "meta.json":
         return False
-    return not path.name.startswith(".") and (any_extension or path.suffix in _EXTENSIONS)
+    return not path.name.startswith(".") and (any_extension or path.suffix in EXTENSIONS)
 
 
 def _same_checkpoint(root: AnyPath, found: dict[int, list[AnyPath]], notices: list[str]) -> dict[int, list[AnyPath]]:
@@ -204,7 +204,7 @@ def _same_checkpoint(root: AnyPath, found: dict[int, list[AnyPath]], notices: li
         formats = {tuple(sorted({path.suffix for path in paths})) for paths in found.values()}
         advice = (
             "`reshard convert` those of one format to the other"
-            if formats == {(extension,) for extension in _EXTENSIONS}
+            if formats == {(extension,) for extension in EXTENSIONS}
             else "choose the files with --suffix"
         )
         raise SourceError(f"{root}: the ranks have no checkpoint in common ({names(shown, most=4)}); {advice}")

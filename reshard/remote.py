@@ -59,7 +59,7 @@ class Status(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, (status.st_ctime_ns, status.st_ino))
 
     def is_still(self, before: Status) -> bool:
-        """Tell whether a file is as it was before, as far as both are known."""
+        """Return whether a file is as it was before, as far as both are known."""
         return self[:2] == before[:2] and ((0, 0) in {self.change, before.change} or self.change == before.change)
 
 
@@ -182,11 +182,11 @@ class RemotePath:
         return PurePosixPath(self.url.removeprefix(f"{directory}/"))
 
     def is_file(self) -> bool:
-        """Tell whether it is a file."""
+        """Return whether it is a file."""
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Tell whether anything is below it."""
+        """Return whether anything is below it."""
         return self._kind() == "directory"
 
     def _kind(self) -> str | None:

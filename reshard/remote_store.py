@@ -60,7 +60,7 @@ def fetched_bytes(threads: int, band_bytes: int) -> int:
 
 
 def appears_whole(path: str) -> bool:
-    """Tell whether a file at a URL has its final name as soon as it is complete, and not before."""
+    """Return whether a file at a URL has its final name as soon as it is complete, and not before."""
     return path.partition("://")[0] in _WHOLE
 
 

@@ -28,7 +28,7 @@ class Lack(NamedTuple):
 
 
 def in_several_stages(checkpoint: Checkpoint, tensor: Tensor) -> bool:
-    """Tell whether several pipeline stages share a tensor."""
+    """Return whether several pipeline stages share a tensor."""
     return (
         tensor.listed and checkpoint.strategy is not None and len(checkpoint.strategy.stages_of(tensor.spec.name)) > 1
     )
@@ -52,7 +52,7 @@ def every_shard(checkpoint: Checkpoint, tensor: Tensor) -> tuple[Shard, ...]:
 
 
 def is_deduplicated(checkpoint: Checkpoint) -> bool:
-    """Tell whether files say that each replica is stored once in their set."""
+    """Return whether files say that each replica is stored once in their set."""
     return any(file.index.deduplicated for file in checkpoint.files)
 
 

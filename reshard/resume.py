@@ -348,7 +348,7 @@ def _sorted_out(
 
 
 def _is_unnoted(journal: Journal | RemoteJournal, record: Record, state: tuple[int, int]) -> bool:
-    """Tell whether a file at a URL may have got its name from a run that ended before it could note that."""
+    """Return whether a file at a URL may have got its name from a run that ended before it could note that."""
     return journal.early and record.ready is None and state != record.replaces and state[0] == record.size
 
 
@@ -389,7 +389,7 @@ def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans],
 
 
 def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
-    """Tell whether some bytes of a piece are not in all their files."""
+    """Return whether some bytes of a piece are not in all their files."""
     move = plan.moves[piece.move]
     return any(
         not _is_written(plan, move, piece, number, written.get(file, []), file)
@@ -409,7 +409,7 @@ def _is_written(plan: Plan, move: Move, piece: Piece, number: int, spans: Spans,
 
 
 def _is_whole(plan: Plan, number: int, spans: Spans, root: str) -> bool:
-    """Tell whether a file that is written in order has all its contents, and all its own bytes."""
+    """Return whether a file that is written in order has all its contents, and all its own bytes."""
     layout = plan.files[number].layout
     path = f"{root}/{plan.files[number].path}{PARTIAL}"
     if not all(_covers(spans, offset, offset + n) for runs in layout.places.values() for offset, n in runs):
@@ -446,7 +446,7 @@ def _spans(good: Iterable[Range]) -> Spans:
 
 
 def _covers(spans: Spans, begin: int, end: int) -> bool:
-    """Tell whether one of some spans holds a range.
+    """Return whether one of some spans holds a range.
 
     >>> [_covers([(0, 4), (6, 9)], *some) for some in ((0, 4), (3, 7), (6, 6), (9, 10))]
     [True, False, True, False]

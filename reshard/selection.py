@@ -310,7 +310,7 @@ def _matched(every: Iterable[str], patterns: Iterable[str], option: str, faults:
 
 
 def _may_be_asked_for(name: str, wishes: Selection, states: Collection[str]) -> bool:
-    """Tell whether a tensor that the source does not have would be taken if it did."""
+    """Return whether a tensor that the source does not have would be taken if it did."""
     globs = [[_COUNTED.sub(r"\g<glob>", pattern) for pattern in some] for some in (wishes.include, wishes.exclude)]
     included = not wishes.include or matches(name, globs[0])
     return included and not matches(name, globs[1]) and not (wishes.weights_only and name in states)
@@ -401,7 +401,7 @@ def _splits(name: str) -> Iterator[tuple[str, str]]:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Tell whether any pattern is a name, or a glob that matches it.
+    """Return whether any pattern is a name, or a glob that matches it.
 
     >>> matches("layers.3.w", ["layers.*"])
     True

@@ -59,7 +59,7 @@ def refuse_inputs(
 
 
 def is_within(path: AnyName, directory: AnyName) -> bool:
-    """Tell whether a path is a directory or below it, by whatever spelling, and wherever links lead."""
+    """Return whether a path is a directory or below it, by whatever spelling, and wherever links lead."""
     place, above = as_path(path), as_path(directory)
     if isinstance(place, RemotePath) or isinstance(above, RemotePath):
         return f"{_url_of(place)}/".startswith(f"{_url_of(above)}/")

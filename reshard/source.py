@@ -175,7 +175,7 @@ def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
 
 @reading(SourceError)
 def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
-    """Tell whether a checkpoint is of several ranks, by the names of its files; no header is read.
+    """Return whether a checkpoint is of several ranks, by the names of its files; no header is read.
 
     Raises:
         SourceError: no files, no step that every rank has.
@@ -326,7 +326,7 @@ def _one_stage(
 
 
 def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Sequence[int]) -> bool:
-    """Tell whether files are there of other stages than the one that a strategy is of.
+    """Return whether files are there of other stages than the one that a strategy is of.
 
     The file of the first stage does not say that there are others. Their ranks have other tensors; ranks that have the
     same ones mean that the strategy is another.

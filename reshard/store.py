@@ -198,7 +198,7 @@ class LocalStore:
                 done += count
 
     def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
-        """Tell whether a file has certain bytes at certain offsets; `SourceError` where it cannot be read."""
+        """Return whether a file has certain bytes at certain offsets; `SourceError` where it cannot be read."""
         with self._opened(path, os.O_RDONLY) as fd:
             try:
                 for offset, piece in pieces:

@@ -98,7 +98,7 @@ def _readings(a: Placed, b: Placed) -> list[tuple[Layout, Layout]]:
 
 @lru_cache(maxsize=4096)
 def _same_blocks(a: Layout, b: Layout) -> bool:
-    """Tell whether two layouts of equally many dimensions give each rank the same block of any tensor."""
+    """Return whether two layouts of equally many dimensions give each rank the same block of any tensor."""
     if a.devices != b.devices:
         return False
     try:

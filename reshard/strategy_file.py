@@ -91,7 +91,7 @@ def read_strategy(path: str | os.PathLike[str] | RemotePath) -> Strategy:
 
 
 def _has_others_beside(path: Path, strategy: Strategy) -> bool:
-    """Tell whether a file is of one stage of several, by the strategy file of the last rank, if one is beside it."""
+    """Return whether a file is of one stage of several, by the strategy file of the last rank, if one is beside it."""
     parts = _LAST_NUMBER.fullmatch(path.name)
     if parts is None:
         return False
@@ -108,7 +108,7 @@ def _has_others_beside(path: Path, strategy: Strategy) -> bool:
 
 
 def _are_alike(a: re.Match[str], b: re.Match[str]) -> bool:
-    """Tell whether two names differ in their last numbers only, which may stand in them more than once.
+    """Return whether two names differ in their last numbers only, which may stand in them more than once.
 
     >>> names = ["s_0.ckpt", "s_7.ckpt", "rank_0_rank_0.ckpt", "rank_7_rank_7.ckpt", "run_7_s_7.ckpt"]
     >>> a, b, c, d, e = (_LAST_NUMBER.fullmatch(name) for name in names)

@@ -103,7 +103,7 @@ class SomeFiles:
     with_index: bool
 
     def has(self, name: str) -> bool:
-        """Tell whether a tensor is in one of the files that are written."""
+        """Return whether a tensor is in one of the files that are written."""
         return self.every.of[name] in self.numbers
 
     def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:  # noqa: ARG002 -- the set has its own

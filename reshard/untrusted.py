@@ -111,7 +111,7 @@ def parse_json(content: bytes, repeated: list[str]) -> Any:
 
 
 def is_text(text: str) -> bool:
-    r"""Tell whether a string can be UTF-8: JSON can have half of a surrogate pair, and nothing else can.
+    r"""Return whether a string can be UTF-8: JSON can have half of a surrogate pair, and nothing else can.
 
     >>> is_text("größe"), is_text("\ud800")
     (True, False)

@@ -28,7 +28,7 @@ from reshard.manifest import Manifest, read_manifest
 from reshard.manifest_files import check_files, sum_files
 from reshard.matching import compares_notes, match, pairs_of_ranks
 from reshard.planner import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_BAND_BYTES, THREADS
-from reshard.rank_files import RANK_PATTERN
+from reshard.rank_files import EXTENSIONS, RANK_PATTERN
 from reshard.remote import is_url
 from reshard.selection import Selection
 from reshard.source import open as open_checkpoint
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     Told = Callable[[int, int], None]
     """Gets the bytes done and the bytes to be done."""
 
-_EXTENSIONS = {".ckpt", ".safetensors"}
 _NEVER = "checksums that files carry (crc_num), and how text entries are stored"
 _BUFFERS = 4  # of a band, for each thread: as read from either side, which elements differ, and cast
 
@@ -392,7 +391,7 @@ def _against_manifest(
     checked = check_files(root, known, partial=partial, threads=threads, progress=told)
     notices = leftovers(target)
     if target.is_dir():
-        below = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.suffix in _EXTENSIONS)
+        below = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.suffix in EXTENSIONS)
         others = [path for path in below if path not in known.files]
         notices += [f"{names(others, most=3)}: not in the manifest, and not checked"] if others else []
     absent = len(known.files) - len(checked.paths)

@@ -44,7 +44,7 @@ V2 = (".zgroup", ".zarray", ".zmetadata")
 
 
 def is_store(root: AnyPath) -> bool:
-    """Tell whether a directory, or what is at a URL, is a zarr store, be it unfinished or of the older format.
+    """Return whether a directory, or what is at a URL, is a zarr store, be it unfinished or of the older format.
 
     Raises:
         SourceError: what is at the URL cannot be looked at.

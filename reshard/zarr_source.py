@@ -305,7 +305,7 @@ def _check_options(where: str, given: object) -> None:
 
 
 def _codec(codecs: object, stored: DType) -> str:
-    """Tell whether chunks are plain bytes, compressed by zstd, or something else."""
+    """Return whether chunks are plain bytes, compressed by zstd, or something else."""
     match codecs:
         case [{"name": "bytes", **rest}, *others]:
             endian = _option(rest, "endian", None)

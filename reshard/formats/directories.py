@@ -113,7 +113,7 @@ _OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|mode
 
 
 def is_of_a_set(name: str) -> bool:
-    """Tell whether a file, by its name, is a file or the index of a unified set, of whichever style.
+    """Return whether a file, by its name, is a file or the index of a unified set, of whichever style.
 
     >>> [is_of_a_set(name) for name in ("part7.safetensors", "model-00001-of-00001.safetensors", "net.safetensors")]
     [True, True, False]

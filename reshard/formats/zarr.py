@@ -333,7 +333,7 @@ def part(shape: Shape, unit: Shape, place: Shape) -> Block | None:
 
 
 def follows(unit: Shape, chunk: Shape) -> bool:
-    """Tell whether the chunks of a shard, one after the other, are the shard in row-major order.
+    """Return whether the chunks of a shard, one after the other, are the shard in row-major order.
 
     >>> follows((8, 6), (2, 6)), follows((8, 6), (8, 3)), follows((1, 8, 6), (1, 2, 6)), follows((2, 8), (2, 2))
     (True, False, True, False)

@@ -137,7 +137,7 @@ def load_parts(
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Tell whether two entries, text or parameters, are equal bit for bit."""
+    """Return whether two entries, text or parameters, are equal bit for bit."""
     if isinstance(one, str) or isinstance(other, str):
         return bool(type(one) is type(other) and one == other)
     return (one.kind, one.shape) == (other.kind, other.shape) and one.array.tobytes() == other.array.tobytes()

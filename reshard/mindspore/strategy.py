@@ -362,7 +362,7 @@ def any_layout(given: Any) -> Layout:
 
 
 def _is_complete(path: str) -> bool:
-    """Tell whether a checkpoint file is there, and whole as far as its header tells."""
+    """Return whether a checkpoint file is there, and whole as far as its header tells."""
     if not Path(path).is_file():
         return False
     try:
