@@ -14,31 +14,31 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # to import `typing` takes longer than all of this, and whoever starts the command waits for it
 
-# The homes of all names, imported on first use: `reshard.entry` takes hold of interrupts before anything slow begins.
+# The homes of all names, imported on first use: `cli.entry` takes hold of interrupts before anything slow begins.
 _HOMES = {
-    "Block": "block",
-    "Checkpoint": "checkpoint",
-    "Cipher": "cipher",
-    "HuggingFaceSet": "formats.unified",
-    "Layout": "layout",
-    "Manifest": "manifest",
-    "MindSporeSet": "formats.unified",
-    "Plan": "plan",
+    "Block": "layout.block",
+    "Checkpoint": "source.checkpoint",
+    "Cipher": "storage.cipher",
+    "HuggingFaceSet": "formats.sets",
+    "Layout": "layout.layout",
+    "make_manifest": "verify.verify",
+    "Manifest": "verify.manifest",
+    "merge_strategies": "strategy.files",
+    "MindSporeSet": "formats.sets",
+    "open": "source.open",
+    "plan": "plan.make",
+    "Plan": "plan.plan",
+    "read_manifest": "verify.manifest",
+    "read_plan": "plan.planfile",
+    "read_strategy": "strategy.files",
     "ReshardError": "errors",
-    "Selection": "selection",
-    "Strategy": "strategy",
-    "Verification": "verification",
-    "make_manifest": "verification",
+    "Selection": "plan.select",
+    "Strategy": "strategy.strategy",
+    "Verification": "verify.verify",
+    "verify": "verify.verify",
+    "write_manifest": "verify.manifest",
+    "write_strategy": "strategy.files",
     "ZarrGroup": "formats.zarr",
-    "merge_strategies": "strategy_file",
-    "open": "source",
-    "plan": "plan",
-    "read_plan": "plan_file",
-    "read_manifest": "manifest",
-    "read_strategy": "strategy_file",
-    "verify": "verification",
-    "write_manifest": "manifest",
-    "write_strategy": "strategy_file",
 }
 
 __all__ = [
@@ -68,28 +68,30 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from reshard.block import Block
-    from reshard.checkpoint import Checkpoint
-    from reshard.cipher import Cipher
     from reshard.errors import ReshardError
-    from reshard.formats.unified import HuggingFaceSet, MindSporeSet
+    from reshard.formats.sets import HuggingFaceSet, MindSporeSet
     from reshard.formats.zarr import ZarrGroup
-    from reshard.layout import Layout
-    from reshard.manifest import Manifest, read_manifest, write_manifest
-    from reshard.plan import Plan, plan
-    from reshard.plan_file import read_plan
-    from reshard.selection import Selection
-    from reshard.source import open  # noqa: A004 -- reshard.open, as zarr.open
-    from reshard.strategy import Strategy
-    from reshard.strategy_file import merge_strategies, read_strategy, write_strategy
-    from reshard.verification import Verification, make_manifest, verify
+    from reshard.layout.block import Block
+    from reshard.layout.layout import Layout
+    from reshard.plan.make import plan
+    from reshard.plan.plan import Plan
+    from reshard.plan.planfile import read_plan
+    from reshard.plan.select import Selection
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.open import open  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.storage.cipher import Cipher
+    from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
+    from reshard.strategy.strategy import Strategy
+    from reshard.verify.manifest import Manifest, read_manifest, write_manifest
+    from reshard.verify.verify import Verification, make_manifest, verify
 
 
 class _Package(type(sys)):  # type: ignore[misc]  # a module
-    """This package, in which `plan` is the function, also once the module `reshard.plan` is imported."""
+    """This package, in which `plan` and `verify` are functions, also once the shelves of these names are imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value.plan if name == "plan" and isinstance(value, type(sys)) else value)
+        if not (name in _HOMES and isinstance(value, type(sys))):
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -1,6 +1,6 @@
 """`python -m reshard`."""
 
-from reshard.entry import main
+from reshard.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 import helpers
 import numpy as np
 
+import reshard
 from reshard.dtypes import BY_NAME
-from reshard.formats import Content, by_name
+from reshard.formats import by_name
+from reshard.formats.entries import Content
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from reshard.block import Block
-    from reshard.strategy import Strategy
+    from reshard.layout.block import Block
+    from reshard.strategy.strategy import Strategy
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -121,3 +123,7 @@ def tree(root: Path) -> dict[str, bytes]:
     """Every file below a directory, by its path."""
     files = [path for path in sorted(root.rglob("*")) if path.is_file() and ".reshard" not in path.parts]
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def strategy_of(case: Path, side: dict) -> reshard.Strategy | None:
+    return reshard.read_strategy(case / side["strategy_file"]) if side["strategy_file"] else None

@@ -12,7 +12,7 @@ import helpers
 import pytest
 from click.testing import CliRunner, Result
 
-from reshard.cli import cli
+from reshard.cli.main import cli
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,9 @@ import pytest
 from checkpoints import numbers, write_ranks
 
 import reshard
-from reshard import Layout, Strategy, graph, planner
+from reshard import Layout, Strategy
+from reshard.plan import build as planner
+from reshard.run import graph
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,15 +9,15 @@ import numpy as np
 
 from reshard.dtypes import STR, by_name
 from reshard.errors import UsageError
-from reshard.formats import Content, FileLayout
-from reshard.proto import message_class
+from reshard.formats.entries import Content, FileLayout
+from reshard.strategy.proto import message_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from reshard import formats
-    from reshard.checkpoint import Entry, FileIndex
+    from reshard.formats.entries import Entry, FileIndex
 
 Held = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Tensors as (dtype name, shape, bytes)."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from reshard.proto import message_class  # the message description alone; the bytes are parsed by protobuf
+from reshard.strategy.proto import message_class  # the message description alone; the bytes are parsed by protobuf
 
 DATA = Path(__file__).parent / "data"
 ARCHIVES = sorted(DATA.glob("*.tar.xz"))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from reshard import Layout, Strategy, write_strategy
 from reshard.dtypes import BFLOAT16
-from reshard.formats import Content, FileLayout, by_name
+from reshard.formats import by_name
+from reshard.formats.entries import Content, FileLayout
 
 if TYPE_CHECKING:
     from pathlib import Path

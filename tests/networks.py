@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import helpers
 
-from reshard import operators
-from reshard.layout import Layout, foldings
-from reshard.strategy_file import read_strategy
+from reshard.layout.layout import Layout, foldings
+from reshard.strategy import operators
+from reshard.strategy.files import read_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from reshard.operators import OperatorStrategy
-    from reshard.strategy import Strategy
+    from reshard.strategy.operators import OperatorStrategy
+    from reshard.strategy.strategy import Strategy
 
 Shape = tuple[int, ...]
 

@@ -14,7 +14,8 @@ from checkpoints import numbers, tree
 from fsspec.implementations.memory import MemoryFileSystem
 
 from reshard import Layout, Strategy
-from reshard.journal import DIRECTORY
+from reshard.plan import partition
+from reshard.run.journal import DIRECTORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,7 +115,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
 @pytest.fixture
 def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams in groups of one, so that a run has several groups."""
-    monkeypatch.setattr("reshard.ownership.STREAMS_AT_ONCE", 1)
+    monkeypatch.setattr(partition, "STREAMS_AT_ONCE", 1)
 
 
 def put(local: Path, url: str) -> str:

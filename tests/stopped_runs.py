@@ -9,15 +9,17 @@ from checkpoints import numbers, write_ranks
 from click.testing import CliRunner, Result
 
 import reshard
-from reshard import Layout, Strategy, planner, resume
-from reshard.cli import cli
-from reshard.store import LocalStore
+from reshard import Layout, Strategy
+from reshard.cli.main import cli
+from reshard.plan import build as planner
+from reshard.run import session as resume
+from reshard.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reshard.plan import Plan
+    from reshard.plan.plan import Plan
 
 FULL = numbers({"w": (48, 16), "b": (24,), "c": (12, 8)})
 SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1]), "c": Layout.of([4], [-1, 0])})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from reshard.proto import message_class
+from reshard.strategy.proto import message_class
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.strategy import Strategy
+    from reshard.strategy.strategy import Strategy
 
 
 def message() -> Any:

@@ -22,10 +22,11 @@ from checkpoints import assert_rank_files, blocks, numbers, tree, write_file, wr
 from commands import call, done
 
 import reshard
-from reshard import Layout, Strategy, ZarrGroup, planner
-from reshard.block import Block
+from reshard import Layout, Strategy, ZarrGroup
 from reshard.dtypes import BY_NAME
-from reshard.store import PARTIAL, LocalStore
+from reshard.layout.block import Block
+from reshard.plan import build as planner
+from reshard.storage.local import PARTIAL, LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -36,236 +37,240 @@ README = " ".join((HERE.parent / "README.md").read_text().split())
 PROMISES = {
     # --- the first lines, and "What it does" ---
     "cuts and joins those blocks anew for N devices, any M and N": [
-        "test_run.py::test_any_model_goes_there_and_back",
-        "test_run.py::test_64_ranks_to_56",
+        "run/test_run.py::test_any_model_goes_there_and_back",
+        "run/test_run.py::test_64_ranks_to_56",
         "fuzz/test_fuzz_differential.py::test_fuzz_differential",
         "fuzz/test_fuzz_chains.py::test_fuzz_chains",
     ],
     "from the files alone: no framework, no accelerator": ["test_promises.py::test_no_framework_is_needed"],
     "each byte read once and written once": [
         "test_promises.py::test_each_byte_is_read_once_and_written_once",
-        "test_bands.py::test_any_grid_becomes_any_other",
-        "test_remote.py::test_only_ranges_are_read_each_once",
+        "plan/test_bands.py::test_any_grid_becomes_any_other",
+        "storage/test_remote.py::test_only_ranges_are_read_each_once",
     ],
     "no tensor ever whole in memory": [
         "test_promises.py::test_nothing_is_held_that_is_larger_than_a_band",
-        "test_run.py::test_one_tensor_of_16_gb_within_512_mb",
-        "test_memory.py::test_the_peak_does_not_grow_with_the_bytes",
+        "run/test_run.py::test_one_tensor_of_16_gb_within_512_mb",
+        "run/test_memory.py::test_the_peak_does_not_grow_with_the_bytes",
     ],
     "(8 ranks become 4, with optimizer parallel; every byte is checked)": [
-        "test_demo.py::test_a_changed_byte_is_found_wherever_it_is",
-        "test_cli_demo.py::test_demo_exits_3_when_a_byte_is_wrong",
+        "cli/test_demo.py::test_a_changed_byte_is_found_wherever_it_is",
+        "cli/test_cli_demo.py::test_demo_exits_3_when_a_byte_is_wrong",
     ],
     "multiples or not, tensor, optimizer and pipeline parallel on either side, nested layouts, another device matrix": [
-        "test_plan.py::test_every_rank_gets_its_blocks_and_no_others",
-        "test_mindspore_cases.py::test_every_recorded_case_converts_to_slices_and_back",
+        "plan/test_plan.py::test_every_rank_gets_its_blocks_and_no_others",
+        "mindspore/test_mindspore_cases.py::test_every_recorded_case_converts_to_slices_and_back",
         "fuzz/test_fuzz_differential.py::test_fuzz_differential",
     ],
     "MindSpore `.ckpt` and safetensors, from either to either; zarr v3 stores; unified sets": [
-        "test_formats_byte_for_byte.py::test_ckpt_files_come_out_byte_for_byte_as_mindspore_wrote_them",
-        "test_formats_byte_for_byte.py::test_safetensors_are_written_byte_for_byte_as_the_library_does",
-        "test_zarr_foreign.py::test_stores_that_zarr_wrote",
-        "test_unified.py::test_mindspores_sets_are_read_and_ours_have_its_names",
+        "formats/test_formats_byte_for_byte.py::test_ckpt_files_come_out_byte_for_byte_as_mindspore_wrote_them",
+        "formats/test_formats_byte_for_byte.py::test_safetensors_are_written_byte_for_byte_as_the_library_does",
+        "formats/test_zarr_foreign.py::test_stores_that_zarr_wrote",
+        "formats/test_unified.py::test_mindspores_sets_are_read_and_ours_have_its_names",
         "fuzz/test_fuzz_chains.py::test_fuzz_chains",
     ],
     "all of both formats, bfloat16, float8 and `Int4` included, moved as bits": [
-        "test_run.py::test_every_width_moves_as_bits",
+        "run/test_run.py::test_every_width_moves_as_bits",
         "test_promises.py::test_every_dtype_of_a_format_moves_bit_for_bit",
-        "test_zarr.py::test_every_dtype_survives",
+        "formats/test_zarr.py::test_every_dtype_survives",
     ],
     "bytes to read and write, files, memory; what is dropped or missing, and an error where that is a weight": [
-        "test_report.py::test_it_counts_what_was_written",
-        "test_memory.py::test_the_peak_is_what_was_predicted_or_less",
-        "test_plan.py::test_not_in_the_target_a_weight_is_an_error_unless_a_pattern_covers_it",
-        "test_plan.py::test_not_in_the_source_likewise",
-        "test_cli.py::test_a_dry_run_refuses_what_a_run_does",
+        "view/test_report.py::test_it_counts_what_was_written",
+        "run/test_memory.py::test_the_peak_is_what_was_predicted_or_less",
+        "plan/test_plan.py::test_not_in_the_target_a_weight_is_an_error_unless_a_pattern_covers_it",
+        "plan/test_plan.py::test_not_in_the_source_likewise",
+        "cli/test_cli.py::test_a_dry_run_refuses_what_a_run_does",
     ],
     "one dask graph of few fat tasks, on threads or on a dask cluster, with the same bytes": [
-        "test_plan.py::test_tasks_are_few_and_fat",
-        "test_run.py::test_the_bytes_are_the_same_on_every_scheduler",
-        "test_cli.py::test_how_it_runs_does_not_change_a_byte",
-        "test_cluster.py::test_a_collection_computed_on_a_cluster",
-        "test_ownership.py::test_any_model",
+        "plan/test_plan.py::test_tasks_are_few_and_fat",
+        "run/test_run.py::test_the_bytes_are_the_same_on_every_scheduler",
+        "cli/test_cli.py::test_how_it_runs_does_not_change_a_byte",
+        "run/test_cluster.py::test_a_collection_computed_on_a_cluster",
+        "plan/test_ownership.py::test_any_model",
     ],
     "nothing half-written under a final name": [
         "test_promises.py::test_stopped_at_any_write_nothing_half_written_has_a_final_name",
-        "test_remote_journal.py::test_a_run_that_fails_at_any_write_is_gone_on_with",
+        "run/test_remote_journal.py::test_a_run_that_fails_at_any_write_is_gone_on_with",
         "faults/test_faults.py::test_faults",
     ],
     "what is stopped, by whatever, goes on where it was": [
         "test_promises.py::test_stopped_at_any_write_nothing_half_written_has_a_final_name",
-        "test_resume.py::test_only_what_is_not_there_is_written_again",
-        "test_zarr_unfinished.py::test_a_run_goes_on_where_one_was_killed",
+        "run/test_resume.py::test_only_what_is_not_there_is_written_again",
+        "formats/test_zarr_unfinished.py::test_a_run_goes_on_where_one_was_killed",
         "faults/test_faults.py::test_faults",
         "faults/test_faults.py::test_small_disks",
     ],
     "a report with checksums and measured memory": [
-        "test_report.py::test_memory_is_measured",
-        "test_resume.py::test_checksums_are_of_what_is_there",
+        "view/test_report.py::test_memory_is_measured",
+        "run/test_resume.py::test_checksums_are_of_what_is_there",
     ],
     "`verify`: every bit against the source, whatever the two layouts": [
-        "test_verify.py::test_one_flipped_bit_is_found_where_it_is",
+        "verify/test_verify.py::test_one_flipped_bit_is_found_where_it_is",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
     "every tensor a lazy dask array of its real dtype, one chunk a source shard, from headers only": [
-        "test_arrays.py::test_chunks_are_the_source_shards",
-        "test_arrays.py::test_every_dtype_comes_back_from_a_file",
-        "test_source.py::test_contents_are_not_read",
+        "view/test_arrays.py::test_chunks_are_the_source_shards",
+        "view/test_arrays.py::test_every_dtype_comes_back_from_a_file",
+        "source/test_source.py::test_contents_are_not_read",
     ],
     "missing ranks, headers that contradict the strategy, mixed steps, tensors that are split but not listed, or listed"
     " but whole": [
-        "test_source.py::test_a_missing_rank_is_refused_though_replicas_have_all_it_held",
-        "test_source.py::test_all_faults_at_once",
-        "test_source.py::test_ranks_without_a_step_in_common",
-        "test_source.py::test_global_steps_must_agree",
-        "test_source.py::test_a_frozen_weight_that_is_split_but_not_listed_is_refused",
-        "test_source.py::test_listed_tensors_that_every_rank_holds_whole_are_refused",
+        "source/test_source.py::test_a_missing_rank_is_refused_though_replicas_have_all_it_held",
+        "source/test_source.py::test_all_faults_at_once",
+        "source/test_source.py::test_ranks_without_a_step_in_common",
+        "source/test_source.py::test_global_steps_must_agree",
+        "source/test_source.py::test_a_frozen_weight_that_is_split_but_not_listed_is_refused",
+        "source/test_source.py::test_listed_tensors_that_every_rank_holds_whole_are_refused",
         "test_promises.py::test_what_is_refused_is_refused_by_every_command",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
-    "ours give the same tensors, dtypes, shapes and bytes in 425": ["test_ms_recorded.py::test_transform_checkpoints"],
+    "ours give the same tensors, dtypes, shapes and bytes in 425": [
+        "mindspore/test_ms_recorded.py::test_transform_checkpoints"
+    ],
     # --- "How to" ---
-    "A MindSpore conversion script changes one import": ["test_tutorials.py::test_a_directory_at_once"],
+    "A MindSpore conversion script changes one import": ["mindspore/test_tutorials.py::test_a_directory_at_once"],
     "what is written and still has its checksum stays, and over a finished target nothing is left to do": [
-        "test_resume.py::test_what_is_verified_is_not_written_again",
-        "test_existing_targets.py::test_over_a_finished_target_nothing_is_left_to_do",
+        "run/test_resume.py::test_what_is_verified_is_not_written_again",
+        "run/test_existing_targets.py::test_over_a_finished_target_nothing_is_left_to_do",
     ],
     "A source or a plan that changed meanwhile is refused; `--restart` begins anew": [
-        "test_changed_sources.py::test_a_source_that_changes_during_the_run",
-        "test_changed_sources.py::test_a_source_with_another_header_is_another",
-        "test_existing_targets.py::test_a_changed_plan_is_refused",
-        "test_existing_targets.py::test_a_restart_that_is_stopped_may_be_typed_again",
+        "run/test_changed_sources.py::test_a_source_that_changes_during_the_run",
+        "run/test_changed_sources.py::test_a_source_with_another_header_is_another",
+        "run/test_existing_targets.py::test_a_changed_plan_is_refused",
+        "run/test_existing_targets.py::test_a_restart_that_is_stopped_may_be_typed_again",
     ],
     "Other ranks may be written into the same directory at the same time": [
         "test_promises.py::test_processes_write_other_ranks_into_one_directory_at_the_same_time",
-        "test_existing_targets.py::test_other_ranks_may_be_written_into_the_same_target",
-        "test_locks.py::test_two_runs_of_one_process",
+        "run/test_existing_targets.py::test_other_ranks_may_be_written_into_the_same_target",
+        "run/test_locks.py::test_two_runs_of_one_process",
     ],
     "`.reshard` there holds a journal and a lock for each file": [
         "test_promises.py::test_processes_that_write_the_same_files_are_kept_apart",
-        "test_locks.py::test_locks_of_another_process",
-        "test_journal_hostile.py",
+        "run/test_locks.py::test_locks_of_another_process",
+        "run/test_journal_hostile.py",
     ],
     "only finished files stay then, and none that the machine may have lost because it was started again": [
-        "test_resume.py::test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut",
+        "run/test_resume.py::test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut",
     ],
     "every bit of it against the source, whatever the two layouts and formats, and replicas against each other": [
-        "test_verify.py::test_a_replica_that_differs",
-        "test_verify.py::test_a_replica_in_the_source_that_no_conversion_reads",
+        "verify/test_verify.py::test_a_replica_that_differs",
+        "verify/test_verify.py::test_a_replica_in_the_source_that_no_conversion_reads",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
     "What differs is named by tensor, rank, file and index": [
-        "test_cli_verify.py::test_a_difference_is_told_on_one_screen",
-        "test_verify.py::test_one_flipped_bit_is_found_where_it_is",
+        "cli/test_cli_verify.py::test_a_difference_is_told_on_one_screen",
+        "verify/test_verify.py::test_one_flipped_bit_is_found_where_it_is",
     ],
-    "compares random rows": ["test_verify.py::test_a_sample_reads_less_and_is_the_same_again"],
+    "compares random rows": ["verify/test_verify.py::test_a_sample_reads_less_and_is_the_same_again"],
     "makes the manifest from the checksums of the run, without reading anything again": [
-        "test_run_manifest.py::test_it_is_that_of_the_files_and_nothing_is_read",
-        "test_run_manifest.py::test_of_any_model",
+        "verify/test_run_manifest.py::test_it_is_that_of_the_files_and_nothing_is_read",
+        "verify/test_run_manifest.py::test_of_any_model",
     ],
     "and later, or where the files went, checksums from a manifest": [
-        "test_manifest.py::test_any_flipped_bit_of_a_file_is_found",
+        "verify/test_manifest.py::test_any_flipped_bit_of_a_file_is_found",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
     "A set, its index last, is written in streams, however large its files are": [
-        "test_unified.py::test_the_index_gets_its_name_last",
-        "test_unified.py::test_a_file_larger_than_all_buffers_is_written_in_bands",
-        "test_two_steps.py::test_a_set_that_is_replaced_is_without_its_index_until_all_is_new",
+        "formats/test_unified.py::test_the_index_gets_its_name_last",
+        "formats/test_unified.py::test_a_file_larger_than_all_buffers_is_written_in_bands",
+        "run/test_two_steps.py::test_a_set_that_is_replaced_is_without_its_index_until_all_is_new",
     ],
     "the plan is a small JSON file without weights, and does what was shown or nothing": [
-        "test_plan_file.py::test_it_holds_nothing_of_the_weights",
-        "test_plan_file.py::test_a_plan_of_many_tensors_is_small",
-        "test_plan_file.py::test_any_change_is_refused_or_harmless",
-        "test_cli_plan.py::test_what_is_planned_is_what_transform_does",
+        "plan/test_plan_file.py::test_it_holds_nothing_of_the_weights",
+        "plan/test_plan_file.py::test_a_plan_of_many_tensors_is_small",
+        "plan/test_plan_file.py::test_any_change_is_refused_or_harmless",
+        "cli/test_cli_plan.py::test_what_is_planned_is_what_transform_does",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
     "by size, by all that their headers say and by some pages of their contents, not by time": [
-        "test_plan_file.py::test_a_file_of_another_size",
-        "test_plan_file.py::test_a_file_with_another_header",
-        "test_plan_file.py::test_a_file_of_another_step",
-        "test_plan_file.py::test_times_do_not_count",
+        "plan/test_plan_file.py::test_a_file_of_another_size",
+        "plan/test_plan_file.py::test_a_file_with_another_header",
+        "plan/test_plan_file.py::test_a_file_of_another_step",
+        "plan/test_plan_file.py::test_times_do_not_count",
     ],
     "which also takes the key of encrypted files; a plan file never holds it": [
-        "test_plan_file.py::test_an_encrypted_source_needs_its_key_again",
+        "plan/test_plan_file.py::test_an_encrypted_source_needs_its_key_again",
         "test_promises.py::test_the_key_of_encrypted_files_is_in_no_file_that_is_written",
     ],
     "a model of 19 GB goes through 71 MB, under a cap of 512 MiB": [
-        "test_zarr_memory.py::test_a_model_forty_times_the_memory",
+        "formats/test_zarr_memory.py::test_a_model_forty_times_the_memory",
     ],
     "bfloat16 and float8 are kept as integers with the dtype's name in the attributes": [
-        "test_zarr.py::test_every_dtype_survives",
+        "formats/test_zarr.py::test_every_dtype_survives",
     ],
     "Chunks follow the source's blocks, or a size; compressed ones are 4 MiB at most": [
-        "test_zarr.py::test_chunks_are_the_source_blocks",
+        "formats/test_zarr.py::test_chunks_are_the_source_blocks",
         "test_promises.py::test_compressed_chunks_are_4_mib_at_most",
     ],
     "each chunk or shard is one streamed object, and the group's `zarr.json` comes last, so that an unfinished store"
     " has no group": [
-        "test_zarr_unfinished.py::test_the_group_is_there_when_all_is",
-        "test_zarr_unfinished.py::test_a_store_that_is_written_anew_has_no_group_meanwhile",
-        "test_zarr_remote.py::test_a_failure_leaves_nothing_that_is_taken_for_a_store",
+        "formats/test_zarr_unfinished.py::test_the_group_is_there_when_all_is",
+        "formats/test_zarr_unfinished.py::test_a_store_that_is_written_anew_has_no_group_meanwhile",
+        "formats/test_zarr_remote.py::test_a_failure_leaves_nothing_that_is_taken_for_a_store",
         "test_promises.py::test_stopped_at_any_write_a_store_has_no_group",
     ],
     "goes on from a finished store when it is typed again, even where the source is gone meanwhile": [
-        "test_zarr_cli.py::test_via_zarr_and_again_without_the_source",
+        "formats/test_zarr_cli.py::test_via_zarr_and_again_without_the_source",
     ],
     "(a finished zarr store is refused without `--overwrite`)": [
         "test_promises.py::test_exit_codes_are_those_of_the_readme",
-        "test_resume.py::test_a_store_at_a_url_that_is_finished_is_in_the_way",
+        "run/test_resume.py::test_a_store_at_a_url_that_is_finished_is_in_the_way",
     ],
     "patterns are globs of source names, and with `@COUNT` must match so many": [
-        "test_selection.py::test_a_pattern_may_say_how_many_it_matches",
+        "plan/test_selection.py::test_a_pattern_may_say_how_many_it_matches",
     ],
     "the names of optimizer states follow those of their weights": [
-        "test_selection.py::test_optimizer_states_follow_their_weights",
+        "plan/test_selection.py::test_optimizer_states_follow_their_weights",
     ],
     "a map applies at once, so that names may be swapped": [
-        "test_selection.py::test_maps_apply_at_once_so_that_a_swap_is_legal",
-        "test_selection.py::test_any_permutation_is_a_map_and_back",
+        "plan/test_selection.py::test_maps_apply_at_once_so_that_a_swap_is_legal",
+        "plan/test_selection.py::test_any_permutation_is_a_map_and_back",
     ],
     "Another format, file by file, for which no strategy is needed": [
-        "test_cli_convert.py::test_convert_there_and_back",
+        "cli/test_cli_convert.py::test_convert_there_and_back",
     ],
     "every block once, on one of the ranks that share it": [
-        "test_redundancy.py::test_every_block_is_stored_once_in_each_stage_by_a_rank_that_holds_it",
-        "test_run.py::test_replicas_stored_once",
+        "layout/test_redundancy.py::test_every_block_is_stored_once_in_each_stage_by_a_rank_that_holds_it",
+        "run/test_run.py::test_replicas_stored_once",
     ],
-    "MindSpore's own conditions for optimizer parallel": ["test_rules.py::test_every_compiled_file_block_for_block"],
-    "low-precision means are accumulated in float32": ["test_arrays.py::test_a_million_ones"],
-    "the plan and receipts travel, no tensor does": ["test_cluster.py::test_only_receipts_and_the_plan_travel"],
+    "MindSpore's own conditions for optimizer parallel": [
+        "strategy/test_rules.py::test_every_compiled_file_block_for_block"
+    ],
+    "low-precision means are accumulated in float32": ["view/test_arrays.py::test_a_million_ones"],
+    "the plan and receipts travel, no tensor does": ["run/test_cluster.py::test_only_receipts_and_the_plan_travel"],
     "a lost worker's tasks run again elsewhere, with the same bytes": [
-        "test_cluster.py::test_a_worker_is_killed_in_the_middle",
+        "run/test_cluster.py::test_a_worker_is_killed_in_the_middle",
         "faults/test_faults.py::test_a_worker_is_killed",
     ],
     "only ranges that are needed are read, and files are written as streams": [
-        "test_remote.py::test_only_ranges_are_read_each_once",
-        "test_remote.py::test_a_large_file_is_sent_in_parts",
-        "test_ownership.py::test_files_are_written_from_first_byte_to_last",
+        "storage/test_remote.py::test_only_ranges_are_read_each_once",
+        "storage/test_remote.py::test_a_large_file_is_sent_in_parts",
+        "plan/test_ownership.py::test_files_are_written_from_first_byte_to_last",
     ],
     "On an object store a file has its name as soon as it is complete, the index of a set last": [
-        "test_remote_journal.py::test_the_index_of_a_set_is_there_when_all_is",
-        "test_remote.py::test_a_failure_leaves_nothing_unfinished",
+        "run/test_remote_journal.py::test_the_index_of_a_set_is_there_when_all_is",
+        "storage/test_remote.py::test_a_failure_leaves_nothing_unfinished",
     ],
     "What is finished stays when a run is stopped or fails": [
-        "test_remote_journal.py::test_finished_files_are_not_written_again",
+        "run/test_remote_journal.py::test_finished_files_are_not_written_again",
     ],
-    "a weight that the target strategy does not name": ["test_cli.py::test_a_weight_is_dropped_only_when_told_to"],
-    "one that the source lacks": ["test_cli.py::test_a_weight_is_missing_only_when_told_to"],
+    "a weight that the target strategy does not name": ["cli/test_cli.py::test_a_weight_is_dropped_only_when_told_to"],
+    "one that the source lacks": ["cli/test_cli.py::test_a_weight_is_missing_only_when_told_to"],
     "Optimizer states are dropped or missing without that, and reported": [
-        "test_plan.py::test_not_in_the_target_an_optimizer_state_is_dropped_and_reported",
+        "plan/test_plan.py::test_not_in_the_target_an_optimizer_state_is_dropped_and_reported",
     ],
     "several checkpoints in the rank directories": [
-        "test_source.py::test_a_restarted_run_beside_the_first_must_be_chosen",
-        "test_source.py::test_both_formats_of_one_checkpoint_must_be_chosen_between",
+        "source/test_source.py::test_a_restarted_run_beside_the_first_must_be_chosen",
+        "source/test_source.py::test_both_formats_of_one_checkpoint_must_be_chosen_between",
     ],
     "ranks that are not there, where their replicas are or only others' blocks are wanted: `--partial`": [
-        "test_source.py::test_some_ranks_may_be_enough_for_some",
+        "source/test_source.py::test_some_ranks_may_be_enough_for_some",
     ],
     "0 done, 1 failure, 2 usage, 3 checkpoints or strategies differ, 4 source or strategy incomplete or corrupt, 5"
     " memory or disk, 6 target exists, 130 interrupted, 143 terminated": [
         "test_promises.py::test_exit_codes_are_those_of_the_readme",
-        "test_cli_processes.py::test_a_stopped_run_leaves_no_unfinished_file_and_can_be_typed_again",
-        "test_cli_errors.py::test_a_full_disk_is_5",
+        "cli/test_cli_processes.py::test_a_stopped_run_leaves_no_unfinished_file_and_can_be_typed_again",
+        "cli/test_cli_errors.py::test_a_full_disk_is_5",
     ],
 }
 
@@ -355,7 +360,7 @@ class Refusing:
             raise AssertionError(f"{name} is imported")
 sys.meta_path.insert(0, Refusing())
 import reshard.mindspore
-from reshard.cli import cli
+from reshard.cli.main import cli
 for line in sys.argv[1:]:
     cli.main(line.split(), standalone_mode=False)
 """
@@ -524,15 +529,15 @@ def start(folder: Path, out: str, *more: str) -> subprocess.Popen[str]:
     """Begin the command in a process of its own, with writes that take their time."""
     code = """
 import sys, time
-from reshard import planner
-from reshard.store import LocalStore
+from reshard.plan import build as planner
+from reshard.storage.local import LocalStore
 planner.BAND_BYTES, planner.TASK_BYTES = 128, 512
 original = LocalStore.write_at
 def write_at(store, path, offset, buffer):
     time.sleep(0.001)
     original(store, path, offset, buffer)
 LocalStore.write_at = write_at
-from reshard.cli import main
+from reshard.cli.main import main
 main(sys.argv[1:])
 """
     command = [sys.executable, "-c", code, *words(folder, out, *more)]

@@ -11,8 +11,9 @@ from checkpoints import Array, numbers, write_ranks
 from click.testing import CliRunner
 
 import reshard
-from reshard import Layout, Strategy, ZarrGroup, planner
-from reshard.cli import cli
+from reshard import Layout, Strategy, ZarrGroup
+from reshard.cli.main import cli
+from reshard.plan import build as planner
 
 if TYPE_CHECKING:
     from pathlib import Path

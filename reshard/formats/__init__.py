@@ -11,97 +11,19 @@ be written:
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, UsageError
-from reshard.remote import is_url
-from reshard.remote_store import store_at
+from reshard.formats.entries import RangeReader
+from reshard.storage.remote import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from reshard.block import Shape
-    from reshard.checkpoint import FileIndex, Runs
-    from reshard.dtypes import DType
-    from reshard.store import Readable
+    from reshard.formats.entries import FileIndex, Format
+    from reshard.storage.local import Readable
 
 
 _REMOTE_HEADER = 1 << 20
 _REMOTE_WINDOW = 16 << 10  # a .ckpt file has no index: each large tensor is a request, whose answer should be short
-
-
-class Content(NamedTuple):
-    """A tensor to be written into one file: its name, dtype and the shape of the part; `text` for a `str` entry."""
-
-    name: str
-    dtype: DType
-    shape: Shape
-    text: str | None = None
-
-
-class FileLayout(NamedTuple):
-    """Where everything of a file to be written goes.
-
-    Attributes:
-        size: of the whole file, in bytes.
-        literals: the bytes that are not tensor contents, with their offsets.
-        places: for each tensor, the byte ranges of its contents; none for a `str` entry, which is in the literals.
-    """
-
-    size: int
-    literals: tuple[tuple[int, bytes], ...]
-    places: Mapping[str, Runs]
-
-
-class RangeReader:
-    """Reads pieces of one file, for indexing it; keeps the last piece, because headers lie close together."""
-
-    def __init__(self, path: str, *, store: Readable | None = None, window: int = 4096) -> None:
-        self.path = path
-        self._store = store or store_at(path)
-        self.size = self._store.size(path)
-        self._window = window
-        self._start = 0
-        self._held = b""
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Return `nbytes` bytes from `offset`.
-
-        Raises:
-            SourceError: the file ends before.
-        """
-        begin = offset - self._start
-        if begin >= 0 and begin + nbytes <= len(self._held):
-            return self._held[begin : begin + nbytes]
-        if nbytes < 0 or offset + nbytes > self.size:
-            raise SourceError(
-                f"{self.path}: bytes {offset} to {offset + nbytes} are expected; the file ends at {self.size} "
-                "(cut short?)"
-            )
-        buffer = bytearray(min(max(nbytes, self._window), self.size - offset))
-        self._store.read_into(self.path, offset, memoryview(buffer))
-        self._start, self._held = offset, bytes(buffer)
-        return self._held[:nbytes]
-
-    def upto(self, offset: int, nbytes: int) -> bytes:
-        """Return at most `nbytes` bytes from `offset`, fewer where the file ends."""
-        return self.read(offset, max(0, min(nbytes, self.size - offset)))
-
-
-class Format(Protocol):
-    """What the module of a format offers."""
-
-    NAME: str
-    EXTENSION: str
-
-    def recognizes(self, start: bytes, size: int) -> bool:
-        """Tell a file of this format by its first bytes and its size."""
-
-    def index(self, reader: RangeReader) -> FileIndex:
-        """Return what a file holds; raise `SourceError` where it is not sound."""
-
-    def lay_out(self, contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLayout:
-        """Return where the contents of a file to be written go, and all its other bytes."""
 
 
 def formats() -> tuple[Format, ...]:

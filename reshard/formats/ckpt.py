@@ -17,20 +17,18 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from reshard.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
-from reshard.checkpoint import Entry, FileIndex
-from reshard.cipher import MAGICS
 from reshard.dtypes import BY_MINDSPORE, STR
 from reshard.errors import SourceError, UsageError
-from reshard.formats import FileLayout
+from reshard.formats.entries import Entry, FileIndex, FileLayout
+from reshard.layout.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
+from reshard.storage.cipher import MAGICS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.block import Shape
-    from reshard.checkpoint import Runs
     from reshard.dtypes import DType
-    from reshard.formats import Content, RangeReader
+    from reshard.formats.entries import Content, RangeReader, Runs
+    from reshard.layout.block import Shape
 
 NAME = "ckpt"
 EXTENSION = ".ckpt"

@@ -5,7 +5,7 @@ of another program's blocks, would pass for whole tensors or for rank files. Wha
 any header is read: names that no other files have, and the first bytes of files that other programs use too. (Blocks of
 PyTorch's safetensors also say in their header that they are some.)
 
-None of these formats is read from here: a unified set is with its index (`unified`), the others are not yet. Whoever
+None of these formats is read from here: a unified set is with its index (`sets`), the others are not yet. Whoever
 reads one takes it out of this list.
 
 Sources: PyTorch 2.13 `distributed/checkpoint` (`filesystem.py`, `hf_storage.py`), hyper-parallel
@@ -23,13 +23,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.formats import RangeReader
-from reshard.formats.unified import SET_FILES, SET_INDEXES, files_beside
+from reshard.formats.entries import RangeReader
+from reshard.formats.sets import SET_FILES, SET_INDEXES, files_beside
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from reshard.remote import RemotePath
+    from reshard.storage.remote import RemotePath
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """In the notes of a safetensors file: where its blocks lie in their tensors, as PyTorch writes it."""

@@ -16,20 +16,18 @@ from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from reshard.block import LONGEST_NAME, is_possible, shape_text
-from reshard.checkpoint import Entry, FileIndex
 from reshard.dtypes import BY_SAFETENSORS, INT4, SAFETENSORS_ORDER, STR
 from reshard.errors import Faults, SourceError, UsageError
-from reshard.formats import FileLayout
-from reshard.untrusted import is_text, parse_json
+from reshard.formats.entries import Entry, FileIndex, FileLayout
+from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
+from reshard.storage.untrusted import is_text, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.block import Shape
-    from reshard.checkpoint import Runs
     from reshard.dtypes import DType
-    from reshard.formats import Content, RangeReader
+    from reshard.formats.entries import Content, RangeReader, Runs
+    from reshard.layout.block import Shape
 
 NAME = "safetensors"
 EXTENSION = ".safetensors"

@@ -26,19 +26,19 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.block import Block
-from reshard.checksum import crc32c
 from reshard.dtypes import INT4
 from reshard.errors import UsageError
-from reshard.formats import FileLayout
-from reshard.target_files import Volumes
+from reshard.formats.entries import FileLayout
+from reshard.formats.target_files import Volumes
+from reshard.layout.block import Block
+from reshard.storage.crc32c import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.block import Shape
     from reshard.dtypes import DType
-    from reshard.target_files import Stored
+    from reshard.formats.target_files import Stored
+    from reshard.layout.block import Shape
 
 NAME = "zarr"
 

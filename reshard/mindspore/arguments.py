@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError, StrategyError, UsageError
 from reshard.mindspore.strategy import any_layout, layout_of
-from reshard.small_file import refuse_inputs
-from reshard.strategy import MERGED_NAME, Strategy
-from reshard.strategy_file import read_strategy, strategy_files
+from reshard.storage.small import refuse_inputs
+from reshard.strategy.files import read_strategy, strategy_files
+from reshard.strategy.strategy import MERGED_NAME, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.block import Shape
-    from reshard.layout import Layout
-    from reshard.plan import Plan
+    from reshard.layout.block import Shape
+    from reshard.layout.layout import Layout
+    from reshard.plan.plan import Plan
 
 PathLike = str | os.PathLike[str]
 StrategyLike = PathLike | Strategy | Mapping[str, Any]

@@ -13,12 +13,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.cipher import Cipher
 from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.formats import Content, by_name
+from reshard.formats import by_name
+from reshard.formats.entries import Content
 from reshard.mindspore.save_load import read_index, source_store
 from reshard.mindspore.write import FileContents, write_file
-from reshard.threads import results
+from reshard.storage.cipher import Cipher
+from reshard.storage.threads import results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.checkpoint import Entry
-from reshard.cipher import Cipher, DecryptingStore
 from reshard.dtypes import INT4, STR
 from reshard.errors import SourceError, UsageError, names
-from reshard.formats import Content, by_name, index_file
+from reshard.formats import by_name, index_file
+from reshard.formats.entries import Content, Entry
 from reshard.mindspore.foreign import is_array
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, qint4x2
 from reshard.mindspore.write import FileContents, TensorContents, named_crc, write_file
-from reshard.store import local_store
+from reshard.storage.cipher import Cipher, DecryptingStore
+from reshard.storage.local import local_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
-    from reshard.checkpoint import FileIndex
-    from reshard.store import Readable
+    from reshard.formats.entries import FileIndex
+    from reshard.storage.local import Readable
 
 _log = logging.getLogger("reshard.mindspore")
 

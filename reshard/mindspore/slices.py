@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.block import Block, Shape, shape_text
 from reshard.errors import LayoutError, names
-from reshard.layout import Layout, foldings
+from reshard.layout.block import Block, Shape, shape_text
+from reshard.layout.layout import Layout, foldings
 from reshard.mindspore.parameter import Parameter, Tensor, as_parameter
 from reshard.mindspore.strategy import layout_of
 

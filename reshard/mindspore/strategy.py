@@ -24,17 +24,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard.block import Shape, shape_text
-from reshard.cipher import MAGICS
 from reshard.errors import LayoutError, SourceError, StrategyError, UsageError
 from reshard.formats import index_file
-from reshard.layout import Layout
+from reshard.layout.block import Shape, shape_text
+from reshard.layout.layout import Layout
+from reshard.layout.replicas import Group, by_turns, replica_groups
 from reshard.mindspore.launch import get_group_size, get_rank
-from reshard.redundancy import Group, by_turns, replica_groups
-from reshard.small_file import refuse_inputs
-from reshard.strategy import MERGED_NAME, Placed
-from reshard.strategy_file import read_strategy, strategy_files, write_strategy
-from reshard.untrusted import read_small
+from reshard.storage.cipher import MAGICS
+from reshard.storage.small import refuse_inputs
+from reshard.storage.untrusted import read_small
+from reshard.strategy.files import read_strategy, strategy_files, write_strategy
+from reshard.strategy.strategy import MERGED_NAME, Placed
 
 PathLike = str | os.PathLike[str]
 
@@ -104,7 +104,7 @@ def layout_of(given: Any) -> tuple[Layout, Shape | None]:
     Raises:
         ValueError: it is none of these, or contradicts itself.
 
-    >>> from reshard.strategy import Placed
+    >>> from reshard.strategy.strategy import Placed
     >>> message = ParallelLayouts.of(Placed(0, Layout.of([2, 2], [(1, 0)])))
     >>> [part.dim for part in message.tensor_map], str(layout_of(message)[0])
     ([(1, 0), ()], '[2, 2] map [(1, 0)]')
@@ -196,7 +196,7 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
     """
     from google.protobuf.message import DecodeError
 
-    from reshard.proto import message_class
+    from reshard.strategy.proto import message_class
 
     path = Path(_path(group_info_file_name, "group_info_file_name"))
     content = read_small(path, "group info file", 1 << 26, StrategyError)

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
+from reshard.formats.target_files import NamedFile
 from reshard.mindspore.arguments import (
     FORMATS,
     DirectoryError,
@@ -36,22 +37,22 @@ from reshard.mindspore.arguments import (
 )
 from reshard.mindspore.network import load_param_into_net
 from reshard.mindspore.save_load import load_parts
-from reshard.needed import lacking_ranks, needed_ranks
-from reshard.plan import plan
-from reshard.run import run
-from reshard.selection import all_states, is_training_state
-from reshard.source import open as open_source
-from reshard.source import read_headers
-from reshard.target_files import NamedFile
+from reshard.plan.make import plan
+from reshard.plan.select import all_states
+from reshard.run.run import run
+from reshard.source.open import open as open_source
+from reshard.source.open import read_headers
+from reshard.strategy.names import is_training_state
+from reshard.strategy.needed import lacking_ranks, needed_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-    from reshard.checkpoint import Checkpoint
     from reshard.mindspore.arguments import PathLike, StrategyLike
-    from reshard.plan import Plan
-    from reshard.strategy import Strategy
+    from reshard.plan.plan import Plan
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.strategy.strategy import Strategy
 
 _log = logging.getLogger("reshard.mindspore")
 

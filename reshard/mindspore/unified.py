@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.cipher import Cipher
 from reshard.dtypes import INT4
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
-from reshard.formats.unified import MindSporeSet, read_index, share_of
+from reshard.formats.sets import MindSporeSet, read_index, share_of
+from reshard.formats.target_files import NamedFile, Stored
 from reshard.mindspore.arguments import (
     check_format,
     check_order,
@@ -52,20 +52,20 @@ from reshard.mindspore.transform import (
     warn_of,
     warn_of_others,
 )
-from reshard.plan import plan
-from reshard.planner import THREADS
-from reshard.run import run
-from reshard.selection import Selection
-from reshard.source import open as open_source
-from reshard.target_files import NamedFile, Stored
+from reshard.plan.build import THREADS
+from reshard.plan.make import plan
+from reshard.plan.select import Selection
+from reshard.run.run import run
+from reshard.source.open import open as open_source
+from reshard.storage.cipher import Cipher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.checkpoint import Checkpoint
     from reshard.mindspore.arguments import PathLike, StrategyLike
-    from reshard.plan import Plan
-    from reshard.strategy import Strategy
+    from reshard.plan.plan import Plan
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.strategy.strategy import Strategy
 
 _log = logging.getLogger("reshard.mindspore")
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING, Protocol
 
-from reshard.store import local_store
+from reshard.storage.local import local_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from reshard.checkpoint import Entry
-    from reshard.cipher import Cipher
-    from reshard.formats import FileLayout
+    from reshard.formats.entries import Entry, FileLayout
     from reshard.mindspore.parameter import Tensor
-    from reshard.store import Readable
+    from reshard.storage.cipher import Cipher
+    from reshard.storage.local import Readable
 
 PIECE_BYTES = 4 << 20
 """How much of a file is held at once."""

@@ -39,7 +39,8 @@ from measure import RESHARD, Measured, measured
 import reshard
 from reshard import Layout, Strategy
 from reshard.dtypes import BFLOAT16
-from reshard.formats import Content, by_name
+from reshard.formats import by_name
+from reshard.formats.entries import Content
 
 HIDDEN, INNER, VOCABULARY = 2112, 5760, 24000  # multiples of 48, so that 8 and 6 ranks divide them
 
@@ -212,7 +213,7 @@ def measure(row: Row, root: Path, job: int, rounds: int) -> dict[str, list[Measu
 def bytes_moved(row: Row, root: Path) -> tuple[float, float]:
     """Bytes read for each byte needed, and written for each byte produced, by the kernel's count."""
     out = root / "out"
-    script = "import sys; from reshard.cli import main\ntry: main()\nfinally: print(open('/proc/self/io').read())"
+    script = "import sys; from reshard.cli.main import main\ntry: main()\nfinally: print(open('/proc/self/io').read())"
     command = arms(row, root, out)["reshard"]
     done = subprocess.run(
         [sys.executable, "-c", script, *command[len(RESHARD) :]], capture_output=True, text=True, check=True

@@ -135,8 +135,10 @@ def changed_content(path: Path) -> bytes:
 
 def main() -> None:
     fault = json.loads(sys.argv[1])
-    from reshard import graph, planner, resume
-    from reshard.cli import main as reshard
+    from reshard.cli.main import main as reshard
+    from reshard.plan import build as planner
+    from reshard.run import graph
+    from reshard.run import session as resume
 
     planner.TASK_BYTES, planner.BAND_BYTES, planner.LEAST_BAND_BYTES = 1024, 512, 256
     graph.FILES_A_TASK = 2

@@ -25,14 +25,15 @@ from checkpoints import numbers, tree, write_ranks
 from injected import change
 
 import reshard
-from reshard import Layout, Strategy, planner
-from reshard.store import PARTIAL
-from reshard.strategy_file import write_strategy
+from reshard import Layout, Strategy
+from reshard.plan import build as planner
+from reshard.storage.local import PARTIAL
+from reshard.strategy.files import write_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.run import Progress
+    from reshard.run.run import Progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -10,7 +10,7 @@ import reference
 from fuzzing import SECONDS, Fuzzer, WrongError, error_of, require, reshard
 from reference import Held, Side
 
-from reshard import planner
+from reshard.plan import build as planner
 
 if TYPE_CHECKING:
     from collections import Counter

@@ -20,7 +20,8 @@ import reference
 from fuzzing import SECONDS, Fuzzer, WrongError, done, error_of, require, reshard
 from reference import Held, Read, Side, Tensor, Wishes
 
-from reshard import planner, store
+from reshard.plan import build as planner
+from reshard.storage import local as store
 
 if TYPE_CHECKING:
     from collections import Counter

@@ -24,7 +24,7 @@ import reference
 from fuzzing import SECONDS, Fuzzer, directory, done, error_of, require, reshard
 from reference import Cut, Held, Read, Side
 
-from reshard.proto import message_class  # the description of the message alone
+from reshard.strategy.proto import message_class  # the description of the message alone
 
 if TYPE_CHECKING:
     from collections import Counter

@@ -27,7 +27,7 @@ from makers import proto, strategy
 
 import reshard
 from reshard import mindspore
-from reshard.cli import cli
+from reshard.cli.main import cli
 from reshard.mindspore.convert import convert_file
 
 if TYPE_CHECKING:

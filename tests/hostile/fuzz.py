@@ -31,14 +31,14 @@ from makers import varint
 
 from reshard.errors import ReshardError, UsageError
 from reshard.formats import index_file
-from reshard.proto import message_class
-from reshard.show import strategy_data, strategy_text
-from reshard.strategy_file import read_strategy, write_strategy
+from reshard.strategy.files import read_strategy, write_strategy
+from reshard.strategy.proto import message_class
+from reshard.view.strategies import strategy_data, strategy_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.checkpoint import FileIndex
+    from reshard.formats.entries import FileIndex
 
 SECONDS = 1.0  # for one file
 HEADROOM = 250_000_000

@@ -7,7 +7,7 @@ import os
 import struct
 from typing import TYPE_CHECKING, Any
 
-from reshard.proto import message_class  # the message description alone
+from reshard.strategy.proto import message_class  # the message description alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -1,0 +1,218 @@
+"""The tutorial's case from real MindSpore files: 8 ranks become 4 with optimizer parallel, and every byte is checked.
+
+The check knows nothing of plans: target files are parsed by protobuf, and each tensor is held against a numpy slice of
+the whole tensors that MindSpore put into the network (`demo_data/README.md` tells where the files come from).
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+import tarfile
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.dtypes import BY_NAME
+from reshard.errors import TargetError, VerifyError, names
+from reshard.plan.make import plan
+from reshard.source.open import open as open_checkpoint
+from reshard.strategy.files import read_strategy
+from reshard.strategy.proto import message_class
+from reshard.view.words import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from reshard.run.run import Report
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Stored = tuple[str, tuple[int, ...], bytes]  # the type's MindSpore name, the shape, the contents
+
+MARK = "reshard-demo.txt"
+_NOTE = """\
+This folder was made by `reshard demo`, which makes it anew when it is called again.
+
+src_checkpoints/   8 ranks as MindSpore 2.10 saved them
+src_strategy.ckpt  which rank of these holds which block
+dst_strategy.ckpt  the same network over 4 ranks, with optimizer parallel
+full.npz           the whole tensors
+dst_checkpoints/   what reshard made: 4 ranks
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was compared: target files, tensors in them and their bytes."""
+
+    files: int
+    tensors: int
+    nbytes: int
+
+
+def demo(directory: Path, say: Callable[[str], object] = print, command: str = "reshard") -> None:
+    """Make the demo in a folder, check it, and tell what was done and what to type next.
+
+    Args:
+        directory: where; it may be a demo's folder already.
+        say: gets the lines.
+        command: what to type for `reshard`.
+
+    Raises:
+        TargetError: the folder is there and is no demo's.
+        VerifyError: a byte of the result is wrong.
+    """
+    nbytes = make(directory)
+    say(f"In {directory}:")
+    say(f"  src_checkpoints/   a checkpoint of 8 ranks, from MindSpore 2.10: 8 files, {bytes_text(nbytes)}")
+    say("  src_strategy.ckpt  which rank of the 8 holds which block of each tensor")
+    say("  dst_strategy.ckpt  the same network over 4 ranks, with optimizer parallel")
+    say("  full.npz           the whole tensors, to check against")
+    say("")
+    report = transform(directory)
+    say(
+        f"Transformed 8 ranks to 4 in {report.seconds:.2f} s: read {bytes_text(report.bytes_read)}, wrote "
+        f"{count_text(len(report.files), 'file')} below {directory / 'dst_checkpoints'}."
+    )
+    checked = check(directory)
+    say(
+        f"Checked {count_text(checked.files, 'file')}: all {checked.nbytes:,} bytes of their {checked.tensors} tensors "
+        "are equal to numpy slices of the whole tensors."
+    )
+    say("")
+    say(_next(directory, command))
+
+
+def make(directory: Path) -> int:
+    """Lay out the source files, and return the size of the checkpoint in bytes.
+
+    Raises:
+        TargetError: the folder is there and is no demo's.
+    """
+    try:
+        if directory.exists() and not (directory / MARK).is_file() and any(directory.iterdir()):
+            raise TargetError(
+                f"{directory}: is there already and was not made by `reshard demo`; name another folder: "
+                "reshard demo FOLDER"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / MARK).write_text(_NOTE, encoding="utf-8")
+        packed = files("reshard.cli").joinpath("demo_data", "demo.tar.gz").read_bytes()
+        total = 0
+        with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
+            for member in archive:
+                content = archive.extractfile(member)
+                if content is not None:
+                    place = directory / member.name
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    nbytes = place.write_bytes(content.read())
+                    total += nbytes if member.name.startswith("src_checkpoints") else 0
+    except OSError as error:
+        raise TargetError(f"{error.filename or directory}: cannot be written: {error.strerror}") from error
+    return total
+
+
+def transform(directory: Path) -> Report:
+    """Convert the demo's checkpoint, as `reshard transform` does."""
+    source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
+    target = read_strategy(directory / "dst_strategy.ckpt")
+    return plan(source, target).run(directory / "dst_checkpoints", overwrite=True)
+
+
+def check(directory: Path) -> Checked:
+    """Hold every tensor of every target rank against a slice of the whole one.
+
+    What no strategy names (`global_step` and so on) is held against source rank 0.
+
+    Raises:
+        VerifyError: something differs; the message tells the first byte.
+    """
+    target = read_strategy(directory / "dst_strategy.ckpt")
+    with np.load(directory / "full.npz", allow_pickle=False) as arrays:
+        whole: dict[str, Array] = {name: arrays[name] for name in arrays.files}
+    blocks = {name: target.grid(name, array.shape).by_rank() for name, array in whole.items()}
+    first = _parsed(directory / "src_checkpoints" / "rank_0" / "checkpoint_0.ckpt")
+    copies = {name: stored for name, stored in first.items() if name not in whole}
+    tensors = nbytes = 0
+    for rank in target.ranks:
+        path = directory / "dst_checkpoints" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
+        expected = dict(copies)
+        for name, array in whole.items():
+            block = blocks[name][rank]
+            expected[name] = _stored(array[tuple(map(slice, block.start, block.stop))])
+        found = _parsed(path)
+        _compare(path, found, expected)
+        tensors += len(found)
+        nbytes += sum(len(content) for _, _, content in found.values())
+    return Checked(len(target.ranks), tensors, nbytes)
+
+
+def _parsed(path: Path) -> dict[str, Stored]:
+    """Return what a `.ckpt` file holds, by protobuf itself; nothing of `reshard.formats` is used."""
+    message: Any = message_class("Checkpoint")()
+    try:
+        message.ParseFromString(path.read_bytes())
+    except Exception as error:  # protobuf's DecodeError, or the file is gone: either way it is not what it should be
+        raise VerifyError(f"{path}: cannot be read back: {error}") from error
+    return {
+        value.tag: (value.tensor.tensor_type, tuple(value.tensor.dims), value.tensor.tensor_content)
+        for value in message.value
+    }
+
+
+def _stored(array: Array) -> Stored:
+    little = array.dtype.newbyteorder("<")
+    return BY_NAME[array.dtype.name].mindspore or "", array.shape, array.astype(little).tobytes()
+
+
+def _compare(path: Path, found: Mapping[str, Stored], expected: Mapping[str, Stored]) -> None:
+    if found.keys() != expected.keys():
+        raise VerifyError(
+            f"{path}: does not hold the tensors it should: {names(sorted(found.keys() ^ expected.keys()))}"
+        )
+    for name, (kind, shape, content) in expected.items():
+        if found[name][:2] != (kind, shape) or len(found[name][2]) != len(content):
+            raise VerifyError(f"{path}: tensor {name!r} is {found[name][:2]}; expected {(kind, shape)}")
+        if found[name][2] != content:
+            at = next(i for i, (a, b) in enumerate(zip(found[name][2], content, strict=True)) if a != b)
+            raise VerifyError(
+                f"{path}: tensor {name!r} differs from its slice of the whole tensor: byte {at} is "
+                f"{found[name][2][at]:#04x}, expected {content[at]:#04x}; either the files were changed meanwhile, or "
+                "reshard is at fault: please report it"
+            )
+
+
+def _next(directory: Path, command: str) -> str:
+    """Return what to type next."""
+
+    def quoted(name: str) -> str:
+        return shlex.quote(str(directory / name))
+
+    source = f"{quoted('src_checkpoints')} --source-strategy {quoted('src_strategy.ckpt')}"
+    both = f"--source-strategy {quoted('src_strategy.ckpt')} --target-strategy {quoted('dst_strategy.ckpt')}"
+    return f"""\
+What to type next:
+
+  # the tensors of the source, and how they are cut
+  {command} inspect {source}
+  {command} strategy show {quoted("dst_strategy.ckpt")}
+
+  # what a transformation would read and write; then do it, as safetensors
+  {command} transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors --dry-run
+  {command} transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors
+
+  # one file of whole tensors: leave the target strategy out
+  {command} transform {quoted("src_checkpoints")} {quoted("whole")} --source-strategy {quoted("src_strategy.ckpt")}
+
+The same from Python:
+
+  import reshard
+  source = reshard.open({str(directory / "src_checkpoints")!r}, strategy={str(directory / "src_strategy.ckpt")!r})
+  source["net.layer1.weight"]            # a lazy dask array, one chunk a source shard
+  target = reshard.read_strategy({str(directory / "dst_strategy.ckpt")!r})
+  plan = reshard.plan(source, target)    # nothing is read yet
+  plan.rank(3)["net.layer1.weight"].compute()
+  plan.run({str(directory / "dst_again")!r})"""

@@ -1,0 +1,138 @@
+"""The command line: `reshard`, `python -m reshard`, and `dask reshard`.
+
+Data goes to stdout, talk and progress to stderr. Heavy modules are imported inside the commands, so that `--help` is
+quick. Errors, signals, exit codes and progress are in `cli.terminal`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+import reshard
+from reshard.cli.options import READ_PLACE, TARGET, json_option, source_options
+from reshard.cli.terminal import Border, called_as, print_json, say_notices, width, wrote
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+_HOMES = {
+    "convert": "reshard.cli.write:convert",
+    "plan": "reshard.cli.plan:plan",
+    "run": "reshard.cli.plan:run",
+    "strategy": "reshard.cli.strategy:strategy",
+    "transform": "reshard.cli.write:transform",
+    "unify": "reshard.cli.write:unify",
+    "verify": "reshard.cli.verify:verify",
+}
+
+
+@click.group(
+    name="reshard",
+    cls=Border,
+    epilog="""
+To see it work on real MindSpore files, and what to type then:
+
+  reshard demo
+""",
+    homes=_HOMES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(reshard.__version__, prog_name="reshard")
+def cli() -> None:
+    """Cut and join sharded checkpoints of M devices anew for N devices, from the files alone.
+
+    No framework and no accelerator is needed, and no tensor is ever whole in memory.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
+
+
+@cli.command(
+    epilog="""
+Example:
+
+  reshard inspect src_checkpoints --source-strategy src_strategy.ckpt
+
+The object of --json has the keys source, ranks, files (rank, path, format,
+nbytes), nbytes, notices, sampled (tensors, of_tensors, copies, whole,
+of_copies: what was looked at), unreadable, and tensors: name, dtype, shape,
+nbytes, layouts, shards. For several ranks without a strategy it has source,
+ranks, files, and groups: ranks, tensors.
+""",
+    short_help="Show the tensors of a checkpoint.",
+)
+@click.argument("source", type=READ_PLACE)
+@source_options
+@json_option
+def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading: Any) -> None:
+    """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts.
+
+    Headers are read, and with a strategy samples of the contents, to see whether it can be right.
+
+    Repeated layers are one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors, of
+    all that the row stands for. Without a strategy, several ranks are shown as their files are.
+    """
+    from reshard.source.open import has_several_ranks, read_headers
+    from reshard.view.checkpoints import checkpoint_data, checkpoint_text, rank_files_data, rank_files_text
+
+    found_by = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
+    unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
+    if unruled and has_several_ranks(source, **found_by):
+        files, ranks, notices = read_headers(source, **found_by)
+        say_notices(
+            [*notices, "these are shapes of parts; a strategy (--source-strategy) would tell the whole tensors"]
+        )
+        if as_json:
+            print_json(rank_files_data(str(source), files, ranks))
+        else:
+            click.echo(rank_files_text(str(source), files, ranks, width=width()))
+        return
+    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    say_notices(checkpoint.notices)
+    if as_json:
+        print_json(checkpoint_data(checkpoint))
+    else:
+        click.echo(checkpoint_text(checkpoint, width=width()))
+
+
+@cli.command(
+    epilog="""
+Example:
+
+  reshard demo
+""",
+    short_help="Make, transform and check a small example.",
+)
+@click.argument("directory", type=TARGET, default="reshard-demo", required=False)
+def demo(directory: Path) -> None:
+    """Make the tutorial's case in DIRECTORY (default: reshard-demo), transform it and check every byte.
+
+    8 ranks that MindSpore saved become 4 ranks with optimizer parallel; each byte of the result is held
+    against numpy slices of the whole tensors. It then tells what to type next.
+    """
+    from reshard.cli.demo import demo as run_demo
+    from reshard.view.words import printable
+
+    wrote()  # file after file
+    run_demo(directory, lambda line: click.echo(printable(line, keep="\n")), command=called_as())
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit."""
+    # What is imported and planned is no garbage: looking through it takes a tenth of a short command.
+    gc.set_threshold(100_000)
+    atexit.register(gc.freeze)
+    if sys.stdout is None:  # closed by who called
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- until the exit
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # names may be of any script, terminals may not
+            stream.reconfigure(errors="backslashreplace")
+    cli.main(args=None if arguments is None else list(arguments), prog_name="reshard")
+    raise AssertionError("unreachable: click exits")

@@ -1,0 +1,416 @@
+"""Options that commands share, and what their values are turned into."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from reshard.cli.terminal import INPUTS, OUTPUTS, STRATEGIES
+from reshard.errors import Faults, UsageError
+from reshard.layout.block import LONGEST_NAME
+from reshard.plan.select import Selection
+from reshard.storage.remote import RemotePath, as_path, is_url
+from reshard.storage.untrusted import is_text, parse_json, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_MOST_RANKS = 1 << 20
+NAME_MAP = "reshard.name_map"
+"""Where click's context keeps the path of the map of names, for the commands that a report proposes."""
+
+_PLANNING = ("prefix", "format", "ranks", "remove_redundancy", "link_replicas", "memory")
+_LARGEST_NAME_MAP = 1 << 26
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
+
+
+class Running(NamedTuple):
+    """How a command is to run, and what it is to say: the values of `run_options`."""
+
+    dry_run: bool
+    overwrite: bool
+    restart: bool
+    fsync: bool
+    drop_cache: bool | None
+    threads: int | None
+    scheduler: str | None
+    cluster: str | None
+    ownership: str | None
+    write_manifest: Path | None
+    as_json: bool
+    quiet: bool
+
+
+def rank_list(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Return the ranks of a list such as `0,3-5`."""
+    if value is None:
+        return None
+    found: set[int] = set()
+    for part in value.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not low <= high < _MOST_RANKS:
+            raise click.BadParameter(f"{part!r} is no rank or range of ranks; expected such as 0,3-5", param=param)
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def layout_rules(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Return the rules of texts such as `embedding.*=split:0`."""
+    found = {}
+    for value in values:
+        name, equals, rule = value.rpartition("=")
+        if not (name and equals and rule):
+            raise click.BadParameter(f"{value!r} is not NAME=RULE, such as 'embedding.*=split:0'", param=param)
+        found[name] = rule
+    return found
+
+
+def _casts(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for value in values:
+        old, equals, new = value.partition("=")
+        if not (old and equals and new):
+            raise click.BadParameter(f"{value!r} is not OLD=NEW, such as float32=bfloat16", param=param)
+        if found.setdefault(old, new) != new:
+            raise click.BadParameter(f"{old} cannot become both {found[old]} and {new}", param=param)
+    return found
+
+
+def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means, as dask reads it."""
+    if value is None:
+        return None
+    match = _SIZE.fullmatch(value.strip())
+    if not match:
+        raise click.BadParameter(f"{value!r} is no size; expected one such as 4GB or 512MiB", param=param)
+    power = "kmgtp".index(match[2].lower()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def _name_map(ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:
+    """Read a JSON object of old names to new names.
+
+    Raises:
+        UsageError: it is none; all faults at once.
+    """
+    if path is None:
+        return {}
+    faults = Faults(f"name map {path}")
+    repeated: list[str] = []
+    raw = read_small(path, "name map", _LARGEST_NAME_MAP, UsageError)
+    try:
+        content = parse_json(raw, repeated)
+    except ValueError as error:
+        raise UsageError(f"name map {path}: is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f'name map {path}: is a JSON {type(content).__name__}; expected {{"old name": "new name"}}')
+    for old in repeated:
+        faults.add(f"name {old!r}", "is there twice")
+    for old, new in content.items():
+        if not isinstance(new, str):
+            faults.add(f"name {old!r}", f"becomes a JSON {type(new).__name__}; expected the new name")
+        elif not is_text(new) or not 1 <= len(new.encode()) <= LONGEST_NAME:
+            faults.add(
+                f"name {old!r:.300}", f"becomes {new!r:.60}; expected text of 1 to {LONGEST_NAME} bytes in UTF-8"
+            )
+    faults.raise_if_any(UsageError)
+    ctx.meta[NAME_MAP] = str(path)
+    return content
+
+
+def _cluster(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"local(?::[1-9][0-9]{0,3})?|(?!local)[a-z]+://\S+", value):
+        raise click.BadParameter(
+            f"{value!r} is no cluster; expected such as tcp://10.0.0.1:8786, local or local:4", param=param
+        )
+    return value
+
+
+class PathType(click.Path):
+    """A path, and what a command does with it, so that no file is written that is read (`terminal.Command`).
+
+    It is not empty: that of a shell variable that is not set would be the current directory.
+
+    Args:
+        role: `INPUTS` of what is read, `STRATEGIES` of strategy files and directories of them, `OUTPUTS` of a file that
+            is written, None of a directory where files go.
+        remote: it may be a URL that fsspec knows.
+    """
+
+    def __init__(self, role: str | None, *, remote: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self.role, self.remote = role, remote
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a `Path`, or a `RemotePath` where it may be one."""
+        if value == "":
+            self.fail("is empty; expected a path", param, ctx)
+        place = as_path(value) if is_url(value) else super().convert(value, param, ctx)
+        if isinstance(place, RemotePath) and not self.remote:
+            self.fail(f"{value} is a URL; expected a path on this machine", param, ctx)
+        if ctx is not None and self.role is not None:
+            ctx.meta.setdefault(self.role, []).append(place)
+        return place
+
+
+READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)
+STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=True)
+WRITE = PathType(OUTPUTS)
+TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+source_strategy_option = click.option(
+    "--source-strategy",
+    type=STRATEGY_PLACE,
+    metavar="STRATEGY",
+    help="Strategy file of the source, or the directory of its ranks' strategy files.",
+)
+
+memory_option = click.option(
+    "--memory", callback=size, metavar="SIZE", help="The most memory that a run may take, such as 8GB."
+)
+suffix_option = click.option(
+    "--suffix",
+    metavar="SUFFIX",
+    help="Of several checkpoints in a rank's directory, take that whose name ends so.",
+)
+rank_pattern_option = click.option(
+    "--rank-pattern",
+    metavar="PATTERN",
+    default="rank_{rank}/*",
+    show_default=True,
+    help="Where a rank's files are below SOURCE, such as 'node{rank}/*.ckpt'.",
+)
+
+
+def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what the source is."""
+    for option in (
+        click.option(
+            "--partial", is_flag=True, help="The source may lack ranks; blocks that are needed must still be there."
+        ),
+        click.option(
+            "--stage",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Only this stage of a pipeline source; with --source-strategy of that stage or of all.",
+        ),
+        click.option(
+            "--layout",
+            "layouts",
+            multiple=True,
+            metavar="NAME=RULE",
+            callback=layout_rules,
+            help="How the tensors of this name (or glob) are cut, whatever the strategy says: whole, split:DIM or "
+            "DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect` shows it. May be repeated.",
+        ),
+        suffix_option,
+        rank_pattern_option,
+        source_strategy_option,
+    ):
+        command = option(command)
+    return command
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what the target is, and pass them as `target_strategy` and one `planning`."""
+
+    @functools.wraps(command)
+    def planning(*args: Any, **given: Any) -> Any:
+        asked = {key: given.pop(key) for key in _PLANNING}
+        return command(*args, planning=asked | {"stage": given.pop("target_stage")}, **given)
+
+    wrapped: Callable[..., Any] = planning
+    for option in (
+        memory_option,
+        click.option(
+            "--target-stage",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Only the ranks of this stage of a pipeline target; with --target-strategy of that stage or of all.",
+        ),
+        click.option("--link-replicas", is_flag=True, help="Make target files that are equal links to one file."),
+        click.option(
+            "--remove-redundancy", is_flag=True, help="Store each block on one of the ranks that would hold it."
+        ),
+        click.option(
+            "--ranks", callback=rank_list, metavar="LIST", help="Only these ranks of the target, such as 0,3-5."
+        ),
+        click.option(
+            "--format",
+            type=click.Choice(["ckpt", "safetensors"]),
+            help="Of the target files.  [default: the source's]",
+        ),
+        click.option(
+            "--prefix",
+            default="checkpoint_",
+            show_default=True,
+            help="Target files are rank_0/checkpoint_0.ckpt and so on.",
+        ),
+        click.option(
+            "--target-strategy",
+            type=STRATEGY_PLACE,
+            metavar="STRATEGY",
+            help="Strategy file of the target. Without it, the target is one rank of whole tensors.",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def drop_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option that lets tensors be left out, with what it means for a command."""
+    return click.option("--drop", multiple=True, metavar="GLOB", help=text)
+
+
+def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say which tensors are wanted, and pass them as one `selection`."""
+
+    @functools.wraps(command)
+    def selecting(
+        *args: Any,
+        include: tuple[str, ...],
+        exclude: tuple[str, ...],
+        weights_only: bool,
+        name_map: dict[str, str],
+        casts: dict[str, str],
+        drop: tuple[str, ...],
+        allow_missing: tuple[str, ...],
+        **others: Any,
+    ) -> Any:
+        selection = Selection(include, exclude, weights_only, name_map, casts, drop, allow_missing)
+        return command(*args, selection=selection, **others)
+
+    wrapped: Callable[..., Any] = selecting
+    for option in (
+        click.option(
+            "--allow-missing", multiple=True, metavar="GLOB", help="Weights that the source may lack. May be repeated."
+        ),
+        drop_option("Weights that the target may lack. May be repeated."),
+        click.option(
+            "--cast",
+            "casts",
+            multiple=True,
+            callback=_casts,
+            metavar="OLD=NEW",
+            help="Make all of one dtype another, such as float32=bfloat16, rounded to nearest. May be repeated.",
+        ),
+        click.option(
+            "--name-map",
+            type=READ,
+            callback=_name_map,
+            metavar="FILE",
+            help='JSON object of old to new names: {"layers.*.wq": "model.*.q_proj"}. Optimizer states follow.',
+        ),
+        click.option(
+            "--exclude", multiple=True, metavar="GLOB[@COUNT]", help="No tensors of these names. May be repeated."
+        ),
+        click.option(
+            "--include",
+            multiple=True,
+            metavar="GLOB[@COUNT]",
+            help="Only tensors of these names; with @COUNT, exactly so many. May be repeated.",
+        ),
+        click.option("--weights-only", is_flag=True, help="No optimizer states, global_step and the like."),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say how to run, and pass them as one `running`."""
+
+    @functools.wraps(command)
+    def runs(
+        *args: Any,
+        dry_run: bool,
+        overwrite: bool,
+        restart: bool,
+        fsync: bool,
+        drop_cache: bool | None,
+        threads: int | None,
+        scheduler: str | None,
+        cluster: str | None,
+        ownership: str | None,
+        write_manifest: Path | None,
+        as_json: bool,
+        quiet: bool,
+        **others: Any,
+    ) -> Any:
+        if cluster and (scheduler or (threads and not cluster.startswith("local"))):
+            given = "--scheduler" if scheduler else "--threads"
+            raise click.UsageError(f"{given} is of runs on this machine; the workers of {cluster} have their own")
+        running = Running(
+            dry_run=dry_run,
+            overwrite=overwrite,
+            restart=restart,
+            fsync=fsync,
+            drop_cache=drop_cache,
+            threads=threads,
+            scheduler=scheduler,
+            cluster=cluster,
+            ownership=ownership,
+            write_manifest=write_manifest,
+            as_json=as_json,
+            quiet=quiet,
+        )
+        return command(*args, running=running, **others)
+
+    wrapped: Callable[..., Any] = runs
+    for option in (
+        click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
+        json_option,
+        click.option(
+            "--ownership",
+            type=click.Choice(["tensor", "file"]),
+            help="What a task writes: parts of all files, or files from first byte to last.  [default: file where "
+            "TARGET is a URL, else tensor]",
+        ),
+        click.option(
+            "--cluster",
+            metavar="ADDRESS",
+            callback=_cluster,
+            help="Run on the dask cluster of a scheduler such as tcp://10.0.0.1:8786, whose workers reach SOURCE and "
+            "TARGET by the same paths; or on local, local:4, worker processes of this machine.",
+        ),
+        click.option(
+            "--scheduler", type=click.Choice(["threads", "synchronous"]), help="Of the dask graph.  [default: threads]"
+        ),
+        click.option(
+            "--threads",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="How many; in each worker of a local cluster.  [default: one a processor, at most 4]",
+        ),
+        click.option(
+            "--fsync/--no-fsync",
+            default=True,
+            help="Have each file on the disk before it gets its name.  [default: yes]",
+        ),
+        click.option(
+            "--drop-cache/--no-drop-cache",
+            default=None,
+            help="Leave nothing of what is read and written in the page cache.  [default: where source and target "
+            "together are larger than memory]",
+        ),
+        click.option(
+            "--write-manifest",
+            type=WRITE,
+            metavar="FILE",
+            help="Write checksums of the target files into FILE, for `reshard verify --manifest`; what is written now "
+            "is not read for it.",
+        ),
+        click.option("--overwrite", is_flag=True, help="Replace target files that exist, and FILE."),
+        click.option(
+            "--restart", is_flag=True, help="Forget what an earlier run left in TARGET, and replace what it finished."
+        ),
+        click.option("--dry-run", is_flag=True, help="Print what would be read and written, and write nothing."),
+    ):
+        wrapped = option(wrapped)
+    return wrapped

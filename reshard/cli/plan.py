@@ -1,0 +1,233 @@
+"""`reshard plan` and `run`: plan here, run there."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import suppress
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import reshard
+from reshard.cli.options import (
+    NAME_MAP,
+    READ,
+    TARGET,
+    WRITE,
+    Running,
+    json_option,
+    run_options,
+    selection_options,
+    size,
+    source_options,
+    target_options,
+)
+from reshard.cli.terminal import Command, called_as, print_json, say, say_notices, wrote
+from reshard.cli.words import left_out_words, option, reading_words, selection_words, strategy_words
+from reshard.cli.write import KEYS, carry_out
+from reshard.cli.written import found_by
+from reshard.errors import SourceError, UsageError
+from reshard.storage.remote import as_path
+from reshard.storage.small import refuse_existing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.plan.plan import Plan
+    from reshard.plan.planfile import Names
+    from reshard.plan.select import Selection
+    from reshard.source.checkpoint import Checkpoint
+
+
+@click.command(
+    cls=Command,
+    epilog=f"""
+Example:
+
+  reshard plan src_checkpoints --source-strategy src_strategy.ckpt \\
+      --target-strategy dst_strategy.ckpt -o plan.json
+{KEYS}""",
+    short_help="Show what a transformation would do, and save it to be run elsewhere.",
+)
+@click.argument("source", type=READ)
+@click.argument("target", type=TARGET, required=False)
+@click.option("-o", "--output", type=WRITE, metavar="FILE", help="Write the plan to this file, for `reshard run`.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@source_options
+@target_options
+@click.option(
+    "--style",
+    type=click.Choice(["mindspore", "huggingface"]),
+    help="The target is a set of whole tensors, as `reshard unify` writes it.",
+)
+@click.option(
+    "--max-shard-size",
+    default="4GB",
+    show_default=True,
+    callback=size,
+    metavar="SIZE",
+    help="The most bytes of tensors in a file of such a set, unless one tensor is larger.",
+)
+@selection_options
+@json_option
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+def plan(
+    source: Path,
+    target: Path | None,
+    output: Path | None,
+    overwrite: bool,
+    source_strategy: Path | None,
+    target_strategy: Path | None,
+    planning: dict[str, Any],
+    style: str | None,
+    max_shard_size: int,
+    selection: Selection,
+    as_json: bool,
+    quiet: bool,
+    **reading: Any,
+) -> None:
+    """Show what `reshard transform` (or `unify`, with --style) would do to the checkpoint SOURCE.
+
+    With -o it is saved, and `reshard run` does it, here or on another machine that has the same files. The plan file
+    holds no weights and no key. TARGET, a path below the directory in which it is run, may be given then too.
+    """
+    from reshard.plan import planfile as plan_file
+    from reshard.view import report
+    from reshard.view.plans import plan_text
+
+    if overwrite and output is None:
+        raise UsageError("--overwrite is about the file of -o; give it too")
+    if output is not None:
+        refuse_existing(output, overwrite=overwrite)
+        if target is not None:
+            plan_file.check_directory(str(target))
+    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    if style is None:
+        wanted = reshard.read_strategy(target_strategy) if target_strategy else None
+        made = reshard.plan(checkpoint, wanted, selection=selection, **planning)
+    else:
+        made = _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
+    if output is not None:
+        name_map = click.get_current_context().meta.get(NAME_MAP)
+        names = plan_file.Names(_text(target), _text(source_strategy), _text(target_strategy), name_map, reading)
+        plan_file.save(made, output, names, overwrite=overwrite)
+        wrote()
+    if not quiet:
+        say_notices(made.notices)
+    directory = "TARGET" if target is None else str(target)
+    if as_json:
+        print_json(report.report_data(made, directory))
+    elif not quiet:
+        click.echo(plan_text(made, directory))
+        if output is not None:
+            words = ["run", str(output), *([] if target else ["TARGET"])]
+            say(f"saved; to run it: {called_as()} {shlex.join(words)}")
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _unified(
+    checkpoint: reshard.Checkpoint,
+    style: str,
+    max_shard_size: int,
+    selection: Selection,
+    target_strategy: Path | None,
+    planning: dict[str, Any],
+) -> Plan:
+    """Plan a unified set, for which the options of rank directories mean nothing."""
+    others = [key for key in ("ranks", "remove_redundancy", "link_replicas") if planning[key]]
+    others += ["target_strategy"] if target_strategy else []
+    others += ["target_stage"] if planning["stage"] is not None else []
+    others += ["format"] if planning["format"] not in {None, "safetensors"} else []
+    if others:
+        given = ", ".join(f"--{key.replace('_', '-')}" for key in others)
+        raise UsageError(f"--style asks for a set of whole tensors in safetensors files; leave {given} out")
+    files = (reshard.MindSporeSet if style == "mindspore" else reshard.HuggingFaceSet)(max_shard_size)
+    return reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, memory=planning["memory"])
+
+
+@click.command(
+    cls=Command,
+    epilog=f"""
+Example:
+
+  reshard run plan.json dst_checkpoints --source /mnt/src_checkpoints
+{KEYS}""",
+    short_help="Do what a plan file says.",
+)
+@click.argument("plan_file", type=READ, metavar="PLAN")
+@click.argument("target", type=TARGET, required=False)
+@click.option(
+    "--source",
+    type=READ,
+    metavar="SOURCE",
+    help="Where the source is, if it is not where it was planned: a directory with the same files below it.",
+)
+@run_options
+def run(plan_file: Path, target: Path | None, source: Path | None, running: Running) -> None:
+    """Write below TARGET what was planned by `reshard plan`, which saved it in the file PLAN.
+
+    The source must be what it was then: every file is compared by its size, all that its header says, and some pages of
+    its contents (its time may differ). What would be written is compared with what was planned; if anything
+    differs, nothing is written. In the command that the report proposes, STRATEGY stands for a strategy file that
+    the plan does not name.
+    """
+    from reshard.plan.planfile import read
+
+    saved = read(plan_file)
+    if target is None:
+        if saved.names.directory is None:
+            raise UsageError(f"{plan_file} names no target; give it: reshard run {plan_file} TARGET")
+        target = TARGET.convert(saved.names.directory, None, None)
+    made = saved.plan(source, threads=running.threads)
+    names, request = saved.names, made.request
+    assert request is not None  # noqa: S101 -- a plan that is read has one
+    carry_out(
+        made,
+        target,
+        running,
+        found_by=lambda: found_by(made, target),
+        target_strategy=names.target_strategy or "STRATEGY" if request.target else None,
+        source=made.source.root,
+        asked=_asked(made.source, names, request.selection),
+    )
+
+
+def _asked(source: Checkpoint, names: Names, selection: Selection) -> list[str] | None:
+    """Return the options that open the source of a plan file, and take of it what the plan does.
+
+    None where no options say the same: a plan made in Python may have more tensors left out than anybody would name,
+    and files that no pattern finds.
+    """
+    reading = _found_by_rank(source) if names.reading is None else reading_words(names.reading)
+    chosen = left_out_words(source, selection)
+    if reading is None or chosen is None:
+        return None
+    strategy = names.source_strategy or "STRATEGY" if source.strategy else None
+    return [*strategy_words("source", strategy), *reading, *selection_words(selection, names.name_map), *chosen]
+
+
+def _found_by_rank(source: Checkpoint) -> list[str] | None:
+    """Return the options with which the files of a source are found; None where none do, or a rule by hand is lost."""
+    from reshard.formats.rank_dirs import RANK_PATTERN, rank_files
+    from reshard.formats.sets import read_index
+    from reshard.formats.zarr_files import is_store
+
+    if source.part is not None or any(tensor.varies for tensor in source.tensors.values()):
+        return None
+    root = as_path(source.root)
+    partial = ["--partial"] if source.partial else []
+    if is_store(root) or (root.is_dir() and read_index(root)):
+        return partial
+    files: dict[int, list[str]] = {}
+    for rank, file in zip(source.ranks, source.files, strict=True):
+        files.setdefault(rank, []).append(file.path)
+    for suffix in (None, PurePath(source.files[0].path).suffix):
+        with suppress(SourceError):
+            found = rank_files(root, RANK_PATTERN, suffix, [])
+            if {rank: [str(path.absolute()) for path in some] for rank, some in found.items()} == files:
+                return [*option("suffix", suffix), *partial]
+    return None

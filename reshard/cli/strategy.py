@@ -1,0 +1,265 @@
+"""`reshard strategy`: show, merge, make and compare sharding strategy files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import reshard
+from reshard.cli.options import READ, STRATEGY, WRITE, json_option, source_options
+from reshard.cli.terminal import Group, print_json, say, say_notices, wrote
+from reshard.errors import UsageError, VerifyError
+from reshard.storage.small import refuse_existing, refuse_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from reshard.strategy.diff import Change, Diff
+    from reshard.strategy.strategy import Strategy
+
+_output = click.option(
+    "-o", "--output", type=WRITE, required=True, metavar="FILE", help="Where to; JSON if it ends with .json."
+)
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+
+
+@click.group(cls=Group, name="strategy")
+def strategy() -> None:
+    """Show, merge, make and compare sharding strategy files."""
+
+
+@strategy.command(
+    "show",
+    epilog="""
+Example:
+
+  reshard strategy show src_strategy.ckpt
+
+The object of --json has the keys ranks, stages, devices_per_stage, merged, and
+tensors: name, stage, layout.
+""",
+    short_help="Show ranks, and the tensors of each layout.",
+)
+@click.argument("path", type=STRATEGY, metavar="FILE_OR_DIRECTORY")
+@json_option
+def show_strategy(path: Path, as_json: bool) -> None:
+    """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
+    from reshard.view.strategies import strategy_data, strategy_text
+
+    found = reshard.read_strategy(path)
+    if as_json:
+        print_json(strategy_data(found))
+    else:
+        click.echo(strategy_text(found, str(path)))
+
+
+@strategy.command(
+    "merge",
+    epilog="""
+Example:
+
+  reshard strategy merge src_pipeline_strategys -o src_strategy.ckpt
+""",
+    short_help="Merge the files of a pipeline's ranks.",
+)
+@click.argument("directory", type=STRATEGY)
+@_output
+@_overwrite
+def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
+    """Merge the strategy files of a pipeline's ranks, which are in DIRECTORY, into one file."""
+    if output.parent.resolve() == directory.resolve():
+        raise UsageError(f"{output}: is in {directory}, whose every file is taken for a rank's; choose another place")
+    refuse_existing(output, overwrite=overwrite)
+    _say_written(reshard.merge_strategies(directory, output), output)
+
+
+@strategy.command(
+    "make",
+    epilog="""
+Example:
+
+  reshard strategy make rules.yaml --like src_checkpoints --source-strategy src_strategy.ckpt -o dst_strategy.ckpt
+
+where rules.yaml is
+
+  mesh: {dp: 2, mp: 4}               # the devices of a stage, outermost axis first
+  rules:                             # globs of names; the first match counts
+    "*.wq.weight": [mp]              # dimension 0 by mp, the others whole
+    "*.wo.weight": [null, [dp, mp]]  # dimension 1 by both, dp major
+  optimizer_parallel: true
+  pipeline: {"*layers.[0-3].*": 0, "*layers.[4-7].*": 1, "*embedding*": [0, 1]}
+
+or, in place of mesh and rules, what the network's operators are given:
+
+  devices: 8
+  operators:
+    "layer1.weight": {matmul: [[2, 1], [1, 2]], transpose_b: false}
+""",
+    short_help="Make the file of a network that is not compiled.",
+)
+@click.argument("rules", type=READ)
+@click.option(
+    "--like", type=READ, required=True, metavar="CHECKPOINT", help="Has the tensors' names, shapes and dtypes."
+)
+@source_options
+@_output
+@_overwrite
+@click.option("--predict", is_flag=True, help="Leave out the states of the optimizer, which a predict network lacks.")
+def make_strategy(
+    rules: Path,
+    like: Path,
+    source_strategy: Path | None,
+    output: Path,
+    overwrite: bool,
+    predict: bool,
+    **reading: Any,
+) -> None:
+    """Make a strategy file from RULES, a YAML file, in place of compiling a network for it.
+
+    Tensors that no rule matches are whole on every device of a stage; optimizer states go with their weights. What the
+    source strategy does not name (global_step and the like) is left out unless a rule matches it.
+    """
+    from reshard.source.open import files_read
+    from reshard.strategy.rules_file import strategy_from_file
+
+    refuse_existing(output, overwrite=overwrite)
+    checkpoint = reshard.open(like, strategy=source_strategy, **reading)
+    checkpoint.require_whole()
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.text is None}
+    refuse_inputs([output], files_read(like, checkpoint.files), "one of the files of the checkpoint")
+    made = strategy_from_file(
+        rules,
+        {name: tensor.spec.shape for name, tensor in tensors.items()},
+        dtypes={name: tensor.spec.dtype for name, tensor in tensors.items()},
+        only_by_rule={name for name, t in tensors.items() if checkpoint.strategy and not t.listed},
+        predict=predict,
+    )
+    reshard.write_strategy(made, output)
+    _say_written(made, output)
+
+
+@strategy.command(
+    "diff",
+    epilog="""
+Example:
+
+  reshard strategy diff src_strategy.ckpt dst_strategy.ckpt
+
+Exits with 0 if every rank holds the same blocks, and with 3 if not. The object
+of --json has the keys same, ranks_a, ranks_b, only_a, only_b (name, stage),
+blocks and fields (name, stage, a, b).
+""",
+    short_help="Compare two strategies.",
+)
+@click.argument("a", type=STRATEGY)
+@click.argument("b", type=STRATEGY)
+@json_option
+def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
+    """Compare the strategies A and B: tensors of one only, and layouts that differ.
+
+    Layouts may differ in nothing but how they are written: every rank holds the same block. This is told, and is no
+    difference.
+    """
+    from reshard.strategy.diff import diff
+
+    first, second = reshard.read_strategy(a), reshard.read_strategy(b)
+    found = diff(first, second)
+    if as_json:
+        print_json(_diff_data(first, second, found))
+    else:
+        click.echo("\n".join(_diff_lines(first, second, found, (str(a), str(b)))))
+    if not found.same:
+        raise VerifyError(f"{a} and {b} are not the same strategy")
+
+
+def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
+    from reshard.view.folding import fold
+    from reshard.view.strategies import layout_text
+    from reshard.view.words import count_text, printable
+
+    if a.ranks != b.ranks:
+        yield f"A is for {count_text(len(a.ranks), 'rank')}, B for {len(b.ranks)}"
+    for title, only in (("A", found.only_a), ("B", found.only_b)):
+        if only:
+            yield f"only in {title} ({printable(titles[title == 'B'])}):"
+            yield from (f"  {printable(name)}{_stage(b, stage)}" for name, stage, _ in fold(only))
+    for title, changes in (("other blocks", found.blocks), ("the same blocks, written otherwise", found.fields)):
+        groups: dict[tuple[int, str, str], list[Change]] = {}
+        for change in changes:
+            groups.setdefault((change.stage, layout_text(change.a), layout_text(change.b)), []).append(change)
+        for (stage, first, second), group in groups.items():
+            yield f"{title}{_stage(a, stage)}:"
+            yield f"  A {first}"
+            yield f"  B {second}"
+            yield from (f"    {printable(name)}" for name, _, _ in fold((change.name, None) for change in group))
+    if found.same:
+        yield f"every rank holds the same blocks of {count_text(len(a.tensors), 'tensor')}"
+
+
+def _stage(strategy: Strategy, stage: int) -> str:
+    return f", stage {stage}" if stage or len(strategy.stages) > 1 else ""
+
+
+def _diff_data(a: Strategy, b: Strategy, found: Diff) -> dict[str, object]:
+    from reshard.view.strategies import layout_data
+
+    def changes(some: Iterable[Change]) -> list[dict[str, object]]:
+        return [{"name": c.name, "stage": c.stage, "a": layout_data(c.a), "b": layout_data(c.b)} for c in some]
+
+    return {
+        "same": found.same,
+        "ranks_a": list(a.ranks),
+        "ranks_b": list(b.ranks),
+        "only_a": [{"name": name, "stage": stage} for name, stage in found.only_a],
+        "only_b": [{"name": name, "stage": stage} for name, stage in found.only_b],
+        "blocks": changes(found.blocks),
+        "fields": changes(found.fields),
+    }
+
+
+@strategy.command(
+    "check",
+    epilog="""
+Example:
+
+  reshard strategy check src_strategy.ckpt src_checkpoints
+  reshard strategy check dst_strategy.ckpt src_checkpoints --source-strategy src_strategy.ckpt
+""",
+    short_help="Check that a strategy fits a checkpoint.",
+)
+@click.argument("strategy_file", type=STRATEGY, metavar="STRATEGY")
+@click.argument("checkpoint", type=READ)
+@source_options
+def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path | None, **reading: Any) -> None:
+    """Check that every layout of STRATEGY fits the tensors of CHECKPOINT: names, shapes, sizes that divide.
+
+    With --source-strategy, or for a file of whole tensors, STRATEGY is that of a target to be made from CHECKPOINT;
+    else it is CHECKPOINT's own.
+    """
+    from reshard.source.open import read_headers
+    from reshard.strategy.diff import check
+    from reshard.view.checkpoints import looked_text
+    from reshard.view.words import count_text, printable
+
+    wanted = reshard.read_strategy(strategy_file)
+    own: Strategy | Path | None = source_strategy
+    if source_strategy is None:
+        _, ranks, _ = read_headers(checkpoint, suffix=reading["suffix"], rank_pattern=reading["rank_pattern"])
+        own = wanted if len(set(ranks)) > 1 else None
+    opened = reshard.open(checkpoint, strategy=own, **reading)
+    say_notices([*opened.notices, *check(wanted, opened)])
+    click.echo(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
+    if looked := looked_text(opened.looked):
+        say(f"sampled: {looked}")
+
+
+def _say_written(written: Strategy, output: Path) -> None:
+    from reshard.view.words import count_text, printable
+
+    wrote()
+    click.echo(
+        f"wrote {printable(output)}: {count_text(len(written.tensors), 'tensor')} over "
+        f"{count_text(len(written.ranks), 'rank')} in {count_text(len(written.stages), 'stage')}"
+    )

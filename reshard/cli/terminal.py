@@ -1,0 +1,272 @@
+"""What stands between a command and the terminal: errors, signals, talk and progress.
+
+Every error becomes one sentence and an exit code here, and nowhere else: 0 done, 1 failure, 2 usage, 3 verify mismatch,
+4 source or strategy incomplete or corrupt, 5 memory or disk, 6 target exists or source changed, 130 interrupted,
+143 terminated.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from reshard.cli import stop as stop_at_once
+from reshard.errors import BudgetError, ReshardError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import FrameType
+
+
+INPUTS, STRATEGIES, OUTPUTS = "reshard.inputs", "reshard.strategies", "reshard.outputs"
+"""Where click's context keeps the paths that a command was given: what it reads, and the files that it writes."""
+
+_DEBUG = "reshard.debug"
+_WROTE = "reshard.wrote"
+_LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
+
+
+# --- the border: errors and signals -----------------------------------------------------------------------------
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal asked to stop. Raised in the main thread, so that `run` cleans up as after any failure."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`; whoever ignores one (nohup) goes on ignoring it."""
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    stopped: list[_Stopped] = []
+
+    def stop(signum: int, _frame: FrameType | None) -> NoReturn:
+        for number in before:  # a second one must disturb neither the cleaning up nor the exit code
+            signal.signal(number, signal.SIG_IGN)
+        stopped.append(_Stopped(signum))
+        raise stopped[0]
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in caught}
+        before = {number: old for number, old in handlers.items() if old not in {signal.SIG_IGN, None}}
+    try:
+        for number in before:
+            signal.signal(number, stop)
+        yield
+    except Exception as error:
+        if not stopped:
+            raise
+        before.clear()
+        # What was imported, or a library's own callback, made something else of it.
+        for note in getattr(error, "__notes__", ()):
+            stopped[0].add_note(note)
+        raise stopped[0] from error
+    except _Stopped:
+        before.clear()
+        raise
+    finally:
+        for number, old in before.items():  # what is to be said at once is not true any more
+            signal.signal(number, signal.SIG_DFL if old is stop_at_once else old)
+
+
+def wrote() -> None:
+    """Remember that the command wrote something, so that an interrupt from now on does not deny it."""
+    click.get_current_context().meta[_WROTE] = True
+
+
+class Command(click.Command):
+    """A command that knows `--debug`, and whose epilog is shown as it is written: examples must not be wrapped."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(_debug_option())
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, unless a file that it writes is one that it reads; `refuse_to_write` knows of more."""
+        refuse_to_write([path for path in ctx.meta.get(OUTPUTS, ()) if not path.is_dir()])  # which has its own error
+        return super().invoke(ctx)
+
+    def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the epilog below the options."""
+        _write_lines(self.epilog, formatter)
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+    def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the epilog below the commands."""
+        _write_lines(self.epilog, formatter)
+
+
+def refuse_to_write(outputs: Sequence[Any]) -> None:
+    """Refuse to write what the command was given to read: files, or strategy files in a directory.
+
+    Which files of a checkpoint's directory are read is known when it is opened (`source.open.files_read`).
+
+    Raises:
+        TargetError: an output is an input.
+    """
+    if outputs:
+        from reshard.storage.small import refuse_inputs  # not on every start
+        from reshard.strategy.files import strategy_files
+
+        given = click.get_current_context().meta
+        some = [strategy_files(path) if path.is_dir() else [path] for path in given.get(STRATEGIES, ())]
+        refuse_inputs(outputs, [*given.get(INPUTS, ()), *(file for files in some for file in files)])
+
+
+def _write_lines(text: str | None, formatter: click.HelpFormatter) -> None:
+    if text:
+        formatter.write_paragraph()
+        formatter.write(text.strip("\n") + "\n")
+
+
+def _debug_option() -> click.Option:
+    def remember(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta[_DEBUG] = True
+
+    return click.Option(
+        ["--debug"],
+        is_flag=True,
+        expose_value=False,
+        callback=remember,
+        help="Show the traceback of an error, as RESHARD_DEBUG=1 does.",
+    )
+
+
+class Border(Group):
+    """The outermost group, behind which no traceback gets through.
+
+    Attributes:
+        homes: where a command is that is imported when it is asked for, as `module:name`, by its own name.
+    """
+
+    group_class = Group
+
+    def __init__(self, *args: Any, homes: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.homes = homes
+        self.params.append(_debug_option())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted({*super().list_commands(ctx), *self.homes})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command by its name."""
+        if cmd_name in self.homes and cmd_name not in self.commands:
+            module, _, name = self.homes[cmd_name].partition(":")
+            self.add_command(getattr(import_module(module), name))
+        return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command; its errors become a sentence and an exit code."""
+        try:
+            with _stopping():
+                return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # click knows what to do with these
+        except (Exception, KeyboardInterrupt) as error:
+            if ctx.meta.get(_DEBUG) or os.environ.get("RESHARD_DEBUG", "0") not in {"", "0"}:
+                import traceback
+
+                say(traceback.format_exc())
+            if isinstance(error, KeyboardInterrupt) and not (ctx.meta.get(_WROTE) or hasattr(error, "__notes__")):
+                error.add_note("nothing was written")
+            message, code = _told(error)
+            say(message)
+            ctx.exit(code)
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    """Return what to say of an error, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.Signals(getattr(error, "signum", signal.SIGINT))
+        kind = "interrupted" if number is signal.SIGINT else f"stopped by {number.name}"
+        return "; ".join([kind, *getattr(error, "__notes__", ())]), 128 + number
+    if isinstance(error, ReshardError):
+        return "; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), error.exit_code
+    if isinstance(error, MemoryError):
+        return "error: memory does not suffice", BudgetError.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        return f"error: {where}{error.strerror}", BudgetError.exit_code if full else 1
+    kind = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"error: unexpected {kind} (a fault of reshard; add --debug to see where)", 1
+
+
+def say(text: str) -> None:
+    """Write talk to stderr, with what a terminal would obey escaped."""
+    from reshard.view.words import printable
+
+    lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in text.split("\n")]
+    click.echo(printable("\n".join(lines), keep="\n"), err=True)
+
+
+def say_notices(notices: Sequence[str]) -> None:
+    """Tell on stderr what a user should know though it is no error."""
+    for notice in notices:
+        say(f"notice: {notice}")
+
+
+def print_json(data: dict[str, object]) -> None:
+    """Write the one JSON object of `--json` to stdout."""
+    sys.stdout.writelines(_json_pieces(data, "\n", 2))
+    sys.stdout.write("\n")
+    sys.stdout.flush()  # a reader that went away is told of here, where it is no error, and not at the exit
+
+
+def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
+    """Yield JSON with the items of so many levels on lines of their own: with all of them it would be slow and long."""
+    import json
+
+    if not (levels and value and isinstance(value, dict | list)):
+        yield json.dumps(value)
+        return
+    is_object = isinstance(value, dict)
+    separator = "{" if is_object else "["
+    for item in value:
+        yield f"{separator}{newline}  {f'{json.dumps(item)}: ' if is_object else ''}"
+        yield from _json_pieces(value[item] if is_object else item, f"{newline}  ", levels - 1)
+        separator = ","
+    yield f"{newline}{'}' if is_object else ']'}"
+
+
+def width() -> int | None:
+    """Return how many columns a table may have on stdout: the terminal's; None, for any number, elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def called_as() -> str:
+    """Return what to type for `reshard`: the name alone where the shell finds it, else how it was called."""
+    called = Path(sys.argv[0]).absolute()
+    if called.parts[-2:] == ("reshard", "__main__.py"):
+        return shlex.join([sys.executable, "-m", "reshard"])
+    if called.name == "dask":
+        return "dask reshard"
+    if called.name == "reshard" and Path(shutil.which("reshard") or "").resolve() != called.resolve():
+        return shlex.quote(str(called))
+    return "reshard"
+
+
+# --- progress ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,264 @@
+"""`reshard verify`: is a checkpoint all there, is it what another became, are its files what they were."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.cli.options import (
+    READ,
+    READ_PLACE,
+    STRATEGY_PLACE,
+    WRITE,
+    json_option,
+    layout_rules,
+    selection_options,
+    size,
+    source_options,
+)
+from reshard.cli.terminal import Command, print_json, say, say_notices, wrote
+from reshard.errors import UsageError, VerifyError
+from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.view.progress import progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from reshard.formats.rank_dirs import AnyPath
+    from reshard.plan.select import Selection
+    from reshard.verify.verify import Verification
+
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
+_WORDS = ("comparing", "comparing", "compared")
+_READING = {"rank_pattern", "suffix", "layouts", "stage", "partial"}
+
+
+def _share(_ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """Return the share that a text such as `5%` or `0.05` means."""
+    if value is None:
+        return None
+    match = _SHARE.fullmatch(value.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share <= 1:
+        raise click.BadParameter(f"{value!r} is no share; expected one such as 5%", param=param)
+    return share
+
+
+def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what the target is, and pass those for opening it as one `target_reading`."""
+
+    @functools.wraps(command)
+    def reading(*args: Any, **options: Any) -> Any:
+        target_reading = {name: options.pop(f"target_{name}") for name in _READING}
+        return command(*args, target_reading=target_reading, **options)
+
+    wrapped: Callable[..., Any] = reading
+    for option in (
+        click.option("--target-partial", is_flag=True, help="TARGET may lack ranks, or files of the manifest."),
+        click.option("--target-stage", type=click.IntRange(min=0), metavar="N", help="TARGET is one of a pipeline."),
+        click.option(
+            "--target-layout", "target_layouts", multiple=True, metavar="NAME=RULE", callback=layout_rules,
+            help="How tensors of TARGET are cut, as --layout.",
+        ),
+        click.option("--target-suffix", metavar="SUFFIX", help="Of several checkpoints in TARGET, as --suffix."),
+        click.option(
+            "--target-rank-pattern", metavar="PATTERN", default=RANK_PATTERN, show_default=True,
+            help="Where a rank's files are below TARGET.",
+        ),
+        click.option(
+            "--target-strategy", type=STRATEGY_PLACE, metavar="STRATEGY",
+            help="Strategy file of TARGET. Without it, TARGET is one rank of whole tensors.",
+        ),
+    ):  # fmt: skip
+        wrapped = option(wrapped)
+    return wrapped
+
+
+@click.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+  reshard verify dst_checkpoints --target-strategy dst_strategy.ckpt
+  reshard verify dst_checkpoints --target-strategy dst_strategy.ckpt \\
+      --against src_checkpoints --source-strategy src_strategy.ckpt
+  reshard verify dst_checkpoints --write-manifest dst.json
+  reshard verify dst_checkpoints --manifest dst.json
+
+Exits with 0 if all is as it should be, with 3 if something differs, and with 4
+if TARGET or SOURCE is incomplete or not sound.
+
+The object of --json has the keys target, against, equal, ranks, files, tensors,
+copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
+notices, unchecked (what was not looked at), and differences: kind (values,
+missing, extra, dtype, shape, text, note; file, size, checksum), told, tensor,
+side, rank, path, block (start, stop), index (in the whole tensor),
+index_in_block, count, found, expected, reference.
+""",
+    short_help="Check a checkpoint: structure, every bit, or checksums.",
+)
+@click.argument("target", type=READ_PLACE)
+@click.option(
+    "--against",
+    "source",
+    type=READ_PLACE,
+    metavar="SOURCE",
+    help="The checkpoint that TARGET was made from, or is equal to.",
+)
+@_target_options
+@click.option(
+    "--deduplicated",
+    is_flag=True,
+    help="TARGET stores each replica once, on one of the ranks that share it; safetensors files say so themselves.",
+)
+@source_options
+@selection_options
+@click.option(
+    "--sample",
+    callback=_share,
+    metavar="SHARE",
+    help="Compare so many of the rows, such as 5%, chosen at random; of every tensor some.",
+)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Of the choice.  [default: a new one]")
+@click.option(
+    "--manifest",
+    type=READ,
+    metavar="FILE",
+    help="Hold the files of TARGET against the sizes and checksums in FILE; needs no strategy.",
+)
+@click.option("--write-manifest", type=WRITE, metavar="FILE", help="Read the files of TARGET, and write FILE.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--memory", callback=size, metavar="SIZE", help="The most memory that it may take, such as 512MB.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many.  [default: one a processor, at most 4]",
+)
+@json_option
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+def verify(
+    target: AnyPath,
+    source: AnyPath | None,
+    target_strategy: AnyPath | None,
+    source_strategy: AnyPath | None,
+    target_reading: dict[str, Any],
+    deduplicated: bool,
+    selection: Selection,
+    sample: float | None,
+    seed: int | None,
+    manifest: Path | None,
+    write_manifest: Path | None,
+    overwrite: bool,
+    memory: int | None,
+    threads: int | None,
+    as_json: bool,
+    quiet: bool,
+    **reading: Any,
+) -> None:
+    """Check the checkpoint TARGET: that it is all there; that every bit of it is SOURCE's; that its files are unharmed.
+
+    Without --against or --manifest only headers are read: every rank is there and has what the strategy gives it, every
+    block is there and covers its tensor once, names and shapes are as the strategy says. With --against SOURCE the two
+    are compared whatever their layouts and formats, as a conversion with the same options would have made TARGET on
+    every rank, and replicas with each other. Two directories of the same ranks need no strategies.
+    """
+    from reshard.verify.verify import opened
+    from reshard.verify.verify import verify as verified
+    from reshard.view.verdict import summary, verdict_data, verdict_text
+
+    _check_usage(source, manifest, write_manifest, reading, source_strategy, sample)
+    if deduplicated and (manifest or write_manifest):
+        raise UsageError("--deduplicated is about a strategy's ranks; a manifest says what each file holds")
+    if write_manifest is not None:
+        _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
+        return
+    with progress(quiet=quiet, words=_WORDS) as shown:
+        found: Verification
+        if manifest is not None:
+            partial = target_reading["partial"]
+            found = verified(target, manifest=manifest, partial=partial, threads=threads, progress=shown)
+        else:
+            found = verified(
+                opened(target, target_strategy, **target_reading),
+                against=None if source is None else opened(source, source_strategy, what="source", **reading),
+                selection=selection,
+                deduplicated=deduplicated,
+                sample=sample,
+                seed=seed,
+                memory=memory,
+                threads=threads,
+                progress=shown,
+            )
+    if not quiet:
+        say_notices(found.notices)
+    if as_json:
+        print_json(verdict_data(found))
+    elif not quiet or not found.equal:
+        click.echo(verdict_text(found))
+    if not found.equal:
+        raise VerifyError(summary(found))
+
+
+def _check_usage(
+    source: AnyPath | None,
+    manifest: Path | None,
+    write_manifest: Path | None,
+    reading: dict[str, Any],
+    source_strategy: AnyPath | None,
+    sample: float | None,
+) -> None:
+    """Refuse options that would do nothing, which a user would take for something."""
+    chosen = {"--against": source, "--manifest": manifest, "--write-manifest": write_manifest}
+    ways = [option for option, value in chosen.items() if value is not None]
+    if len(ways) > 1:
+        raise UsageError(f"{' and '.join(ways)} are ways to check, each for itself; give one of them")
+    if source is not None:
+        return
+    if source_strategy is not None or sample is not None:
+        raise UsageError("--source-strategy and --sample are about a comparison; give --against SOURCE too")
+    defaults: dict[str, Any] = {
+        "rank_pattern": RANK_PATTERN,
+        "suffix": None,
+        "layouts": {},
+        "stage": None,
+        "partial": False,
+    }
+    for name, default in defaults.items():
+        if reading[name] != default:
+            option = name.rstrip("s").replace("_", "-")
+            raise UsageError(f"--{option} is about SOURCE; for TARGET give --target-{option}")
+
+
+def _make(
+    target: AnyPath, path: Path, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
+) -> None:
+    """Make a manifest, and write it."""
+    from reshard.source.open import files_read, read_headers
+    from reshard.storage.small import refuse_existing, refuse_inputs
+    from reshard.verify.manifest import write_manifest
+    from reshard.verify.verify import make_manifest
+    from reshard.view.words import count_text
+
+    refuse_existing(path, overwrite=overwrite)  # before everything is read
+    if os.path.lexists(path) or os.path.lexists(f"{path}.partial"):
+        files, _, _ = read_headers(target, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"])
+        advice = "choose another name for the manifest"
+        refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
+    with progress(quiet=quiet, words=("reading", "reading", "read")) as shown:
+        made = make_manifest(
+            target,
+            rank_pattern=reading["rank_pattern"],
+            suffix=reading["suffix"],
+            threads=threads,
+            progress=shown,
+        )
+    write_manifest(made, path, overwrite=overwrite)
+    wrote()
+    if not quiet:
+        say(f"wrote {path}: {count_text(made.checksums, 'checksum')} of {count_text(len(made.files), 'file')}")

@@ -1,0 +1,483 @@
+"""`reshard transform`, `unify` and `convert`: the commands that write checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import reshard
+from reshard.cli import manifest as cli_manifest
+from reshard.cli.options import (
+    NAME_MAP,
+    READ_PLACE,
+    TARGET_PLACE,
+    Running,
+    drop_option,
+    memory_option,
+    rank_pattern_option,
+    run_options,
+    selection_options,
+    size,
+    source_options,
+    suffix_option,
+    target_options,
+)
+from reshard.cli.terminal import Command, print_json, refuse_to_write, say, say_notices, wrote
+from reshard.cli.words import (
+    inspect_command,
+    manifest_command,
+    option,
+    reading_words,
+    selection_words,
+    strategy_words,
+    verify_command,
+)
+from reshard.cli.written import Beside, beside, found_by, is_a_share, is_silently_deduplicated, told_apart
+from reshard.errors import TargetError, UsageError
+from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.plan.select import Selection
+from reshard.storage.remote import is_url
+from reshard.storage.small import is_within
+from reshard.view.progress import progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from reshard.formats.rank_dirs import AnyPath
+    from reshard.formats.target_files import TargetFiles
+    from reshard.plan.plan import Plan
+
+KEYS = """
+The object of --json has the keys dry_run, source, target, format, ranks,
+tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes
+(whole files), source_files, target_files, tasks, peak_memory, ownership,
+read_amplification, seconds (null in a dry run), dropped, missing, notices,
+sampled (what was looked at when SOURCE was opened), files: rank, path, nbytes;
+replicas, links, measured_memory, checksums, resumed, finished: how many files
+an earlier run had finished, which were not read again; verify: the command to
+type (null where none says the same); manifest: the command that checks it.
+"""
+
+
+@click.command(
+    cls=Command,
+    epilog=f"""
+Example:
+
+  reshard transform src_checkpoints dst_checkpoints \\
+      --source-strategy src_strategy.ckpt --target-strategy dst_strategy.ckpt
+{KEYS}""",
+    short_help="Write a checkpoint anew, cut as another strategy says.",
+)
+@click.argument("source", type=READ_PLACE)
+@click.argument("target", type=TARGET_PLACE)
+@source_options
+@target_options
+@click.option(
+    "--via-zarr",
+    type=TARGET_PLACE,
+    metavar="STORE",
+    help="Unify into this zarr store first, then cut TARGET from it. A finished one of the same source is used as it "
+    "is; SOURCE may be gone then.",
+)
+@selection_options
+@run_options
+def transform(
+    source: AnyPath,
+    target: AnyPath,
+    source_strategy: AnyPath | None,
+    target_strategy: AnyPath | None,
+    planning: dict[str, Any],
+    via_zarr: AnyPath | None,
+    selection: Selection,
+    running: Running,
+    **reading: Any,
+) -> None:
+    """Write the checkpoint SOURCE anew below TARGET, cut as another strategy says.
+
+    SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a zarr store, or one file of whole tensors. Target
+    files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
+    """
+    words = [*strategy_words("source", source_strategy), *reading_words(reading)]
+    if via_zarr is not None:
+        _check_apart(via_zarr, source, target, running.write_manifest)
+        cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
+        if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading, words):
+            return
+        source, source_strategy, reading, words = via_zarr, None, {}, []
+        planning["format"] = planning["format"] or _format_before(via_zarr)
+    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    wanted = reshard.read_strategy(target_strategy) if target_strategy else None
+    plan = reshard.plan(checkpoint, wanted, selection=selection, threads=running.threads, **planning)
+    carry_out(
+        plan,
+        target,
+        running,
+        found_by=lambda: found_by(plan, target),
+        target_strategy=target_strategy,
+        source=source,
+        asked=[*words, *selected(selection)],
+    )
+
+
+@click.command(
+    cls=Command,
+    epilog=f"""
+Example:
+
+  reshard unify src_checkpoints weights --source-strategy src_strategy.ckpt \\
+      --style huggingface --weights-only --cast float32=bfloat16
+  reshard unify src_checkpoints model.zarr --format zarr \\
+      --source-strategy src_strategy.ckpt
+{KEYS}""",
+    short_help="Write whole tensors, in a few safetensors files and an index, or in a zarr store.",
+)
+@click.argument("source", type=READ_PLACE)
+@click.argument("target", type=TARGET_PLACE)
+@source_options
+@click.option(
+    "--format",
+    type=click.Choice(["safetensors", "zarr"]),
+    default="safetensors",
+    show_default=True,
+    help="Files and an index, or one zarr v3 group in the directory TARGET.",
+)
+@click.option(
+    "--style",
+    type=click.Choice(["mindspore", "huggingface"]),
+    show_default="mindspore",
+    help="Names of the files: part0.safetensors and param_name_map.json, or model-00001-of-00002.safetensors and "
+    "model.safetensors.index.json.",
+)
+@click.option(
+    "--max-shard-size",
+    show_default="4GB",
+    callback=size,
+    metavar="SIZE",
+    help="The most bytes of tensors in a file, unless one tensor is larger.",
+)
+@click.option(
+    "--chunk-size",
+    callback=size,
+    metavar="SIZE",
+    help="zarr: the most bytes in a chunk, such as 16MB.  [default: chunks are the source's blocks]",
+)
+@click.option(
+    "--shard-size",
+    callback=size,
+    metavar="SIZE",
+    help="zarr: the most bytes of chunks in a file; 0 for each chunk in its own.  [default: 64MiB if chunks are small]",
+)
+@click.option("--compression", metavar="CODEC", help="zarr: zstd, or zstd:LEVEL such as zstd:3.  [default: none]")
+@memory_option
+@selection_options
+@run_options
+def unify(
+    source: AnyPath,
+    target: AnyPath,
+    source_strategy: AnyPath | None,
+    format: str,
+    style: str | None,
+    max_shard_size: int | None,
+    chunk_size: int | None,
+    shard_size: int | None,
+    compression: str | None,
+    memory: int | None,
+    selection: Selection,
+    running: Running,
+    **reading: Any,
+) -> None:
+    """Write the whole tensors of the checkpoint SOURCE into a few files in TARGET, with an index of them.
+
+    In MindSpore's style, what the strategy does not name goes into hyper_param.safetensors.
+    """
+    zarr_options = (chunk_size, shard_size, compression)
+    for wrong, options in (("safetensors", zarr_options), ("zarr", (style, max_shard_size))):
+        if format == wrong and any(option is not None for option in options):
+            raise UsageError(
+                "--chunk-size, --shard-size and --compression are of --format zarr, --style and --max-shard-size of "
+                "safetensors"
+            )
+    files: TargetFiles
+    if format == "zarr":
+        files = reshard.ZarrGroup(*zarr_options)
+    else:
+        kind = reshard.HuggingFaceSet if style == "huggingface" else reshard.MindSporeSet
+        files = kind() if max_shard_size is None else kind(max_shard_size)
+    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    plan = reshard.plan(
+        checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads
+    )
+    carry_out(
+        plan,
+        target,
+        running,
+        found_by=list,
+        source=source,
+        asked=[*strategy_words("source", source_strategy), *reading_words(reading), *selected(selection)],
+    )
+
+
+@click.command(
+    cls=Command,
+    epilog=f"""
+Example:
+
+  reshard convert src_checkpoints src_safetensors --format safetensors
+  reshard convert net.ckpt net.safetensors --format safetensors
+{KEYS}""",
+    short_help="Write every file anew in another format.",
+)
+@click.argument("source", type=READ_PLACE)
+@click.argument("target", type=TARGET_PLACE)
+@click.option("--format", type=click.Choice(["ckpt", "safetensors"]), required=True, help="Of the target files.")
+@rank_pattern_option
+@suffix_option
+@drop_option("Entries that may be left out because they cannot be converted. May be repeated.")
+@run_options
+def convert(
+    source: AnyPath,
+    target: AnyPath,
+    format: str,
+    rank_pattern: str,
+    suffix: str | None,
+    drop: tuple[str, ...],
+    running: Running,
+) -> None:
+    """Write every file of the checkpoint SOURCE anew below TARGET in another format; nothing is cut or joined.
+
+    Files keep their places and names but for the extension. Where SOURCE is one file, TARGET is one too. No strategy is
+    needed.
+    """
+    from reshard.plan.convert import plan_convert
+
+    directory, name = target, None
+    if source.is_file():
+        if target.is_dir():
+            raise TargetError(f"{target}: is a directory; expected the name of a file, because {source} is one")
+        directory, name = target.parent, target.name
+    plan = plan_convert(
+        source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop, threads=running.threads
+    )
+    pattern = None if rank_pattern == RANK_PATTERN else rank_pattern
+    if suffix is None and str(source) == str(target):  # both are there when it is verified
+        suffix = PurePath(plan.source.files[0].path).suffix
+    carry_out(
+        plan,
+        directory,
+        running,
+        result=target,
+        found_by=lambda: option("rank-pattern", pattern) or ([] if name else told_apart(plan, target)),
+        source=source,
+        asked=[*option("rank-pattern", pattern), *option("suffix", suffix), *selected(Selection(drop=drop))],
+    )
+
+
+def _check_apart(store: AnyPath, source: AnyPath, target: AnyPath, manifest: AnyPath | None) -> None:
+    """Refuse a store that is the source or the target, or holds one of them or lies in it.
+
+    Raises:
+        TargetError: it does; nothing is made or changed.
+    """
+    for path in (source, target, *([manifest] if manifest else [])):
+        if is_within(path, store) or is_within(store, path):
+            raise TargetError(
+                f"{store}: overlaps with {path}; expected a directory of its own for the store of --via-zarr; choose "
+                "another"
+            )
+
+
+def _make_store(
+    source: AnyPath,
+    source_strategy: AnyPath | None,
+    store: AnyPath,
+    selection: Selection,
+    memory: int | None,
+    running: Running,
+    reading: dict[str, Any],
+    words: Sequence[str],
+) -> bool:
+    """Unify a source into a zarr store, unless that is done; return whether the store is there to be read.
+
+    Raises:
+        TargetError: the store is finished, and of another source or of one that changed since.
+    """
+    from reshard.plan.zarr import provenance
+    from reshard.source.zarr import noted_provenance
+
+    noted = noted_provenance(store)
+    if noted is not None and not (source.is_dir() or source.is_file()):
+        say_notices([f"{source} is not there; {store} is used, which is finished"])
+        return True
+    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    if noted is not None:
+        now = provenance(checkpoint, times=True)
+        if (now["sources"], now["strategy"]) != (noted.get("sources"), noted.get("strategy")):
+            raise TargetError(
+                f"{store}: is finished, and of another source, or of {source} before it changed; choose another store, "
+                "remove it, or give it as SOURCE"
+            )
+        if not running.quiet:
+            say_notices([f"{store} is finished and of this source; it is used as it is"])
+        return True
+    wishes = Selection(drop=selection.drop, allow_missing=selection.allow_missing)
+    plan = reshard.plan(
+        checkpoint, files=reshard.ZarrGroup(times=True), selection=wishes, memory=memory, threads=running.threads
+    )
+    # What is unfinished is of no use but to go on from. The report is that of the second step.
+    quiet = running.quiet or (running.as_json and not running.dry_run)
+    as_json = running.as_json and running.dry_run
+    if quiet and not running.quiet:
+        say_notices(plan.notices)
+    first = running._replace(overwrite=True, ownership=None, write_manifest=None, quiet=quiet, as_json=as_json)
+    carry_out(plan, store, first, found_by=list, source=source, asked=[*words, *selected(wishes)])
+    return not running.dry_run
+
+
+def _format_before(store: AnyPath) -> str | None:
+    """Return the format of the files that a store was made of; None where it is not one that all have."""
+    from reshard.source.zarr import noted_provenance
+
+    sources = (noted_provenance(store) or {}).get("sources")
+    paths = [str(item.get("path")) for item in sources if isinstance(item, dict)] if isinstance(sources, list) else []
+    return "ckpt" if paths and all(path.endswith(".ckpt") for path in paths) else None
+
+
+def selected(selection: Selection) -> list[str]:
+    """Return the words of a selection that the options of this command made."""
+    return selection_words(selection, click.get_current_context().meta.get(NAME_MAP))
+
+
+def carry_out(
+    plan: Plan,
+    target: AnyPath,
+    running: Running,
+    *,
+    found_by: Callable[[], list[str]],
+    source: object,
+    asked: Sequence[str] | None,
+    target_strategy: object = None,
+    result: AnyPath | None = None,
+) -> None:
+    """Run a plan, or tell what it would do.
+
+    Args:
+        plan: what to do.
+        target: the directory of the target files.
+        running: the options.
+        found_by: tells, when all is written, with which options it is found in the target.
+        source: what is read.
+        asked: the options that said how to read it and what to take of it; None where no options do, and so no command
+            is proposed that verifies the result. None is proposed either of some ranks of a de-duplicated target, or
+            where what is beside would be found in its place, or with it as files of other ranks.
+        target_strategy: the strategy file of the target, or None.
+        result: what was asked for, where that is a file in the target directory.
+    """
+    from reshard.plan.partition import owned
+    from reshard.view import report
+
+    cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)
+    cli_manifest.check_plan(running.write_manifest, plan, target)
+    refuse_to_write([f"{target}/{file.path}" for file in plan.files])
+    there = beside(plan, target) if result in {None, target} else Beside()
+    plan = owned(replace(plan, notices=(*plan.notices, *there.warnings)), running.ownership, str(target))
+    if not running.quiet:
+        say_notices(plan.notices)
+    if running.dry_run:
+        _report_plan(plan, target, running)
+        return
+    with _client(running) as client, progress(quiet=running.quiet) as shown:
+        done = plan.run(
+            target,
+            client=client,
+            scheduler=running.scheduler,
+            threads=running.threads,
+            fsync=running.fsync,
+            drop_cache=running.drop_cache,
+            overwrite=running.overwrite,
+            restart=running.restart,
+            checksums=None if running.write_manifest is None else True,
+            progress=shown,
+        )
+    wrote()
+    if done.touched and not running.quiet:
+        say_notices([_touched(done.touched, "kept")])
+    place, made, check = result or target, None, None
+    if running.write_manifest is not None:
+        made = cli_manifest.write(running.write_manifest, done, overwrite=running.overwrite)
+        if not is_url(str(place)):  # it is held against local files
+            check = manifest_command(place, running.write_manifest)
+    if running.quiet and not running.as_json:
+        return
+    options = found_by()
+    verify = None
+    if asked is not None and there.found and not is_a_share(plan):
+        once = ["--deduplicated"] if is_silently_deduplicated(plan) else []
+        verify = verify_command(place, target_strategy, options, source, [*once, *asked])
+    if running.as_json:
+        print_json(report.report_data(plan, str(target), done, verify, check))
+    else:
+        click.echo(report.report_text(plan, done, verify, made, check))
+        if there.found:
+            say(f"to look at it: {inspect_command(place, target_strategy, options)}")
+
+
+def _report_plan(plan: Plan, target: AnyPath, running: Running) -> None:
+    """Report what a run would do, and what it would find."""
+    from reshard.view import report
+    from reshard.view.plans import plan_text
+
+    found = _foreseen(plan, target, running)
+    if not running.quiet:
+        say_notices(found)
+    if running.as_json:
+        print_json(report.report_data(plan, str(target)))
+    else:
+        click.echo(plan_text(plan, str(target)))
+
+
+@contextmanager
+def _client(running: Running) -> Iterator[Any]:
+    """Give a client of the cluster that is asked for; None where there is none."""
+    if running.cluster is None:
+        yield None
+        return
+    from reshard.run.cluster import connected
+
+    with connected(running.cluster, running.threads) as client:
+        if not running.quiet:
+            workers = len(client.scheduler_info(n_workers=-1)["workers"])
+            say(f"cluster: {workers} worker{'s' * (workers != 1)}; dashboard: {client.dashboard_link}")
+        yield client
+
+
+def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
+    """Tell what a run would find of its target files, and which option it would need."""
+    from reshard.run.session import foreseen
+    from reshard.view.words import count_text
+
+    there = foreseen(plan, str(target), overwrite=running.overwrite, restart=running.restart)
+    begun = [record for _, record in there.begun if record.wrote]
+    told = (
+        (there.finished, "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
+        (begun, "would be gone on with, begun by an earlier run"),
+        (there.changed, "would be refused, made by another plan or from other sources; a run needs --restart"),
+        (there.foreign, "would be in the way; a run needs --overwrite"),
+    )
+    found = [f"{count_text(len(files), 'target file')} {words}" for files, words in told if files]
+    return [*found, *([_touched(len(there.touched), "would keep")] if there.touched else [])]
+
+
+def _touched(count: int, kept: str) -> str:
+    """Tell of finished files whose sources may have changed since; or they were copied, and nothing is wrong."""
+    from reshard.view.words import count_text
+
+    return (
+        f"{kept} {count_text(count, 'target file')} that an earlier run finished before source files were "
+        "changed, or copied or touched, with the size and time that they had; --restart makes all anew, and "
+        "`reshard verify --against` compares them"
+    )

@@ -1,0 +1,143 @@
+"""What a command wrote: with which options it is found again, and what else lies there and is found with it."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import PurePath
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.cli.words import option
+from reshard.errors import SourceError, names
+from reshard.formats.ckpt import NAME as CKPT
+from reshard.formats.directories import DIRECTORY_FORMATS, RUNS
+from reshard.formats.rank_dirs import RANK_PATTERN, every_file, is_checkpoint_name, rank_files
+from reshard.formats.sets import SET_INDEXES
+from reshard.formats.target_files import NamedFile, RankFiles
+from reshard.formats.zarr_files import is_store
+from reshard.storage.remote import RemotePath, existing, forget_listings
+
+if TYPE_CHECKING:
+    from reshard.formats.rank_dirs import AnyPath
+    from reshard.plan.plan import Plan
+
+
+def found_by(plan: Plan, directory: AnyPath) -> list[str]:
+    """Return the options with which what was written is found, as those of a source."""
+    if plan.request is None or any(file.last for file in plan.files):
+        return []
+    way, strategy = plan.request.files, plan.request.target
+    some = strategy is not None and (len(plan.ranks) < len(strategy.ranks) or plan.source.part is not None)
+    partial = ["--partial"] if some else []
+    stage = option("stage", plan.request.stage) if strategy and strategy.others else []
+    pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}*") if isinstance(way, RankFiles) else None
+    return [*partial, *stage, *told_apart(plan, directory, pattern)]
+
+
+def told_apart(plan: Plan, target: AnyPath, pattern: str | None = None) -> list[str]:
+    """Return the options that find what was written, where other checkpoints are in the same directories."""
+    if isinstance(target, RemotePath):
+        forget_listings(target.url)
+    written = {file.rank: target / file.path for file in plan.files}
+    extension = PurePath(plan.files[0].path).suffix
+    tries: list[tuple[list[str], str, str | None]] = [
+        ([], RANK_PATTERN, None),
+        (option("suffix", extension), RANK_PATTERN, extension),
+    ]
+    if pattern:
+        tries.append((option("rank-pattern", pattern + extension), pattern + extension, None))
+    for options, rank_pattern, suffix in tries:
+        try:
+            found = rank_files(target, rank_pattern, suffix, [])
+        except SourceError:
+            continue
+        if all(found.get(rank) == [path] for rank, path in written.items()):
+            return options
+    return []
+
+
+def is_a_share(plan: Plan) -> bool:
+    """Return whether other ranks store what these would hold too: nothing in the files tells that they do."""
+    return plan.request is not None and plan.request.remove_redundancy and plan.request.ranks is not None
+
+
+def is_silently_deduplicated(plan: Plan) -> bool:
+    """Return whether each replica is stored once in files that do not say so, because their format has no notes."""
+    request = plan.request
+    return request is not None and request.remove_redundancy and request.target is not None and plan.format == CKPT
+
+
+class Beside(NamedTuple):
+    """What else is in a target, and would be found with what is written there, or in its place.
+
+    Attributes:
+        warnings: what should be said of it.
+        found: whether what is written is found in spite of that.
+    """
+
+    warnings: tuple[str, ...] = ()
+    found: bool = True
+
+
+def beside(plan: Plan, target: AnyPath) -> Beside:
+    """Look what else is in a target directory; it may not be there yet.
+
+    It is what an older run left there, or another program: files of other ranks, of another format or checkpoint, a
+    unified set or a zarr store, whose readers do not look at rank files at all.
+    """
+    if plan.alone:  # `check_target` refuses any
+        return Beside()
+    with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
+        hiding = [] if any(file.last for file in plan.files) else existing(target, SET_INDEXES)
+        hiding += ["a zarr store"] if is_store(target) else []
+        ranks = _other_ranks(plan, target)
+        own = _own(plan)
+        others = [place for place in _checkpoint_files(target) if place not in ranks and not own.fullmatch(place)]
+        said = (
+            (hiding, f"too, and readers take that for the checkpoint of {target}; choose another directory"),
+            (others, "too, of another checkpoint, and readers may take either or both; choose another directory"),
+            (ranks, "too, of ranks that are not this target's; remove what is old"),
+        )
+        warnings = tuple(f"{target} has {names(some, most=3)} {words}" for some, words in said if some)
+        return Beside(warnings, found=not (hiding or ranks))
+    return Beside()
+
+
+def _checkpoint_files(target: AnyPath) -> list[str]:
+    """Return the files of checkpoints in a directory, and in rank directories there, by their places."""
+    if isinstance(target, RemotePath):
+        paths: list[AnyPath] = [*target.files()]
+    else:
+        paths = [path for pattern in ("*", "rank_*/*") for path in target.glob(pattern) if path.is_file()]
+    places = {path.relative_to(target).as_posix(): path for path in paths}  # type: ignore[arg-type]  # of one kind
+    found = [p for p, path in places.items() if re.fullmatch(r"(rank_\d+/)?[^/]+", p) and is_checkpoint_name(path)]
+    direct = sorted(place for place in places if "/" not in place)
+    shown = [known.shown_by(target, direct) for known in DIRECTORY_FORMATS if known is not RUNS]
+    return sorted({*found, *filter(None, shown)})
+
+
+def _own(plan: Plan) -> re.Pattern[str]:
+    """Return what matches the files of a target: those that a plan writes, and those of other ranks and stages."""
+    patterns = [re.escape(file.path) for file in plan.files]
+    way = plan.request.files if plan.request else None
+    if isinstance(way, RankFiles):
+        extension = PurePath(plan.files[0].path).suffix
+        stage = r"_part\d+" if way.suffix else ""
+        patterns.append(rf"rank_(\d+)/{re.escape(way.prefix)}\1{stage}{re.escape(extension)}")
+    elif isinstance(way, NamedFile):
+        patterns.append(re.escape(way.name).replace(re.escape("{rank}"), r"\d+"))
+    return re.compile("|".join(patterns))
+
+
+def _other_ranks(plan: Plan, target: AnyPath) -> list[str]:
+    """Return the files of ranks that the target does not have, and which are found like its own.
+
+    They are those of an older run. Where the target is one stage of a pipeline nobody says which ranks others have.
+    """
+    strategy = plan.request and plan.request.target
+    if plan.request is None or not isinstance(plan.request.files, RankFiles) or (strategy and strategy.others):
+        return []
+    way, ranks = plan.request.files, strategy.ranks if strategy else plan.ranks
+    pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
+    files = [path for rank, paths in every_file(target, pattern).items() if rank not in ranks for path in paths]
+    return [path.relative_to(target).as_posix() for path in files]  # type: ignore[arg-type]  # of one kind

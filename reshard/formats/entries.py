@@ -1,0 +1,156 @@
+"""What a format's module takes and gives: the entries of a file to be read, and the layout of one to be written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from reshard.errors import SourceError
+from reshard.storage.remote_store import store_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.dtypes import DType
+    from reshard.layout.block import Shape
+    from reshard.storage.local import Readable
+
+Runs = tuple[tuple[int, int], ...]
+"""Byte ranges of a file that hold one block in row-major order: (offset, number of bytes), one after the other."""
+
+
+def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
+    """Return where a range of contents lies in a file: for each piece, offset there, start and stop in the range.
+
+    Args:
+        runs: where all of the contents lie.
+        begin: where the range begins among the contents, in bytes.
+        nbytes: how long it is.
+
+    >>> ranges(((100, 10), (200, 10)), 8, 4)
+    [(108, 0, 2), (200, 2, 4)]
+    """
+    if len(runs) == 1:
+        return [(runs[0][0] + begin, 0, nbytes)]
+    found = []
+    position = 0
+    for offset, length in runs:
+        start, stop = max(begin, position), min(begin + nbytes, position + length)
+        if start < stop:
+            found.append((offset + start - position, start - begin, stop - begin))
+        position += length
+    return found
+
+
+class Entry(NamedTuple):
+    """One tensor's part in one file, as the file's header describes it.
+
+    Attributes:
+        dtype: kind of the elements.
+        shape: of the part that this file holds.
+        runs: where its bytes lie in the file.
+        text: the value of a `str` entry, which is small and read with the header; else None.
+    """
+
+    dtype: DType
+    shape: Shape
+    runs: Runs
+    text: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the part in bytes."""
+        return sum(nbytes for _, nbytes in self.runs)
+
+
+class FileIndex(NamedTuple):
+    """What a checkpoint file holds, from its header alone.
+
+    Attributes:
+        format: the name of the file's format.
+        entries: each tensor's part, in the file's order.
+        metadata: the file's own key-value notes, without what the format itself writes there.
+        crc: the CRC-32 that the file carries, unchecked; None if it has none.
+        deduplicated: the file says that replicas are stored once in its set (`remove_redundancy`).
+        unreadable: entries that cannot be converted, with the reason.
+    """
+
+    format: str
+    entries: Mapping[str, Entry]
+    metadata: tuple[tuple[str, str], ...] = ()
+    crc: int | None = None
+    deduplicated: bool = False
+    unreadable: tuple[tuple[str, str], ...] = ()
+
+
+class Content(NamedTuple):
+    """A tensor to be written into one file: its name, dtype and the shape of the part; `text` for a `str` entry."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    text: str | None = None
+
+
+class FileLayout(NamedTuple):
+    """Where everything of a file to be written goes.
+
+    Attributes:
+        size: of the whole file, in bytes.
+        literals: the bytes that are not tensor contents, with their offsets.
+        places: for each tensor, the byte ranges of its contents; none for a `str` entry, which is in the literals.
+    """
+
+    size: int
+    literals: tuple[tuple[int, bytes], ...]
+    places: Mapping[str, Runs]
+
+
+class RangeReader:
+    """Reads pieces of one file, for indexing it; keeps the last piece, because headers lie close together."""
+
+    def __init__(self, path: str, *, store: Readable | None = None, window: int = 4096) -> None:
+        self.path = path
+        self._store = store or store_at(path)
+        self.size = self._store.size(path)
+        self._window = window
+        self._start = 0
+        self._held = b""
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from `offset`.
+
+        Raises:
+            SourceError: the file ends before.
+        """
+        begin = offset - self._start
+        if begin >= 0 and begin + nbytes <= len(self._held):
+            return self._held[begin : begin + nbytes]
+        if nbytes < 0 or offset + nbytes > self.size:
+            raise SourceError(
+                f"{self.path}: bytes {offset} to {offset + nbytes} are expected; the file ends at {self.size} "
+                "(cut short?)"
+            )
+        buffer = bytearray(min(max(nbytes, self._window), self.size - offset))
+        self._store.read_into(self.path, offset, memoryview(buffer))
+        self._start, self._held = offset, bytes(buffer)
+        return self._held[:nbytes]
+
+    def upto(self, offset: int, nbytes: int) -> bytes:
+        """Return at most `nbytes` bytes from `offset`, fewer where the file ends."""
+        return self.read(offset, max(0, min(nbytes, self.size - offset)))
+
+
+class Format(Protocol):
+    """What the module of a format offers."""
+
+    NAME: str
+    EXTENSION: str
+
+    def recognizes(self, start: bytes, size: int) -> bool:
+        """Tell a file of this format by its first bytes and its size."""
+
+    def index(self, reader: RangeReader) -> FileIndex:
+        """Return what a file holds; raise `SourceError` where it is not sound."""
+
+    def lay_out(self, contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLayout:
+        """Return where the contents of a file to be written go, and all its other bytes."""

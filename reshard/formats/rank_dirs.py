@@ -1,0 +1,240 @@
+"""The files of a checkpoint: where they are, whose rank they are, and which step is the same for all ranks.
+
+Rank directories hold several steps, restarted runs, graphs and unfinished files. What is read is one checkpoint that
+every rank has: the newest step, or the one whose names end as the user says. Two that could be meant are an error,
+never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import SourceError, names
+from reshard.formats.directories import PARTS, RUNS, refuse_directory, refuse_one_of_several
+from reshard.storage.remote import RemotePath
+from reshard.storage.untrusted import reading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+RANK_PATTERN = "rank_{rank}/*"
+"""Where the files of a rank are, below the directory that is opened."""
+
+EXTENSIONS = {".ckpt", ".safetensors"}
+_STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
+_PART = re.compile(r"_part\d+$")
+_RANK_DIRECTORY = re.compile(r"rank_(\d+)")
+
+AnyPath = Path | RemotePath
+"""Where a file is: on this machine, or at a URL."""
+
+_Family = tuple[str, tuple[int, int] | None, str]  # the name common to all ranks, epoch and step, extension
+
+
+def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: list[str]) -> dict[int, list[AnyPath]]:
+    """Return the files to read for each rank: one checkpoint, of the newest step that every rank has.
+
+    Args:
+        root: a directory of rank directories, or one file.
+        rank_pattern: where a rank's files are below it.
+        suffix: take only files whose names end so, extension left out or not.
+        notices: gets a line where a newer step is passed over.
+
+    Raises:
+        SourceError: no files, no checkpoint in common, or several; or they are of a directory format.
+    """
+    is_directory = root.is_dir()
+    if not is_directory and (root.is_file() if isinstance(root, RemotePath) else os.path.lexists(root)):
+        refuse_one_of_several(root)
+        return {0: [root]}
+    if not is_directory:
+        raise SourceError(f"{root}: is not there; expected a directory of rank directories, or one checkpoint file")
+    found = every_file(root, rank_pattern)
+    by_rank = bool(found)
+    if not found:
+        inside: Iterable[AnyPath] = root.iterdir()
+        flat = sorted((path for path in inside if path.is_file() and is_checkpoint_name(path)), key=str)
+        found = {0: flat} if flat else {}
+    _refuse_directory_formats(root, found, by_rank=by_rank)
+    if not found:
+        usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
+        examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
+        raise SourceError(
+            f"{root}: has no checkpoint at {' or '.join(map(repr, examples))} and so on; "
+            + _inside_instead(root, rank_pattern)
+        )
+    if suffix is not None:
+        found = {
+            rank: [p for p in paths if p.name.endswith(suffix) or _PART.sub("", p.stem).endswith(suffix)]
+            for rank, paths in found.items()
+        }
+        without = [rank for rank, paths in found.items() if not paths]
+        if without:
+            raise SourceError(f"{root}: no file of rank {names(without)} ends with {suffix!r}; give another --suffix")
+    chosen = _same_checkpoint(root, found, notices)
+    if not by_rank and len(chosen[0]) == 1:
+        refuse_one_of_several(chosen[0][0])
+    return chosen
+
+
+def rank_of(path: AnyPath) -> tuple[int, list[int]] | None:
+    """Return whose rank's a file or directory is by its place, and which other ranks lie beside; None for any other.
+
+    >>> rank_of(Path("run/rank_3/net.ckpt"))
+    (3, [])
+    """
+    own = path.absolute() if path.is_dir() else path.absolute().parent
+    match = _RANK_DIRECTORY.fullmatch(own.name)
+    if match is None:
+        return None
+    others: set[int] = set()
+    with suppress(SourceError, OSError):  # a directory that may not be listed
+        for beside in own.parent.iterdir():
+            other = _RANK_DIRECTORY.fullmatch(beside.name)
+            if other and beside.name != own.name and _has_checkpoint(beside):
+                others.add(int(other[1]))
+    return int(match[1]), sorted(others)
+
+
+def _has_checkpoint(directory: AnyPath) -> bool:
+    """Return whether a directory has a checkpoint file; one at a URL is taken to, as it has something."""
+    return isinstance(directory, RemotePath) or any(map(is_checkpoint_name, directory.iterdir()))
+
+
+def _refuse_directory_formats(root: AnyPath, found: Mapping[int, Sequence[AnyPath]], *, by_rank: bool) -> None:
+    """Check that the checkpoint files that were found, or what there is where none were, are not of such a format."""
+    inside: dict[AnyPath, list[str]] = {}
+    for path in (path for paths in found.values() for path in paths):
+        inside.setdefault(path.parent, []).append(path.name)
+    if not found or root in inside:
+        inside[root] = [path.name for path in root.iterdir()]
+    for directory, file_names in inside.items():
+        besides = ([RUNS] if found else []) + ([PARTS] if by_rank and len(file_names) == 1 else [])
+        refuse_directory(directory, file_names, besides=besides)
+
+
+def _inside_instead(root: AnyPath, rank_pattern: str) -> str:
+    """Advise which directory to open, where those with rank directories are inside."""
+    inside = [] if isinstance(root, RemotePath) else sorted(root.glob("*/rank_0"))
+    if inside and rank_pattern == RANK_PATTERN:
+        return f"open {names([str(path.parent) for path in inside], most=3)} inside it"
+    return "give --rank-pattern for other names"
+
+
+def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
+    """Return the checkpoint files of each rank, whatever checkpoint they are of.
+
+    Raises:
+        SourceError: the pattern cannot be one, a directory cannot be read, or a rank is there twice.
+    """
+    if "{rank}" not in rank_pattern or rank_pattern.startswith("/") or ".." in rank_pattern.split("/"):
+        raise SourceError(
+            f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory; expected one such as "
+            "'node{rank}/*.ckpt'"
+        )
+    any_extension = bool(Path(rank_pattern).suffix)
+    matches = _matcher(rank_pattern)
+    found: dict[int, list[AnyPath]] = {}
+    spelled: dict[int, str] = {}
+    for path in sorted(_files(root, rank_pattern), key=str):
+        match = matches.fullmatch(path.relative_to(root).as_posix())  # type: ignore[arg-type]  # of one kind
+        if not match or not is_checkpoint_name(path, any_extension=any_extension):
+            continue
+        rank = int(match["rank"])
+        if spelled.setdefault(rank, match["rank"]) != match["rank"]:
+            raise SourceError(f"{root}: rank {rank} is there twice, as {spelled[rank]!r} and {match['rank']!r}")
+        found.setdefault(rank, []).append(path)
+    return dict(sorted(found.items()))
+
+
+def _matcher(rank_pattern: str) -> re.Pattern[str]:
+    """Return what matches the paths of a pattern, in which a rank is the same number everywhere."""
+    regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>\d+)", 1).replace(r"\*", "[^/]*")
+    return re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
+
+
+def _files(root: AnyPath, rank_pattern: str) -> Iterable[AnyPath]:
+    """Return the files that may match; all that there are where listing them is one request."""
+    if isinstance(root, RemotePath):
+        return root.files()
+    # Two stars in one component are an error to glob, and mean the same as one here.
+    pattern = re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*"))
+    above = rank_pattern.rpartition("/")[0]
+    places = _matcher(above)
+    with reading(SourceError):  # to glob, a directory that may not be read has no files
+        for directory in root.glob(pattern.rpartition("/")[0]) if above else [root]:
+            name = "" if directory == root else directory.relative_to(root).as_posix()
+            if places.fullmatch(name) and directory.is_dir():
+                os.scandir(directory).close()
+    return [path for path in root.glob(pattern) if path.is_file()]
+
+
+def is_checkpoint_name(path: AnyPath, *, any_extension: bool = False) -> bool:
+    """Tell a checkpoint file from others by its name.
+
+    Raises:
+        SourceError: the name has a line break.
+    """
+    if "\n" in path.name:  # it could say in a message what it likes
+        raise SourceError(f"{path.parent}: the file name {path.name!r} has a line break; rename the file")
+    if path.suffix in {".tmp", ".meta", ".partial"} or "_breakpoint" in path.stem or path.name == "meta.json":
+        return False
+    return not path.name.startswith(".") and (any_extension or path.suffix in EXTENSIONS)
+
+
+def _same_checkpoint(root: AnyPath, found: dict[int, list[AnyPath]], notices: list[str]) -> dict[int, list[AnyPath]]:
+    """Of the files of every rank, take those of one checkpoint that every rank has, and of those the newest."""
+    families: dict[_Family, dict[int, list[AnyPath]]] = {}
+    for rank, paths in found.items():
+        for path in paths:
+            for family in _families(path, rank):
+                families.setdefault(family, {}).setdefault(rank, []).append(path)
+    complete = [family for family, members in families.items() if len(members) == len(found)]
+    # One set of files may go by several names (`x_1` of rank 1 is also `x_{rank}`).
+    by_files: dict[tuple[AnyPath, ...], set[_Family]] = {}
+    for family in complete:
+        files = tuple(path for rank in found for path in families[family][rank])
+        by_files.setdefault(files, set()).add(family)
+    if not by_files:
+        shown = [f"rank {rank}: {names([p.name for p in paths], most=3)}" for rank, paths in found.items()]
+        formats = {tuple(sorted({path.suffix for path in paths})) for paths in found.values()}
+        advice = (
+            "`reshard convert` those of one format to the other"
+            if formats == {(extension,) for extension in EXTENSIONS}
+            else "choose the files with --suffix"
+        )
+        raise SourceError(f"{root}: the ranks have no checkpoint in common ({names(shown, most=4)}); {advice}")
+    shared_names = set.intersection(*({(name, ext) for name, _, ext in known} for known in by_files.values()))
+    steps = {next(iter(known))[1]: files for files, known in by_files.items()}
+    if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):
+        listed = sorted({path.name for files in by_files for path in files})
+        extensions = sorted({files[0].suffix for files in by_files})
+        by_extension = f" {extensions[-1]}" if len(extensions) == len(by_files) else ""
+        raise SourceError(
+            f"{root}: the ranks have several checkpoints ({names(listed)}); expected one; choose with --suffix"
+            f"{by_extension}"
+        )
+    newest = max(steps, key=lambda step: step or (0, 0))
+    later = {step for _, step, _ in families if step and newest and step > newest}
+    if later and newest:
+        notices.append(
+            f"step {max(later)[0]}_{max(later)[1]} is not in every rank; {newest[0]}_{newest[1]} is the newest that is"
+        )
+    family = next(iter(by_files[steps[newest]]))
+    return families[family]
+
+
+def _families(path: AnyPath, rank: int) -> set[_Family]:
+    """Return the names under which a file may be the same checkpoint as files of other ranks."""
+    stem = _PART.sub("", path.stem)
+    match = _STEP.match(stem)
+    name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (stem, None)
+    own_number = re.compile(rf"(?<!\d){rank}(?!\d)")
+    variants = {name, own_number.sub("{rank}", name)}
+    for found in own_number.finditer(name):
+        variants.add(f"{name[: found.start()]}{{rank}}{name[found.end() :]}")
+    return {(variant, step, path.suffix) for variant in variants}

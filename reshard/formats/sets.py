@@ -1,0 +1,246 @@
+"""Unified sets: whole tensors in several files that are not too large, and an index of which tensor is where.
+
+The index gets its name last, so that a set with an index is complete. The map of a MindSpore set names tensors of the
+parts only; that there is a `hyper_param` is said beside its total size, where MindSpore does not look.
+
+Sources: MindSpore 2.10 `parallel/transform_safetensors.py` (`unified_safetensors`: part<k>, hyper_param,
+param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safetensors.index.json`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.formats.target_files import SomeFiles, Volumes
+from reshard.storage.untrusted import parse_json, read_small, reading
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from reshard.formats.target_files import Stored
+    from reshard.storage.remote import RemotePath
+
+MAX_SHARD_BYTES = 4_000_000_000
+"""How large a file of a unified set may grow, unless one tensor is larger."""
+
+_MINDSPORE_INDEX = "param_name_map.json"
+_HUGGING_FACE_INDEX = "model.safetensors.index.json"
+_HYPER_PARAMETERS = "hyper_param"
+
+SET_INDEXES = (_MINDSPORE_INDEX, _HUGGING_FACE_INDEX)
+"""What the index of a set may be called."""
+
+SET_FILES = (*SET_INDEXES, f"{_HYPER_PARAMETERS}.safetensors", f"{_HYPER_PARAMETERS}.ckpt")
+"""Files that are read as parts of a set by their names, whatever an index says."""
+
+_OF = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.", re.DOTALL)
+_LARGEST_INDEX = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class MindSporeSet:
+    """`part<k>.safetensors`, `hyper_param.safetensors` for what no strategy names and text, and `param_name_map.json`.
+
+    The parts are filled evenly, the largest tensors first, as MindSpore does; the map names what is in them.
+
+    Attributes:
+        max_shard_bytes: how many bytes of tensors a part may hold, unless one tensor has more.
+    """
+
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+    def __post_init__(self) -> None:
+        _check_size(self.max_shard_bytes)
+
+    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:
+        """Share the tensors out to parts."""
+        stored = [tensor for tensor in tensors if not tensor.is_text]
+        listed = [tensor for tensor in stored if tensor.listed] or stored
+        parts = sorted(listed, key=lambda tensor: -tensor.nbytes)
+        total = sum(tensor.nbytes for tensor in parts)
+        held = [0] * max(1, min(-(-total // self.max_shard_bytes), sum(tensor.nbytes > 0 for tensor in parts)))
+        of: dict[str, int] = {}
+        for tensor in parts:
+            least = held.index(min(held))
+            if tensor.nbytes and held[least] and held[least] + tensor.nbytes > self.max_shard_bytes:
+                least = len(held)
+                held.append(0)
+            of[tensor.name] = least
+            held[least] += tensor.nbytes
+        paths = [f"part{number}{extension}" for number in range(len(held))]
+        content: dict[str, dict[str, object]] = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: paths[number] for name, number in of.items()},
+        }
+        others = [tensor.name for tensor in tensors if tensor.name not in of]
+        if others:
+            of.update(dict.fromkeys(others, len(paths)))
+            paths.append(f"{_HYPER_PARAMETERS}{extension}")
+            content["metadata"][_HYPER_PARAMETERS] = paths[-1]
+        return Volumes(tuple(paths), of, (_MINDSPORE_INDEX, json.dumps(content, indent=4).encode()))
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceSet:
+    """`model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`.
+
+    Attributes:
+        max_shard_bytes: how many bytes of tensors a file may hold, unless one tensor has more.
+    """
+
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+    def __post_init__(self) -> None:
+        _check_size(self.max_shard_bytes)
+
+    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:
+        """Fill one file after the other."""
+        of: dict[str, int] = {}
+        number = room = 0
+        for tensor in tensors:
+            if tensor.is_text:  # it is among a file's notes, where no other reader looks for what the index names
+                continue
+            if tensor.nbytes > max(room, 0) or not number:
+                number, room = number + 1, self.max_shard_bytes
+            of[tensor.name] = number - 1
+            room -= tensor.nbytes
+        count = max(number, 1)
+        paths = tuple(f"model-{k + 1:05d}-of-{count:05d}{extension}" for k in range(count))
+        content = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+            "weight_map": {name: paths[k] for name, k in sorted(of.items())},
+        }
+        of.update({tensor.name: 0 for tensor in tensors if tensor.is_text})
+        index = json.dumps(content, indent=2).encode() + b"\n"
+        # transformers refuses files of any other `format` than those it knows.
+        return Volumes(paths, of, (_HUGGING_FACE_INDEX, index), {"format": "pt"})
+
+
+def share_of(every: Volumes, process: int, processes: int) -> SomeFiles:
+    """Return which files of a MindSpore set one of several processes writes: parts that follow each other.
+
+    The first process also writes the hyper-parameters and the index, as MindSpore's `split_dst_file` has it.
+
+    Args:
+        every: how the tensors are shared out to the files, the same for all processes.
+        process: which process, from 1.
+        processes: how many.
+
+    >>> every = Volumes(("part0.st", "part1.st", "part2.st", "hyper_param.st"), {}, ("index", b""))
+    >>> [share_of(every, process, 2).numbers for process in (1, 2)]
+    [(0, 1, 3), (2,)]
+    """
+    parts = [number for number, path in enumerate(every.paths) if not path.startswith(_HYPER_PARAMETERS)]
+    size, rest = divmod(len(parts), processes)
+    first = size * (process - 1) + min(process - 1, rest)
+    numbers = parts[first : first + size + (process <= rest)]
+    if process == 1:
+        numbers += [number for number in range(len(every.paths)) if number not in parts]
+    return SomeFiles(every, tuple(numbers), with_index=process == 1)
+
+
+def _check_size(max_shard_bytes: int) -> None:
+    if max_shard_bytes < 1:
+        raise UsageError(f"the largest file of a set is to have {max_shard_bytes} bytes; expected at least 1")
+
+
+@reading(SourceError)
+def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], Mapping[str, str]] | None:
+    """Return the files of a unified set and the file of each tensor in its index; None where there is no index.
+
+    The hyper-parameters that MindSpore keeps beside are among the files, though its index does not name them; that of a
+    set that was written here does.
+
+    Raises:
+        SourceError: the index is not sound, names a file that is not there, or one outside the directory.
+    """
+    indexes = [path for name in SET_INDEXES if (path := directory / name).is_file()]
+    if not indexes:
+        return None
+    if len(indexes) > 1:
+        found = names([path.name for path in indexes])
+        raise SourceError(f"{directory}: has the indexes of two sets, {found}; move one set to another directory")
+    path = indexes[0]
+    weight_map, others = _read_map(path)
+    faults = Faults(str(path))
+    files: list[Path | RemotePath] = []
+    for name in dict.fromkeys((*weight_map.values(), *others)):
+        file = directory / name
+        if file.name != name or name in {"", ".", ".."}:
+            faults.add(f"file {name!r:.300}", "is not in the same directory; expected a name without a slash")
+        elif not _is_file(file):
+            faults.add(f"file {name!r:.300}", "is not there")
+        files.append(file)
+    for family, numbers in _numbered(weight_map.values()).items():
+        if len(numbers) < int(family[1]):
+            faults.add(
+                f"{family[0]}…-of-{family[1]}", f"is named {len(numbers)} times; expected {int(family[1])} shards"
+            )
+    faults.raise_if_any(SourceError)
+    if path.name == _MINDSPORE_INDEX:
+        beside = [directory / name for name in SET_FILES[2:]]
+        files += [file for file in beside if file not in files and file.is_file()]
+    return files, weight_map
+
+
+def _numbered(file_names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
+    """Return the numbers of shards that say how many there are, by what stands before and that.
+
+    >>> _numbered(["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "part0.safetensors"])
+    {('model-', '00003'): {1, 3}}
+    """
+    found: dict[tuple[str, str], set[int]] = {}
+    for name in file_names:
+        if match := _OF.match(name):
+            found.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    return found
+
+
+def files_beside(directory: Path | RemotePath, names: Collection[str]) -> tuple[str, set[str]]:
+    """Return the index of a unified set and the files of that, as far as the index can be read; empty without any.
+
+    Args:
+        directory: where the index may be.
+        names: what is in the directory.
+    """
+    for index in SET_INDEXES:
+        if index in names:
+            with suppress(SourceError, OSError):
+                beside = SET_FILES[2:] if index == _MINDSPORE_INDEX else ()
+                return index, {*_read_map(directory / index)[0].values(), *(name for name in beside if name in names)}
+    return "", set()
+
+
+def _is_file(path: Path | RemotePath) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
+
+
+def _read_map(path: Path | RemotePath) -> tuple[dict[str, str], list[str]]:
+    """Return the file of each tensor, as an index says it, and the file of the hyper-parameters where it says one."""
+    repeated: list[str] = []
+    raw = read_small(path, "index", _LARGEST_INDEX, SourceError)
+    try:
+        content = parse_json(raw, repeated)
+    except ValueError as error:
+        raise SourceError(f"{path}: is not JSON: {error}") from None
+    faults = Faults(str(path))
+    for name in repeated:
+        faults.add(f"tensor {name!a:.200}", "is listed a second time")
+    weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise SourceError(f"{path}: has no weight_map of tensor names to file names")
+    metadata = content.get("metadata") if path.name == _MINDSPORE_INDEX and weight_map is not content else None
+    others = metadata.get(_HYPER_PARAMETERS) if isinstance(metadata, dict) else None
+    if others is not None and others not in SET_FILES[2:]:
+        faults.add(f"metadata.{_HYPER_PARAMETERS}", f"is {others!a:.60}; expected {' or '.join(SET_FILES[2:])}")
+    faults.raise_if_any(SourceError)
+    return weight_map, [] if others is None else [others]

@@ -1,0 +1,377 @@
+"""Chunks of a zarr store whose bytes are not those of the tensor: compressed, absent, or coded in another way.
+
+Moving bytes knows files and offsets only. So such a chunk, or a shard of them, is a file that seems to have its
+contents uncompressed, chunk after chunk; a store decodes what is read of it, and encodes what is written.
+
+* To be read: a chunk is decoded when a thread first reads of it, and held while the thread reads on in the same rows.
+  zstd is decoded here, into memory of the size that the metadata says; every other codec by zarr itself.
+* To be written: a chunk is put together in memory, compressed when its last byte has come, and appended to its file
+  in row-major order, so that the file is the same whoever wrote its bytes when. One task owns a file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import SourceError, TargetError
+from reshard.formats.zarr import ABSENT, part, shard_index
+from reshard.storage.local import local_store
+from reshard.storage.remote_store import AnyStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from reshard.layout.block import Shape
+    from reshard.storage.local import Appended
+    from reshard.storage.remote_store import Range
+
+IMPORTED_BYTES = 24 << 20
+"""Resident memory of zarr and numcodecs beside what every run imports; measured."""
+
+_SLABS_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Chunks that a store does not have: the fill value again and again."""
+
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """A file of chunks compressed by zstd: the bytes of each uncompressed, and where each is (offset, length)."""
+
+    chunk_bytes: int
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A file of chunks that zarr itself decodes.
+
+    Attributes:
+        directory: the array.
+        shape: the tensor's.
+        chunk: of a chunk, in elements.
+        first: the place of the file's first chunk among all chunks.
+        inner: how many chunks the file has along each dimension.
+        itemsize: bytes an element.
+    """
+
+    directory: str
+    shape: Shape
+    chunk: Shape
+    first: Shape
+    inner: Shape
+    itemsize: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How far the chunks are from each other in what the file seems to be."""
+        return prod(self.chunk) * self.itemsize
+
+
+def slab_bytes(shape: Shape, chunk: Shape, itemsize: int) -> int:
+    """Return the bytes of all chunks that some rows meet: what is to be held so that each is decoded once.
+
+    >>> slab_bytes((100, 8), (10, 2), 4), slab_bytes((7, 100, 8), (1, 10, 8), 4)
+    (320, 320)
+    """
+    axis = next((axis for axis, extent in enumerate(chunk) if extent > 1), len(chunk) - 1)
+    return itemsize * prod(chunk[: axis + 1]) * prod(map(max, shape[axis + 1 :], chunk[axis + 1 :]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoding:
+    """How the files of a zarr store are read.
+
+    Attributes:
+        units: the files that seem to be other than they are, by path.
+        held_bytes: how much of decoded chunks a thread holds.
+        chunk_bytes: the largest of those chunks.
+    """
+
+    units: Mapping[str, Fill | Compressed | Foreign]
+    held_bytes: int
+    chunk_bytes: int
+
+    @classmethod
+    def of(cls, units: Mapping[str, Fill | Compressed | Foreign], slabs: list[int], chunks: list[int]) -> Decoding:
+        """Return how to read these files, whose slabs and chunks have so many bytes."""
+        largest = max(chunks, default=0)
+        return cls(units, max(min(max(slabs, default=0), _SLABS_BYTES), largest), largest)
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that reading takes: chunks held, and one that is being decoded, twice, by each thread."""
+        return threads * (self.held_bytes + 2 * self.chunk_bytes) + (IMPORTED_BYTES if self.chunk_bytes else 0)
+
+    def store(self) -> DecodingStore:
+        """Return what reads the files."""
+        return DecodingStore(self)
+
+
+class DecodingStore(AnyStore):
+    """Files of which chunks are read decoded. Safe to use from several threads."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        super().__init__()
+        self._decoding = decoding
+        self._held = _Held()
+
+    def fetch(self, ranges: Iterable[Range]) -> None:
+        """Request what is to be decoded, where it is at URLs; zarr requests for itself what it decodes."""
+        wanted: dict[Range, None] = {}
+        for path, offset, nbytes in ranges:
+            unit = self._decoding.units.get(path)
+            if unit is None:
+                wanted[path, offset, nbytes] = None
+            elif isinstance(unit, Compressed):
+                for number in range(offset // unit.chunk_bytes, -(-(offset + nbytes) // unit.chunk_bytes)):
+                    if (path, number) not in self._held.chunks:
+                        wanted[path, *unit.spans[number]] = None
+        super().fetch(wanted)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with contents.
+
+        Raises:
+            SourceError: a chunk cannot be decoded, or has not as many bytes as the metadata says.
+        """
+        unit = self._decoding.units.get(path)
+        if unit is None:
+            super().read_into(path, offset, buffer)
+        elif isinstance(unit, Fill):
+            _fill(buffer, unit.value)
+        else:
+            number, begin = divmod(offset, unit.chunk_bytes)
+            content = self._held.chunks.get((path, number))
+            if content is None:
+                content = self._decoded(path, number, unit)
+                self._held.add((path, number), content, self._decoding.held_bytes)
+            else:
+                self._held.chunks.move_to_end((path, number))
+            if begin + len(buffer) > len(content):
+                raise SourceError(f"{path}: chunk {number} ends at byte {len(content)} decoded")
+            buffer[:] = content[begin : begin + len(buffer)]
+
+    def _decoded(self, path: str, number: int, unit: Compressed | Foreign) -> memoryview:
+        if isinstance(unit, Foreign):
+            return _by_zarr(path, number, unit)
+        offset, length = unit.spans[number]
+        encoded = bytearray(length)
+        super().read_into(path, offset, memoryview(encoded))
+        from numcodecs import zstd
+
+        content = bytearray(unit.chunk_bytes)
+        try:
+            # A frame says how long its contents are; given where they go, zstd takes no memory for more.
+            zstd.decompress(encoded, content)
+        except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
+            raise _not_decoded(path, number, error) from None
+        told = _frame_bytes(encoded)
+        if told is not None and told != unit.chunk_bytes:
+            raise _not_decoded(path, number, f"it has {told} bytes; the metadata says {unit.chunk_bytes}")
+        return memoryview(content)
+
+    def close(self) -> None:
+        """Close every file that nobody uses, and forget this thread's chunks."""
+        self._held = _Held()
+        super().close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as a fresh store."""
+        return DecodingStore, (self._decoding,)
+
+
+class _Held(threading.local):
+    """A thread's decoded chunks, those used last at the end."""
+
+    def __init__(self) -> None:
+        self.chunks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self.nbytes = 0
+
+    def add(self, key: tuple[str, int], content: memoryview, most: int) -> None:
+        while self.chunks and self.nbytes + len(content) > most:
+            self.nbytes -= len(self.chunks.popitem(last=False)[1])
+        self.chunks[key] = content
+        self.nbytes += len(content)
+
+
+def _fill(buffer: memoryview, value: bytes) -> None:
+    """Fill a buffer, doubling what is filled."""
+    done = min(len(value), len(buffer))
+    buffer[:done] = value[:done]
+    while done < len(buffer):
+        count = min(done, len(buffer) - done)
+        buffer[done : done + count] = buffer[:count]
+        done += count
+
+
+def _frame_bytes(encoded: bytearray) -> int | None:
+    """Return how many bytes a zstd frame says it has; None if it is none, or does not say."""
+    if len(encoded) < 6 or encoded[:4] != b"\x28\xb5\x2f\xfd":
+        return None
+    flag, single, dictionary = encoded[4] >> 6, encoded[4] >> 5 & 1, encoded[4] & 3
+    start = 5 + (not single) + (0, 1, 2, 4)[dictionary]
+    size = (single, 2, 4, 8)[flag]
+    return int.from_bytes(encoded[start : start + size], "little") + 256 * (flag == 1) if size else None
+
+
+@lru_cache(maxsize=64)
+def _array(directory: str) -> Any:
+    import zarr
+
+    return zarr.open_array(directory, mode="r", zarr_format=3)
+
+
+def _by_zarr(path: str, number: int, unit: Foreign) -> memoryview:
+    """Return what a chunk has of the tensor, in row-major order."""
+    import numpy as np
+
+    place = []
+    for first, count in zip(reversed(unit.first), reversed(unit.inner), strict=True):
+        number, within = divmod(number, count)
+        place.append(first + within)
+    block = part(unit.shape, unit.chunk, tuple(reversed(place)))
+    assert block is not None  # noqa: S101 -- no shard is made of what lies beyond the end
+    try:
+        found = np.ascontiguousarray(_array(unit.directory)[block.within(block.whole(unit.shape))])
+    except Exception as error:  # zarr's codecs raise whatever they like
+        raise _not_decoded(path, number, error) from error
+    if found.nbytes != block.size * unit.itemsize:
+        raise _not_decoded(path, number, f"zarr gives {found.nbytes} bytes; expected {block.size * unit.itemsize}")
+    return found.reshape(-1).view(np.uint8).data
+
+
+def _not_decoded(path: str, number: int, why: object) -> SourceError:
+    return SourceError(f"{path}: chunk {number} cannot be decoded: {why} (damaged, or its metadata is wrong)")
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToCompress:
+    """A file of chunks to be written.
+
+    Attributes:
+        chunk_bytes: of a chunk, uncompressed.
+        valid: how many of them come, for each chunk that its file has; the rest of a chunk is zeros.
+        places: the number of each chunk in the index of the shard.
+        count: how many chunks the index has; 0 where the file is one chunk, without an index.
+    """
+
+    chunk_bytes: int
+    valid: tuple[int, ...]
+    places: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoding:
+    """How the files of a zarr store are written.
+
+    Attributes:
+        units: the files that are compressed, by their paths below the target directory.
+        level: of zstd.
+        held_bytes: how much a thread holds at once of chunks that are not complete.
+        chunk_bytes: the largest of those chunks.
+    """
+
+    units: Mapping[str, ToCompress]
+    level: int
+    held_bytes: int
+    chunk_bytes: int
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that writing takes: chunks that are put together, and as much that waits for its turn."""
+        return threads * (2 * self.held_bytes + self.chunk_bytes) + IMPORTED_BYTES
+
+    def of(self, path: str) -> str | None:
+        """Return what tells how a file is compressed; None of one that is not."""
+        unit = self.units.get(path)
+        return None if unit is None else f"zstd {self.level} {unit}"
+
+    def writer(self, directory: str, files: Appended | None = None) -> EncodingWriter:
+        """Return what writes the files of one task below a directory; by default local ones."""
+        return EncodingWriter(self, directory, files or local_store())
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A file that is being written: what has come of its chunks, and what of it is on the disk."""
+
+    raw: dict[int, tuple[bytearray, int]] = field(default_factory=dict)
+    waiting: dict[int, bytes] = field(default_factory=dict)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    size: int = 0
+
+
+class EncodingWriter:
+    """Writes the files of one task, of which those of chunks are compressed. Another task may not have the same ones.
+
+    The files are made, and get their names, elsewhere; a compressed one is cut to its size at its end.
+    """
+
+    def __init__(self, encoding: Encoding, directory: str, files: Appended) -> None:
+        self._encoding, self._directory, self._files = encoding, directory, files
+        self._begun: dict[str, _Begun] = {}
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write contents at an offset of what the file seems to be."""
+        unit = self._encoding.units[path.removeprefix(f"{self._directory}/")]
+        begun = self._begun.setdefault(path, _Begun())
+        while len(buffer):
+            number, begin = divmod(offset, unit.chunk_bytes)
+            piece = buffer[: unit.chunk_bytes - begin]
+            offset, buffer = offset + len(piece), buffer[len(piece) :]
+            self._add(path, unit, begun, number, begin, piece)
+
+    def _add(self, path: str, unit: ToCompress, begun: _Begun, number: int, begin: int, piece: memoryview) -> None:
+        if len(piece) == unit.chunk_bytes:
+            content: memoryview | bytearray = piece
+        else:
+            content, done = begun.raw.get(number) or (bytearray(unit.chunk_bytes), 0)
+            content[begin : begin + len(piece)] = piece
+            begun.raw[number] = content, done + len(piece)
+            if done + len(piece) < unit.valid[number]:
+                return
+            del begun.raw[number]
+        from numcodecs import zstd
+
+        begun.waiting[number] = zstd.compress(content, self._encoding.level)
+        while len(begun.spans) in begun.waiting:
+            self._append(path, begun, begun.waiting.pop(len(begun.spans)))
+        if len(begun.spans) == len(unit.valid):
+            self._finish(path, unit, begun)
+
+    def _append(self, path: str, begun: _Begun, encoded: bytes) -> None:
+        self._files.write_at(path, begun.size, memoryview(encoded))
+        begun.spans.append((begun.size, len(encoded)))
+        begun.size += len(encoded)
+
+    def _finish(self, path: str, unit: ToCompress, begun: _Begun) -> None:
+        del self._begun[path]
+        if unit.count:
+            spans = [(ABSENT, ABSENT)] * unit.count
+            for place, span in zip(unit.places, begun.spans, strict=True):
+                spans[place] = span
+            index = shard_index(spans)
+            self._files.write_at(path, begun.size, memoryview(index))
+            begun.size += len(index)
+        self._files.cut(path, begun.size)  # a task that a lost worker began may have written more
+
+    def close(self) -> None:
+        """See that every file is whole.
+
+        Raises:
+            TargetError: one is not.
+        """
+        if self._begun:
+            raise TargetError(f"{next(iter(self._begun))}: not every byte of its chunks came; a fault of reshard")

@@ -1,0 +1,224 @@
+"""What a zarr store has, on a local disk or at a URL: which files, and the metadata in them.
+
+Nothing is believed. Links on a local disk are refused, because they could lead anywhere. At a URL everything is listed
+at once, and all metadata are requested side by side: a request for each would take longer than reading a small store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reshard.errors import SourceError, names
+from reshard.formats.zarr import ATTRIBUTES, METADATA
+from reshard.storage.local import PARTIAL
+from reshard.storage.remote import RemotePath, Status, forget_listings
+from reshard.storage.remote_store import REQUESTS
+from reshard.storage.threads import results
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from reshard.formats.rank_dirs import AnyPath
+
+LARGEST_METADATA = 1 << 28
+
+_KEYS = {
+    "group": {"zarr_format", "node_type", "attributes", "consolidated_metadata"},
+    "array": {
+        "zarr_format", "node_type", "attributes", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs",
+        "fill_value", "storage_transformers", "dimension_names",
+    },
+}  # fmt: skip
+_NOTED = {
+    "group": {"tensors", "texts", "notes", "sources", "strategy", "version"},
+    "array": {"dtype", "listed", "layout", "name"},
+}
+
+V2 = (".zgroup", ".zarray", ".zmetadata")
+"""By these files a store of the older format is told."""
+
+
+def is_store(root: AnyPath) -> bool:
+    """Return whether a directory, or what is at a URL, is a zarr store, be it unfinished or of the older format.
+
+    Raises:
+        SourceError: what is at the URL cannot be looked at.
+    """
+    signs = {METADATA, METADATA + PARTIAL, *V2}
+    if isinstance(root, RemotePath):
+        forget_listings(root.url)
+        return root.is_dir() and not signs.isdisjoint(path.name for path in root.iterdir())
+    with suppress(OSError):  # a directory that cannot be read is no store; whoever reads it next says so
+        return any((root / name).exists() for name in signs)
+    return False
+
+
+class StoreFiles(Protocol):
+    """The files of a store, by their paths."""
+
+    @property
+    def base(self) -> AnyPath:
+        """The root, without links."""
+
+    def status(self, path: Any) -> Status | None:
+        """Return the state of a file; None where there is none; `SourceError` of a link."""
+
+    def read(self, path: Any) -> bytes:
+        """Return the contents of a small file."""
+
+    def directories(self, directory: Any) -> list[Any]:
+        """Return the directories in a directory that have metadata, by name."""
+
+    def refuse_link(self, directory: Any) -> None:
+        """Raise `SourceError` where a directory is a link."""
+
+
+class LocalFiles:
+    """A store on a local disk."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = Path(os.path.realpath(base))
+
+    def status(self, path: Path) -> Status | None:
+        """Return the state of a file; None where there is none.
+
+        Raises:
+            SourceError: it is a link, or no file.
+        """
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
+        if stat.S_ISLNK(status.st_mode):
+            raise _is_link(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceError(f"{path}: is no file; expected a chunk")
+        return Status.of(status)
+
+    def read(self, path: Path) -> bytes:
+        """Return the contents of a small file."""
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
+
+    def directories(self, directory: Path) -> list[Path]:
+        """Return the directories in a directory that have metadata, by name; none may be a link."""
+        with os.scandir(directory) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            if entry.is_symlink():
+                raise _is_link(directory / entry.name)
+        some = [directory / entry.name for entry in entries if entry.is_dir()]
+        return [path for path in some if (path / METADATA).exists()]
+
+    def refuse_link(self, directory: Path) -> None:
+        """Raise `SourceError` where a directory is a link."""
+        if directory.is_symlink():
+            raise _is_link(directory)
+
+
+class RemoteFiles:
+    """A store at a URL, as it is when this is made."""
+
+    def __init__(self, base: RemotePath) -> None:
+        self.base = base
+        self._below: dict[str, list[RemotePath]] = {}
+        forget_listings(base.url)
+        files = base.files()
+        # Mostly what was listed; one request each where that is forgotten.
+        statuses = results(RemotePath.status, files, REQUESTS)
+        self._statuses = dict(zip((path.url for path in files), statuses, strict=True))
+        found = sorted(url.removesuffix(f"/{METADATA}") for url in self._statuses if url.endswith(f"/{METADATA}"))
+        known = {base.url}
+        for url in found:  # parents come before what is in them
+            parent = url.rpartition("/")[0]
+            if url != base.url and parent in known:
+                known.add(url)
+                self._below.setdefault(parent, []).append(RemotePath(url))
+        paths = [RemotePath(f"{url}/{METADATA}") for url in known]
+        wanted = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
+        self._contents = dict(zip(wanted, results(RemotePath.read_bytes, wanted, REQUESTS), strict=True))
+
+    def status(self, path: RemotePath) -> Status | None:
+        """Return the state of a file; None where there is none."""
+        return self._statuses.get(path.url)
+
+    def read(self, path: RemotePath) -> bytes:
+        """Return the contents of a small file."""
+        return self._contents[path] if path in self._contents else path.read_bytes()
+
+    def directories(self, directory: RemotePath) -> list[RemotePath]:
+        """Return the directories in a directory that have metadata, by name."""
+        return self._below.get(directory.url, [])
+
+    def refuse_link(self, directory: RemotePath) -> None:
+        """Do nothing: there are no links at URLs."""
+
+
+def files_of(root: AnyPath) -> StoreFiles:
+    """Return the files of a store."""
+    return RemoteFiles(root) if isinstance(root, RemotePath) else LocalFiles(root)
+
+
+def read_metadata(files: StoreFiles, path: AnyPath) -> dict[str, Any]:
+    """Read a `zarr.json`.
+
+    As the specification has it, what is not known may be left unread only where it says so (`must_understand`).
+
+    Raises:
+        SourceError: it is none, or not there, or has keys that nobody knows.
+    """
+    status = files.status(path)
+    if status is None or status.nbytes > LARGEST_METADATA:
+        raise SourceError(f"{path}: is larger than {LARGEST_METADATA} bytes, which no metadata is, or not there")
+    try:
+        content = json.loads(files.read(path))
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("zarr_format") != 3:
+        raise SourceError(f"{path}: is no metadata of zarr's format 3")
+    kind = str(content.get("node_type"))
+    needless = {
+        key for key, value in content.items() if isinstance(value, dict) and value.get("must_understand") is False
+    }
+    refuse_unknown(path, "", content.keys() - needless, _KEYS.get(kind, content.keys()))
+    attributes = content.get("attributes", {})
+    if not isinstance(attributes, dict) or not isinstance(attributes.get(ATTRIBUTES, {}), dict):
+        raise SourceError(
+            f"{path}: its attributes are {attributes!r:.60}; expected an object, and one in {ATTRIBUTES!r}"
+        )
+    refuse_unknown(path, f"attributes.{ATTRIBUTES}.", own_notes(content), _NOTED.get(kind, own_notes(content)))
+    return content
+
+
+def refuse_unknown(path: object, where: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise `SourceError` where metadata have a key that is not known.
+
+    Args:
+        path: the file.
+        where: what stands before the keys, for the message.
+        given: the keys.
+        known: those that there may be.
+    """
+    unknown = sorted(set(given).difference(known))
+    if unknown:
+        listed = names([f"{where}{key}" for key in unknown])
+        raise SourceError(f"{path}: has {listed}, which is not known; expected {names(sorted(known), most=20)}")
+
+
+def own_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what this program noted in the attributes; nothing in a store of another program."""
+    found: dict[str, Any] = metadata.get("attributes", {}).get(ATTRIBUTES, {})
+    return found
+
+
+def _is_link(path: Path) -> SourceError:
+    return SourceError(f"{path}: is a link; those in a zarr store are not followed")

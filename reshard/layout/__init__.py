@@ -1,0 +1,1 @@
+"""The algebra of blocks: layouts, grids and replicas; integers alone."""

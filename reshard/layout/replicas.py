@@ -1,0 +1,178 @@
+"""Who stores a replica, when every replica is stored once.
+
+Ranks that hold the same block are replicas of each other: a group. Stored once, a block lies in the file of one rank
+of its group, and a reader finds it there because it knows the layout. Two ways to share the blocks out, both the same
+on every machine:
+
+* **by turns**, as MindSpore does: each group counts its tensors in the order of their names, and the n-th one goes to
+  rank `n mod size` of the group. Even in the number of tensors, not in bytes: where weights and biases alternate, one
+  rank of two gets all the weights.
+* **by size**: the largest block first, each to the rank of its group that has the fewest bytes so far. Small groups
+  go before large ones, because these can still even out what those left uneven.
+
+A tensor that lives in several pipeline stages is stored once in each: MindSpore gathers it within a stage only.
+
+Source: MindSpore 2.10 `train/_utils.py` (`get_parameter_redundancy`, `remove_param_redundancy`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import groupby, product
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from reshard.layout.layout import Grid, Layout
+
+Group = tuple[int, ...]
+"""Ranks that hold the same block, ascending."""
+
+
+@lru_cache(maxsize=4096)
+def replica_groups(layout: Layout, first_rank: int = 0) -> tuple[Group, ...]:
+    """Return the ranks of a stage in groups that hold the same block, whatever the tensor's shape is.
+
+    The groups come in MindSpore's order: by the coordinate on the last split device axis, then on the one before it,
+    and so on; the pieces of the optimizer, which divide a group, come last.
+
+    Args:
+        layout: how the tensor is cut.
+        first_rank: the global number of the stage's first rank.
+
+    Raises:
+        LayoutError: the optimizer's pieces do not divide the ranks that share a block.
+
+    >>> from reshard.layout.layout import Layout
+    >>> replica_groups(Layout.of([2, 4], [1, -1]))
+    ((0, 1, 2, 3), (4, 5, 6, 7))
+    >>> replica_groups(Layout.of([2, 4], [1, -1], 2), 8)
+    ((8, 10), (9, 11), (12, 14), (13, 15))
+    """
+    pieces = layout.optimizer_shards
+    unused = layout.unused_axes
+    used = [axis for axis in reversed(range(len(layout.dev_matrix))) if axis not in unused]
+    groups: dict[Group, list[int]] = defaultdict(list)
+    for rank, coordinates in enumerate(product(*map(range, layout.dev_matrix)), first_rank):
+        position = 0
+        for axis in unused:
+            position = position * layout.dev_matrix[axis] + coordinates[axis]
+        groups[(*(coordinates[axis] for axis in used), position % pieces)].append(rank)
+    return tuple(tuple(groups[key]) for key in sorted(groups))
+
+
+def by_turns(groups: Mapping[str, Iterable[Group]], *, copies: int = 1) -> dict[str, list[Group]]:
+    """Choose which ranks of each group store a tensor's block, each group's ranks taking turns.
+
+    Args:
+        groups: for each tensor, the groups that hold its blocks. Turns are taken in this order of the tensors.
+        copies: how many ranks of each group store it; all, where the group has fewer.
+
+    Returns:
+        For each tensor and group, the ranks that store its block.
+
+    >>> by_turns({"a": [(0, 1)], "b": [(0, 1)], "c": [(0,), (1,)]})
+    {'a': [(0,)], 'b': [(1,)], 'c': [(0,), (1,)]}
+    """
+    turns: dict[Group, int] = defaultdict(int)
+    chosen: dict[str, list[Group]] = {}
+    for name, held in groups.items():
+        chosen[name] = []
+        for group in held:
+            turn = turns[group]
+            turns[group] = turn + 1
+            chosen[name].append(tuple(group[(turn + copy) % len(group)] for copy in range(min(copies, len(group)))))
+    return chosen
+
+
+def by_size(groups: Mapping[str, Sequence[tuple[Group, int]]]) -> dict[str, list[Group]]:
+    """Choose which rank of each group stores a tensor's block, so that all ranks store about as many bytes.
+
+    Args:
+        groups: for each tensor, the groups that hold its blocks, and the size of each block in bytes.
+
+    Returns:
+        For each tensor and group, the one rank that stores its block.
+
+    >>> by_size({"a": [((0, 1), 100)], "b": [((0, 1), 400)], "c": [((0, 1), 200)]})
+    {'a': [(1,)], 'b': [(0,)], 'c': [(1,)]}
+    """
+    stored: dict[int, int] = defaultdict(int)
+    of_group: dict[Group, list[tuple[int, str, int]]] = defaultdict(list)
+    for name, held in groups.items():
+        for number, (group, nbytes) in enumerate(held):
+            of_group[group].append((-nbytes, name, number))
+    chosen: dict[str, list[Group]] = {name: [()] * len(held) for name, held in groups.items()}
+    for group in sorted(of_group, key=lambda group: (len(group), group)):
+        heap = [(stored[rank], rank) for rank in group]
+        heapify(heap)
+        for negative, name, number in sorted(of_group[group]):
+            nbytes, rank = heap[0]
+            heapreplace(heap, (nbytes - negative, rank))
+            chosen[name][number] = (rank,)
+        stored.update((rank, nbytes) for nbytes, rank in heap)
+    return chosen
+
+
+def stored_once(
+    grids: Mapping[str, Grid], *, devices: int, itemsizes: Mapping[str, int] | None = None
+) -> dict[str, Grid]:
+    """Return the grids of some tensors with only those ranks that store a block when every replica is stored once.
+
+    Args:
+        grids: each tensor's grid over the global ranks (`Strategy.grid`).
+        devices: ranks in a pipeline stage; a block that several stages hold is stored once in each.
+        itemsizes: bytes an element of each tensor, to share the blocks out by size; without it by turns, exactly as
+            MindSpore does.
+
+    Returns:
+        For each tensor a grid of the same shape and blocks; equal ones are one object, as far as `grids` shares them.
+
+    >>> from reshard.layout.layout import Layout
+    >>> every = Layout.of([4], [-1, -1]).grid((8, 8))
+    >>> kept = stored_once({"weight": every, "bias": every}, devices=4)
+    >>> kept["bias"].ranks, kept["weight"].ranks
+    (((0,),), ((1,),))
+    """
+    split: dict[int, list[list[Group]]] = {}
+    for grid in grids.values():
+        if id(grid) not in split:
+            split[id(grid)] = [_by_stage(ranks, devices) for ranks in grid.ranks]
+    shared = [name for name in sorted(grids) if any(len(g) > 1 for held in split[id(grids[name])] for g in held)]
+    if itemsizes is None:
+        chosen = by_turns({name: [g for held in split[id(grids[name])] for g in held] for name in shared})
+    else:
+        chosen = by_size(
+            {
+                name: [
+                    (group, block.size * itemsizes[name])
+                    for block, held in zip(grids[name].blocks, split[id(grids[name])], strict=True)
+                    for group in held
+                ]
+                for name in sorted(grids)
+            }
+        )
+    made: dict[tuple[int, tuple[Group, ...]], Grid] = {}
+    found = {}
+    for name, grid in grids.items():
+        if name not in chosen:
+            found[name] = grid
+            continue
+        keepers = iter(chosen[name])
+        ranks = tuple(tuple(rank for _ in held for rank in next(keepers)) for held in split[id(grid)])
+        if (id(grid), ranks) not in made:
+            made[id(grid), ranks] = grid if ranks == grid.ranks else grid._replace(ranks=ranks)
+        found[name] = made[id(grid), ranks]
+    return found
+
+
+def _by_stage(ranks: Group, devices: int) -> list[Group]:
+    """Divide ranks, which ascend, by pipeline stage.
+
+    >>> _by_stage((0, 2, 5, 6), 4)
+    [(0, 2), (5, 6)]
+    """
+    return [tuple(group) for _, group in groupby(ranks, key=lambda rank: rank // devices)]

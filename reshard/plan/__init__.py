@@ -1,0 +1,1 @@
+"""Which bytes go where, known before anything is read or written; pure integers."""

@@ -1,0 +1,282 @@
+"""Row bands: how a tensor's bytes get from its source blocks to its target blocks.
+
+A band is the rows [a, b) of the whole tensor, cut at every edge of a source or target block. In row-major files each
+source block's part of a band is then one contiguous run, and so is each target block's part, whatever the two splits
+are. So a band is moved by one read a source block, one copy of columns, one write a target block:
+
+1. Take the first axis along which one row of the whole tensor is small enough; its "rows" are numbered through all
+   the axes before it.
+2. Sweep over the rows; at every block edge the set of blocks that are met changes: a `Segment`.
+3. In a segment the columns are the same for all its rows, so who gives what to whom is worked out once: `Columns`.
+
+Everything here is integers. A model of ten thousand tensors has a few dozen distinct recipes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from operator import sub
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.layout.block import Block, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+VIEWS = 0.5
+"""What a thread may keep of bands that it has worked out, with views of its buffers: so much of the bytes of a band."""
+
+_ROWS = slice(None)  # all rows of a band
+
+
+class Part(NamedTuple):
+    """Columns that one source block gives to one target block.
+
+    Attributes:
+        read: position of the source block among `Columns.sources`.
+        taken: where the columns are in the rows of the source block; empty where they are all of the target's.
+        put: where they go in the rows of the target block.
+    """
+
+    read: int
+    taken: tuple[slice, ...]
+    put: tuple[slice, ...]
+
+
+class Columns(NamedTuple):
+    """What happens in every row of a segment.
+
+    Attributes:
+        sources: the source blocks that are read, by number in the recipe.
+        source_shapes: the shape of one row of each.
+        targets: the target blocks that are written, by number in the recipe.
+        target_shapes: the shape of one row of each.
+        parts: for each target block, where its columns come from; a single part without slices where they are
+            exactly those of one source block, so that nothing is copied.
+    """
+
+    sources: tuple[int, ...]
+    source_shapes: tuple[Shape, ...]
+    targets: tuple[int, ...]
+    target_shapes: tuple[Shape, ...]
+    parts: tuple[tuple[Part, ...], ...]
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that are read in each row."""
+        return sum(map(prod, self.source_shapes))
+
+
+class Segment(NamedTuple):
+    """A run of rows with the same columns.
+
+    Attributes:
+        start, stop: the rows, numbered through all axes up to the banding axis.
+        columns: what happens in each of them.
+        source_offsets: where in each source block the first row begins, in elements.
+        target_offsets: the same for each target block.
+    """
+
+    start: int
+    stop: int
+    columns: Columns
+    source_offsets: tuple[int, ...]
+    target_offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How the blocks of one grid are made from those of another, for one shape; equal only to itself.
+
+    Attributes:
+        shape: the whole tensor's; `(1,)` for a scalar.
+        sources: disjoint blocks that cover the tensor.
+        targets: the blocks to be made.
+
+    >>> recipe = Recipe.of((4, 6), [Block((0, 0), (2, 6)), Block((2, 0), (4, 6))], [Block((0, 3), (4, 6))])
+    >>> [(s.start, s.stop, s.columns.sources, s.target_offsets) for s in recipe.segments(0, 0, 4)]
+    [(0, 2, (0,), (0,)), (2, 4, (1,), (6,))]
+    """
+
+    shape: Shape
+    sources: tuple[Block, ...]
+    targets: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, shape: Shape, sources: Sequence[Block], targets: Sequence[Block]) -> Recipe:
+        """Build a recipe; a scalar is taken as a tensor of one element."""
+        if shape:
+            return cls(shape, tuple(sources), tuple(targets))
+        one = Block((0,), (1,))
+        return cls((1,), (one,) * len(sources), (one,) * len(targets))
+
+    def axis(self, most_elements: int) -> int:
+        """Return the first axis along which one row of the tensor has at most so many elements."""
+        for axis in range(len(self.shape)):
+            if prod(self.shape[axis + 1 :]) <= most_elements:
+                return axis
+        return len(self.shape) - 1
+
+    def rows(self, axis: int) -> int:
+        """Return the number of rows along an axis and all before it."""
+        return prod(self.shape[: axis + 1])
+
+    def before(self, target: int, axis: int, row: int) -> int:
+        """Return how many elements of a target block lie in the rows before a row.
+
+        >>> recipe = Recipe.of((4, 6), [Block.whole((4, 6))], [Block((1, 3), (4, 6))])
+        >>> [recipe.before(0, 0, row) for row in range(5)], recipe.before(0, 1, 10)
+        ([0, 0, 3, 6, 9], 1)
+        """
+        block = self.targets[target]
+        if row >= self.rows(axis):
+            return block.size
+        outer, last = divmod(row, self.shape[axis])
+        count = 0
+        for dim, index in enumerate((*_unravel(outer, self.shape[:axis]), last)):
+            start, stop = block.start[dim], block.stop[dim]
+            count += min(max(index - start, 0), stop - start) * prod(block.shape[dim + 1 :])
+            if not start <= index < stop:
+                break
+        return count
+
+    def segments(self, axis: int, start: int, stop: int) -> Iterator[Segment]:
+        """Yield the segments of the rows from `start` to `stop`, in order; rows that no target needs are left out."""
+        extent = self.shape[axis]
+        if start >= stop:
+            return
+        for outer in range(start // extent, (stop - 1) // extent + 1):
+            prefix = _unravel(outer, self.shape[:axis])
+            first = max(start - outer * extent, 0)
+            last = min(stop - outer * extent, extent)
+            sources = _met(self.sources, prefix, first, last)
+            targets = _met(self.targets, prefix, first, last)
+            for a, b, some_sources, some_targets in _sweep(self, axis, first, last, sources, targets):
+                columns = _columns(self, axis, some_sources, some_targets)
+                if columns.targets:
+                    yield Segment(
+                        outer * extent + a,
+                        outer * extent + b,
+                        columns,
+                        tuple(_offset(self.sources[i], prefix, a) for i in columns.sources),
+                        tuple(_offset(self.targets[i], prefix, a) for i in columns.targets),
+                    )
+
+    def elements_read(self, axis: int) -> int:
+        """Return how many elements are read to make the targets; each source block's rows are read whole."""
+        if is_grid(self.shape, self.targets):
+            return prod(self.shape)  # everything once
+        return sum((s.stop - s.start) * s.columns.row_elements for s in self.segments(axis, 0, self.rows(axis)))
+
+
+def is_grid(shape: Shape, blocks: Sequence[Block]) -> bool:
+    """Return whether blocks are the product of intervals that divide every axis, and so cover a tensor exactly once.
+
+    >>> is_grid((4,), [Block((0,), (1,)), Block((1,), (4,))]), is_grid((4,), [Block((0,), (2,)), Block((1,), (3,))])
+    (True, False)
+    """
+    count = 1
+    for axis, extent in enumerate(shape):
+        intervals = sorted({(block.start[axis], block.stop[axis]) for block in blocks})
+        ends = [0, *(stop for _, stop in intervals)]
+        if [start for start, _ in intervals] != ends[:-1] or ends[-1] != extent:
+            return False
+        count *= len(intervals)
+    return count == len(blocks) == len(set(blocks))
+
+
+def _met(blocks: Sequence[Block], prefix: Shape, first: int, last: int) -> list[int]:
+    """Return the blocks that hold any of the rows from `first` to `last` at these leading indices."""
+    axis = len(prefix)
+    return [
+        number
+        for number, block in enumerate(blocks)
+        if max(block.start[axis], first) < min(block.stop[axis], last)
+        and all(a <= i < b for a, b, i in zip(block.start, block.stop, prefix, strict=False))
+    ]
+
+
+def _sweep(
+    recipe: Recipe, axis: int, first: int, last: int, sources: list[int], targets: list[int]
+) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield runs of rows with the blocks met in each, in order."""
+    begins: dict[int, list[tuple[bool, int]]] = {}
+    ends: dict[int, list[tuple[bool, int]]] = {}
+    for is_target, blocks, numbers in ((False, recipe.sources, sources), (True, recipe.targets, targets)):
+        for number in numbers:
+            block = blocks[number]
+            begins.setdefault(max(block.start[axis], first), []).append((is_target, number))
+            ends.setdefault(min(block.stop[axis], last), []).append((is_target, number))
+    edges = sorted({first, last, *begins, *ends})
+    met: tuple[set[int], set[int]] = (set(), set())
+    for a, b in pairwise(edges):
+        for is_target, number in ends.get(a, ()):
+            met[is_target].discard(number)
+        for is_target, number in begins.get(a, ()):
+            met[is_target].add(number)
+        yield a, b, tuple(sorted(met[0])), tuple(sorted(met[1]))
+
+
+@lru_cache(maxsize=1024)
+def _columns(recipe: Recipe, axis: int, sources: tuple[int, ...], targets: tuple[int, ...]) -> Columns:
+    """Work out which source columns go to which target columns; sources that give nothing are left out."""
+    given = [_inner(recipe.sources[number], axis) for number in sources]
+    wanted = [(number, _inner(recipe.targets[number], axis)) for number in targets]
+    found = [
+        (
+            number,
+            target,
+            [(i, common) for i, source in enumerate(given) if (common := source & target) is not None],
+        )
+        for number, target in wanted
+    ]
+    found = [item for item in found if item[1].size]
+    used = sorted({i for _, _, pieces in found for i, _ in pieces})
+    place = {i: read for read, i in enumerate(used)}
+    parts = tuple(
+        tuple(
+            Part(place[i], (), ())
+            if given[i] == target
+            else Part(place[i], (_ROWS, *common.within(given[i])), (_ROWS, *common.within(target)))
+            for i, common in pieces
+        )
+        for _, target, pieces in found
+    )
+    return Columns(
+        tuple(sources[i] for i in used),
+        tuple(given[i].shape for i in used),
+        tuple(number for number, _, _ in found),
+        tuple(target.shape for _, target, _ in found),
+        parts,
+    )
+
+
+def _inner(block: Block, axis: int) -> Block:
+    return Block(block.start[axis + 1 :], block.stop[axis + 1 :])
+
+
+def _offset(block: Block, prefix: Shape, row: int) -> int:
+    """Return where a row begins in a block, in elements from the block's first."""
+    position = 0
+    for index, start, stop in zip((*prefix, row), block.start, block.stop, strict=False):
+        position = position * (stop - start) + index - start
+    inner = len(prefix) + 1
+    size: int = prod(map(sub, block.stop[inner:], block.start[inner:]))
+    return position * size
+
+
+def _unravel(position: int, shape: Shape) -> Shape:
+    """Return the indices of a row-major position.
+
+    >>> _unravel(5, (2, 4))
+    (1, 1)
+    """
+    indices: list[int] = []
+    for extent in reversed(shape):
+        position, index = divmod(position, extent)
+        indices.append(index)
+    return tuple(reversed(indices))

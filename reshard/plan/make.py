@@ -1,0 +1,142 @@
+"""`reshard.plan`: a plan from a checkpoint, a target strategy and what else is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.errors import StrategyError, UsageError, names
+from reshard.formats.target_files import RankFiles
+from reshard.plan.plan import Plan, Request
+from reshard.plan.select import Selection, globs
+from reshard.strategy.names import ALL_STAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reshard.formats.target_files import TargetFiles
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.strategy.strategy import Strategy
+
+
+def plan(
+    source: Checkpoint,
+    target: Strategy | None = None,
+    *,
+    format: str | None = None,  # noqa: A002 -- the word of every such tool
+    prefix: str = "checkpoint_",
+    files: TargetFiles | None = None,
+    ranks: Iterable[int] | None = None,
+    stage: int | None = None,
+    selection: Selection | None = None,
+    drop: Iterable[str] = (),
+    allow_missing: Iterable[str] = (),
+    remove_redundancy: bool = False,
+    link_replicas: bool = False,
+    memory: int | None = None,
+    threads: int | None = None,
+) -> Plan:
+    """Plan how a checkpoint becomes that of another strategy.
+
+    Args:
+        source: the checkpoint to convert.
+        target: which rank shall hold which block; None for one rank of whole tensors.
+        format: `safetensors` or `ckpt`; by default the source's, and safetensors where that is mixed or zarr. `zarr`
+            for one group of whole tensors, without a target strategy.
+        prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank where the source
+            is one stage of a pipeline.
+        files: another way to lay out the target's files (see `target_files`), such as a unified set or a `ZarrGroup`.
+        ranks: only these ranks of the target; by default all.
+        stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it,
+            where it, or the files that were beside it, tell that there are others; what it does not name is dropped.
+        selection: less than all tensors, under other names, as other dtypes.
+        drop: globs of weights that the target may lack though the source has them; beside the selection's.
+        allow_missing: globs of weights that the source may lack though the target has them; likewise.
+        remove_redundancy: store each block of a listed tensor on one of the ranks that would hold it.
+        link_replicas: make target files that are equal in every byte links to one file: copies that share their
+            blocks where the file system has them, else hard links.
+        memory: resident memory in bytes that a run may take at its peak; by default about 100 MB are enough, and some
+            kB a tensor.
+        threads: the most threads that a run may have, fewer where `memory` is for fewer; by default 4.
+
+    Raises:
+        SourceError: weights are missing or would be dropped; all at once.
+            Also a target layout that does not fit a tensor's shape, or a source that seems to be one rank of several.
+        StrategyError: the target is one stage of a pipeline and `stage` is not given, or has no such stage.
+        BudgetError: `memory` is too little; the least that works is told.
+        UsageError: unknown format, rank or an unsound prefix.
+    """
+    if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
+        raise UsageError(f"source is {source!r}; expected a Checkpoint: open it with reshard.open")
+    if isinstance(memory, str):
+        raise UsageError(f"memory is {memory!r}; expected a number of bytes")
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads is {threads}; expected at least 1")
+    if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
+        raise UsageError(f"target is {target!r}; expected a Strategy: read the file with reshard.read_strategy")
+    source.require_whole()
+    from reshard.formats.zarr import NAME as ZARR
+    from reshard.formats.zarr import ZarrGroup
+    from reshard.plan.build import Planner  # not on every start
+
+    wishes = selection or Selection()
+    wishes = replace(wishes, drop=wishes.drop + globs(drop), allow_missing=wishes.allow_missing + globs(allow_missing))
+    if format == ZARR or isinstance(files, ZarrGroup):
+        from reshard.plan.zarr import ZarrPlanner  # likewise
+
+        files = files or ZarrGroup()
+        if target or ranks or stage is not None or remove_redundancy or link_replicas:
+            raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
+        if format not in {None, ZARR} or not isinstance(files, ZarrGroup):
+            raise UsageError(f"format {format} and {type(files).__name__} do not go together")
+        made = ZarrPlanner(source, files, wishes=wishes, memory=memory, threads=threads).plan()
+        request = Request(None, ZARR, files, None, wishes, remove_redundancy=False, link_replicas=False, memory=memory)
+        return replace(made, request=request)
+    if files is None:
+        files = RankFiles(prefix, "" if source.part is None else f"_part{source.part}")
+    if ranks is not None:
+        ranks = tuple(ranks)
+    target, wanted = _of_stage(target, stage, ranks)
+    made = Planner(
+        source,
+        target,
+        format=format,
+        files=files,
+        ranks=wanted,
+        wishes=wishes,
+        remove_redundancy=remove_redundancy,
+        link_replicas=link_replicas,
+        memory=memory,
+        threads=threads,
+    ).plan()
+    request = Request(target, made.format, files, ranks, wishes, remove_redundancy, link_replicas, memory, stage)
+    return replace(made, request=request)
+
+
+def _of_stage(
+    target: Strategy | None, stage: int | None, ranks: Iterable[int] | None
+) -> tuple[Strategy | None, tuple[int, ...] | None]:
+    """Return the strategy and the ranks of a target, of which only one stage may be asked for.
+
+    Raises:
+        StrategyError: the strategy is that of one stage and none is asked for, or does not have the one that is.
+        UsageError: ranks of other stages are asked for, or there is no strategy.
+    """
+    wanted = None if ranks is None else tuple(ranks)
+    if stage is None:
+        if target is not None and target.others:
+            number = target.stages.start
+            raise StrategyError(
+                f"the target strategy is that of stage {number} of a pipeline, which has others; give {ALL_STAGES}, or "
+                f"--target-stage {number} (stage=) if only the ranks of this one are wanted"
+            )
+        return target, wanted
+    if target is None:
+        raise UsageError(f"stage {stage} of the target is asked for, and no strategy says which ranks it has")
+    one = target.of_stage(stage)
+    outside = set(wanted or ()).difference(one.ranks)
+    if outside:
+        raise UsageError(f"rank {names(sorted(outside))} is asked for; stage {stage} has the ranks {names(one.ranks)}")
+    if len(target.stages) == 1:
+        return one, wanted
+    return target, tuple(one.ranks) if wanted is None else wanted  # all of it says which tensors other stages have

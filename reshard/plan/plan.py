@@ -1,0 +1,314 @@
+"""Plans: which bytes go where, known before anything is read or written.
+
+`plan` is pure: it opens no file, reads no clock and knows no scheduler. A plan is small (a few bytes a tensor and
+rank), because everything that tensors have in common is worked out once and shared: grids, recipes, holders, and the
+layouts of target files with equal contents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import UsageError, names
+from reshard.layout.block import Block
+from reshard.plan.select import Selection
+from reshard.upward import upward
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    from reshard.dtypes import DType
+    from reshard.formats.entries import FileLayout
+    from reshard.formats.target_files import TargetFiles
+    from reshard.plan.bands import Recipe
+    from reshard.plan.select import Selection
+    from reshard.run.graph import Graph
+    from reshard.run.run import Progress, Report
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.local import TargetCoding
+    from reshard.storage.remote import RemotePath
+    from reshard.strategy.strategy import Strategy
+    from reshard.view.arrays import RankArrays
+    from reshard.view.picture import Picture
+
+
+class TargetFile(NamedTuple):
+    """A file to be written.
+
+    Attributes:
+        rank: the target rank that it is for.
+        path: where it goes, below the target directory.
+        layout: its size, its own bytes and the places of the contents; shared by ranks with equal contents.
+        last: it gets its name after all others: the index of a unified set.
+        link: the path of the file that it is a link to, where replicas are linked; nothing is written then.
+        done: it is there already, as it shall be; nothing is written then either.
+    """
+
+    rank: int
+    path: str
+    layout: FileLayout
+    last: bool = False
+    link: str | None = None
+    done: bool = False
+
+
+class Move(NamedTuple):
+    """One tensor's way from source files to target files.
+
+    Attributes:
+        name: the tensor's name in the target files.
+        source_name: its name in the source files.
+        dtype: kind of the elements in the source; they travel as bits.
+        target_dtype: kind of the elements in the target, the same unless they are cast.
+        recipe: which rows and columns go where; shared by tensors of equal shape and layouts.
+        axis: the axis along which bands are cut.
+        holders: for each source block of the recipe, the source file to read it from.
+        targets: for each target block of the recipe, the target files that get it: replicas of one another.
+        starts: where each target block begins in its place in the file, in bytes, where a file has several (the
+            chunks of a zarr shard); else empty.
+        grain: how many rows whole files have, in a multiple of which tasks are cut where files must be written whole.
+    """
+
+    name: str
+    source_name: str
+    dtype: DType
+    target_dtype: DType
+    recipe: Recipe
+    axis: int
+    holders: tuple[int, ...]
+    targets: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...] = ()
+    grain: int = 1
+
+
+class Held(NamedTuple):
+    """What a target rank will hold of a tensor.
+
+    Attributes:
+        source_name: the tensor's name in the source.
+        block: the part of it.
+        dtype: kind of the elements in the target.
+        holder: the source file that it comes from, where copies differ; else None.
+    """
+
+    source_name: str
+    block: Block
+    dtype: DType
+    holder: int | None = None
+
+
+class Piece(NamedTuple):
+    """Some rows of one move: the part of a task."""
+
+    move: int
+    start: int
+    stop: int
+
+
+class Stats(NamedTuple):
+    """What a plan costs. Sizes are in bytes.
+
+    Attributes:
+        tensors: how many distinct tensors are moved.
+        bytes_needed: distinct bytes of source tensors that the targets hold.
+        bytes_read: bytes of contents to be read; more than is needed only where some ranks of a target are wanted.
+        bytes_written: bytes of contents to be written, replicas included.
+        target_bytes: size of all target files, headers included.
+        source_files, target_files: how many files are read and written.
+        tasks: how many tasks move bytes.
+        peak_memory: resident memory predicted, for as many threads as `Plan.threads`.
+    """
+
+    tensors: int
+    bytes_needed: int
+    bytes_read: int
+    bytes_written: int
+    target_bytes: int
+    source_files: int
+    target_files: int
+    tasks: int
+    peak_memory: int
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read for each byte needed; 1.0 is best."""
+        return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a plan was asked for; with its source, all that it is made from. See `make`."""
+
+    target: Strategy | None
+    format: str
+    files: TargetFiles
+    ranks: tuple[int, ...] | None
+    selection: Selection
+    remove_redundancy: bool
+    link_replicas: bool
+    memory: int | None
+    stage: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """All that a conversion will do.
+
+    Attributes:
+        source: the checkpoint that is read.
+        files: the files to be written.
+        moves: one for each tensor (several for a copy whose source differs from rank to rank).
+        tasks: how the moves are shared out; each is done by one thread from beginning to end.
+        stats: what it costs.
+        format: name of the target files' format.
+        ranks: the ranks of the target that are written.
+        band_bytes: the most bytes of a tensor that a thread reads at once.
+        threads: the most threads that a run has, which the prediction of memory is for.
+        dropped: names in the source that the target does not have.
+        missing: names in the target that the source does not have.
+        texts: target name to value of the `str` entries, which every rank gets.
+        groups: where files are written one by one (see `partition`), the numbers of the files that a task writes side
+            by side; none where tasks write parts of all files.
+        notices: what a user should know though it is no error.
+        request: what was asked for; None where the plan was put together from others.
+        coding: how the target files are coded; None where their contents are plain.
+        alone: the target directory may have nothing else in it.
+    """
+
+    source: Checkpoint
+    files: tuple[TargetFile, ...]
+    moves: tuple[Move, ...]
+    tasks: tuple[tuple[Piece, ...], ...]
+    stats: Stats
+    format: str
+    ranks: tuple[int, ...]
+    band_bytes: int
+    threads: int
+    dropped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    request: Request | None = None
+
+    @property
+    def replicas(self) -> int:
+        """How many blocks are written for one more rank, beyond the first that gets them; linked files write none."""
+        copies: dict[int, int] = {}  # by identity: tensors share these
+        for move in self.moves:
+            if id(move.targets) not in copies:
+                copies[id(move.targets)] = sum(max(len(files) - 1, 0) for files in move.targets)
+        return sum(copies[id(move.targets)] for move in self.moves)
+
+    coding: TargetCoding | None = None
+    alone: bool = False
+
+    def coded(self, file: TargetFile) -> tuple[str, ...]:
+        """Return what tells how a target file is coded; nothing of one whose contents are plain."""
+        found = self.coding and self.coding.of(file.path)
+        return (found,) if found else ()
+
+    def source_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose files are read, ascending."""
+        return tuple(sorted({self.source.ranks[number] for move in self.moves for number in move.holders}))
+
+    def blocks(self, rank: int) -> dict[str, Held]:
+        """Return what a target rank will hold, by target name; text is not among it (see `texts`)."""
+        numbers = {number for number, file in enumerate(self.files) if file.rank == rank}
+        found = {}
+        for move in self.moves:
+            tensor = self.source.tensors[move.source_name]
+            for block, files in zip(move.recipe.targets, move.targets, strict=True):
+                if not numbers.isdisjoint(files):
+                    holder = move.holders[0] if tensor.varies else None
+                    several = move.name in found or not tensor.spec.shape  # the chunks of a zarr array
+                    whole_or_part = Block.whole(tensor.spec.shape) if several else block
+                    found[move.name] = Held(move.source_name, whole_or_part, move.target_dtype, holder)
+        return found
+
+    def rank(self, rank: int) -> RankArrays:
+        """Return what a target rank will hold, as a mapping of names to lazy dask arrays.
+
+        Raises:
+            UsageError: the plan does not write this rank.
+        """
+        if rank not in self.ranks:
+            raise UsageError(f"rank {rank} is not written by this plan; its ranks are {names(self.ranks)}")
+        arrays: RankArrays = upward("RankArrays")(self.source, self.blocks(rank), self.texts)
+        return arrays
+
+    def graph(
+        self, directory: str | os.PathLike[str] | RemotePath, *, fsync: bool = True, ownership: str | None = None
+    ) -> Graph:
+        """Return the one dask graph that writes the target files below a directory, as a dask collection."""
+        made: Graph = upward("graph")(self, str(directory), fsync=fsync, ownership=ownership)
+        return made
+
+    def picture(self, name: str | None = None) -> Picture:
+        """Draw what is moved: source files, tensors and target files, or blocks and row bands of one tensor.
+
+        Args:
+            name: the tensor, by its name in the target or the source; all by default.
+
+        Raises:
+            UsageError: the plan does not move such a tensor.
+        """
+        if name is not None and not any(name in {move.name, move.source_name} for move in self.moves):
+            alike = get_close_matches(name, (move.name for move in self.moves), n=3)
+            raise UsageError(f"the plan moves no tensor {name!r}{f'; did you mean {names(alike)}?' if alike else ''}")
+        drawn: Picture = upward("picture")(self, name)
+        return drawn
+
+    def run(
+        self,
+        directory: str | os.PathLike[str] | RemotePath,
+        *,
+        client: Any = None,
+        scheduler: str | None = None,
+        threads: int | None = None,
+        fsync: bool = True,
+        drop_cache: bool | None = None,
+        overwrite: bool = False,
+        restart: bool = False,
+        checksums: bool | None = None,
+        journal: bool = True,
+        ownership: str | None = None,
+        progress: Callable[[Progress], None] | bool | None = None,
+    ) -> Report:
+        """Write the target files below a directory: `reshard.run.run`, which tells of the options and errors.
+
+        `progress=True` shows a bar, in a notebook or on a terminal.
+        """
+        report: Report = upward("run")(
+            self,
+            directory,
+            client=client,
+            scheduler=scheduler,
+            threads=threads,
+            fsync=fsync,
+            drop_cache=drop_cache,
+            overwrite=overwrite,
+            restart=restart,
+            checksums=checksums,
+            journal=journal,
+            ownership=ownership,
+            progress=progress,
+        )
+        return report
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write a plan file, which `reshard.read_plan` and `reshard run` read: `reshard.plan.planfile.save`."""
+        upward("save")(self, path, overwrite=overwrite)
+
+    def _repr_html_(self) -> str:
+        return str(upward("html")(self))
+
+    def __repr__(self) -> str:
+        stats = self.stats
+        return (
+            f"<Plan: {stats.tensors} tensors to {stats.target_files} {self.format} files, "
+            f"{stats.bytes_read} bytes to read, {stats.target_bytes} to write>"
+        )

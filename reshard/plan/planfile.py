@@ -1,0 +1,576 @@
+"""Plan files: a plan that is made on one machine and run on another.
+
+A plan file holds what a plan was made *from*: the source's files and the strategy that joins them, the target's
+strategy and all options. Whoever reads it opens the same files again and plans again. That is small, takes no longer
+(headers must be read to be compared anyway), and is safe: no offset, no path of a target file and no byte of a header
+is taken from the plan file, so it can neither write outside the target nor read what is not below the source. It
+holds no key and nothing of the weights.
+
+What was planned is what is run, or nothing is. These are compared:
+
+1. of each source file its size, a digest of all that its header says, and one of some pages of it, because checkpoints
+   of two steps have equal headers; times are not, because a copy has others;
+2. a digest of the plan made anew with that of the plan that was saved: target files, headers, blocks (`fingerprint`).
+
+The file is JSON of a numbered version. It is checked whole before anything of it is used (`schema`). Layouts, and the
+places that tensors alike have, are listed once; the same plan gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import Faults, PlanError, ReshardError, SourceError, TargetError, UsageError
+from reshard.formats.sets import HuggingFaceSet, MindSporeSet
+from reshard.formats.target_files import NamedFile, RankFiles
+from reshard.formats.zarr import METADATA, ZarrGroup
+from reshard.formats.zarr import NAME as ZARR
+from reshard.layout.layout import MOST_DEVICES, Layout
+from reshard.plan.fingerprint import digest, index_digests, pages_digest, plan_digest
+from reshard.plan.make import plan as make_plan
+from reshard.plan.select import Selection
+from reshard.source.checkpoint import Looked
+from reshard.source.open import files_read, reopen
+from reshard.source.zarr import open_store
+from reshard.storage.small import refuse_existing, refuse_inputs, write_whole
+from reshard.storage.untrusted import read_small
+from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
+from reshard.strategy.strategy import Placed, Strategy
+
+if TYPE_CHECKING:
+    from reshard.formats.target_files import TargetFiles
+    from reshard.plan.plan import Plan, Request
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.cipher import Cipher
+
+Json = dict[str, Any]
+
+VERSION = 1
+
+_LARGEST_FILE = 1 << 28
+_MOST_STARS = 8
+
+# Each way to lay out the target's files: its name in a plan file, its class, and the kinds of the class's fields.
+_WAYS: dict[str, tuple[type[Any], tuple[object, ...]]] = {
+    "rank_files": (RankFiles, (TEXT, TEXT)),
+    "named_file": (NamedFile, (INNER_PATH,)),
+    "mindspore_set": (MindSporeSet, (COUNT,)),
+    "hugging_face_set": (HuggingFaceSet, (COUNT,)),
+    "zarr_group": (ZarrGroup, (Maybe(COUNT), Maybe(COUNT), Maybe(TEXT), FLAG)),
+}
+
+_STRATEGY = {
+    "stages": (COUNT, COUNT),
+    "devices": COUNT,
+    "merged": FLAG,
+    # dev_matrix, tensor_map, opt_weight_shard_size and _step, param_split_shape, indices_offset, field
+    "layouts": [([COUNT], [[COUNT]], NUMBER, NUMBER, [NUMBER], [NUMBER], NUMBER)],
+    "places": [[(COUNT, COUNT, Maybe([COUNT]), FLAG)]],  # for each stage: its number, layout, shape, shape is expanded
+    "tensors": {TEXT: COUNT},  # the number of the tensor's places
+}
+_SOURCE = {
+    "root": LINE,
+    "strategy": Maybe(_STRATEGY),
+    "stage": Maybe(COUNT),
+    "partial": FLAG,
+    "varying": [TEXT],
+    "elsewhere": [TEXT],
+    "looked": Maybe((COUNT,) * 5),
+    "left_out": [TEXT],
+    "notices": [LINE],
+    "encryption": Maybe(TEXT),
+    "headers": [TEXT],  # digests
+    "files": [(COUNT, INNER_PATH, COUNT, COUNT, TEXT)],  # rank, path, size, number of the header, digest of pages
+}
+_TARGET = {
+    "strategy": Maybe(_STRATEGY),
+    "format": TEXT,
+    "ranks": Maybe([COUNT]),
+    "stage": Maybe(COUNT),
+    "memory": Maybe(COUNT),
+    "remove_redundancy": FLAG,
+    "link_replicas": FLAG,
+}
+_SELECTION = {
+    "include": [TEXT],
+    "exclude": [TEXT],
+    "weights_only": FLAG,
+    "names": {TEXT: TEXT},
+    "cast": {TEXT: TEXT},
+    "drop": [TEXT],
+    "allow_missing": [TEXT],
+}
+_NAMES = {
+    "directory": Maybe(INNER_PATH),
+    "source_strategy": Maybe(LINE),
+    "target_strategy": Maybe(LINE),
+    "name_map": Maybe(LINE),
+    "reading": Maybe(
+        {
+            "rank_pattern": LINE,
+            "suffix": Maybe(LINE),
+            "layouts": {TEXT: LINE},
+            "stage": Maybe(COUNT),
+            "partial": FLAG,
+        }
+    ),
+}
+_PLAN = {
+    "reshard_plan": COUNT,
+    "made_by": TEXT,
+    "digest": TEXT,
+    "source": _SOURCE,
+    "target": _TARGET,
+    "files": {"way": TEXT, "fields": ANY},
+    "selection": _SELECTION,
+    "names": _NAMES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a plan file tells beside the plan: what a command was given. None of it changes what is written.
+
+    Attributes:
+        directory: where the target goes unless another directory is named: a path below the current one.
+        source_strategy, target_strategy, name_map: files, for the commands that the report proposes.
+        reading: the options with which the source was opened, by `open`'s names, likewise.
+    """
+
+    directory: str | None = None
+    source_strategy: str | None = None
+    target_strategy: str | None = None
+    name_map: str | None = None
+    reading: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanFile:
+    """A plan file that was read and is sound in itself; its source was not looked at yet.
+
+    Attributes:
+        path: the plan file.
+        source: the directory or file that the source was where it was planned.
+        names: what it tells beside the plan.
+    """
+
+    path: str
+    source: str
+    names: Names
+    _content: Json
+
+    def plan(
+        self,
+        source: str | os.PathLike[str] | None = None,
+        *,
+        cipher: Cipher | None = None,
+        threads: int | None = None,
+    ) -> Plan:
+        """Open the source and make the plan again.
+
+        Args:
+            source: where the source is, if it is not where it was planned.
+            cipher: decrypts the source's files.
+            threads: the most threads that a run may have here, as for `reshard.plan`.
+
+        Raises:
+            SourceError: files of the source are not there, or not sound.
+            TargetError: they are not those that were planned with.
+            PlanError: the plan made of them is not the one that was saved.
+            UsageError: the source is encrypted and no key is given.
+        """
+        content = self._content
+        checkpoint = self._opened(Path(source or self.source).absolute(), cipher)
+        request = _request(content)
+        made = make_plan(
+            checkpoint,
+            request.target,
+            format=request.format,
+            files=request.files,
+            ranks=request.ranks,
+            stage=request.stage,
+            selection=request.selection,
+            remove_redundancy=request.remove_redundancy,
+            link_replicas=request.link_replicas,
+            memory=request.memory,
+            threads=threads,
+        )
+        if plan_digest(made) != content["digest"]:
+            from reshard import __version__
+
+            raise PlanError(
+                f"{self.path}: this reshard ({__version__}) would write something else than was planned (by reshard "
+                f"{content['made_by']}), or the file was changed; plan again"
+            )
+        return made
+
+    def _opened(self, root: Path, cipher: Cipher | None) -> Checkpoint:
+        given = self._content["source"]
+        mode = given["encryption"]
+        if mode is not None and cipher is None:
+            raise UsageError(
+                f"{self.path}: the source is encrypted, and a plan file holds no key; give it: "
+                f"reshard.read_plan(..., cipher=reshard.Cipher({mode!r}, key))"
+            )
+        self._check_sizes(root)
+        paths: dict[int, list[Path]] = {}
+        for rank, path, *_ in given["files"]:
+            paths.setdefault(rank, []).append(root / path)
+        if given["files"][-1][1] == METADATA:  # below a directory, which makes that a store
+            checkpoint = open_store(root)
+        else:
+            checkpoint = reopen(
+                str(root),
+                paths,
+                strategy=_read_strategy(given["strategy"]),
+                part=given["stage"],
+                partial=given["partial"],
+                varying=set(given["varying"]),
+                elsewhere=given["elsewhere"],
+                notices=given["notices"],
+                cipher=cipher,
+            )
+        self._check_contents(checkpoint)
+        looked = given["looked"] and Looked(*given["looked"])  # when it was planned
+        return replace(checkpoint.without(set(given["left_out"])), looked=looked)
+
+    def _check_sizes(self, root: Path) -> None:
+        missing, changed = Faults(str(root)), Faults(str(root))
+        for _, path, nbytes, *_ in self._content["source"]["files"]:
+            try:
+                status = (root / path).stat()
+            except OSError as error:
+                missing.add(path, f"cannot be found ({error.strerror})")
+                continue
+            if not S_ISREG(status.st_mode):  # to open a pipe would wait for ever
+                missing.add(path, "is no regular file")
+            elif status.st_size != nbytes:
+                changed.add(path, f"has {status.st_size} bytes; it had {nbytes} when it was planned")
+        missing.raise_if_any(SourceError, advice="say where the source is: --source DIRECTORY, or source=")
+        changed.raise_if_any(TargetError, advice=_OTHER_FILES)
+
+    def _check_contents(self, checkpoint: Checkpoint) -> None:
+        changed = Faults(checkpoint.root)
+        given = self._content["source"]
+        files = {file.path: file for file in _listed(checkpoint)}
+        planned = {path for _, path, *_ in given["files"]}
+        for path in files.keys() ^ planned:  # of a store, which lists its own
+            changed.add(path, "was there when it was planned; it is gone" if path in planned else "was not there then")
+        for _, path, _, header, pages in given["files"]:
+            if path not in files:
+                continue
+            if files[path].header != given["headers"][header]:
+                changed.add(path, "has other tensors, in its header, than when it was planned")
+            elif pages_digest(files[path].place) != pages:
+                changed.add(path, "has other contents than when it was planned")
+        changed.raise_if_any(TargetError, advice=_OTHER_FILES)
+
+
+_OTHER_FILES = "they are not the files that were planned with; give those, or plan again"
+
+
+def read_plan(
+    path: str | os.PathLike[str], *, source: str | os.PathLike[str] | None = None, cipher: Cipher | None = None
+) -> Plan:
+    """Read a plan file that `Plan.save` wrote, here or on another machine, and open its source.
+
+    Args:
+        path: the plan file.
+        source: where the source is, if it is not where it was planned: a directory with the same files below it.
+        cipher: decrypts the source's files; a plan file holds no key.
+
+    Raises:
+        PlanError: the file is not sound, or this version would do something else than was planned.
+        SourceError, TargetError: the source is not there, or is not the one that was planned with.
+        UsageError: the source is encrypted and no key is given.
+    """
+    return read(path).plan(source, cipher=cipher)
+
+
+def read(path: str | os.PathLike[str]) -> PlanFile:
+    """Read a plan file; the source is not looked at.
+
+    Raises:
+        PlanError: it cannot be read, is of another version, or is not sound; the message tells where.
+    """
+    return _sound(read_small(path, "plan file", _LARGEST_FILE, PlanError), os.fspath(path))
+
+
+def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None, *, overwrite: bool = False) -> None:
+    """Write a plan file, which appears under its name only when it is complete.
+
+    Args:
+        plan: a plan that `plan` made.
+        path: where to write it.
+        names: what the file shall tell beside the plan.
+        overwrite: replace a file that is there.
+
+    Raises:
+        UsageError: the plan cannot be saved: it was put together from others, or its source is in several directories.
+        SourceError: a source file cannot be read.
+        TargetError: the file exists, cannot be written, or is one of the sources.
+    """
+    if plan.request is None:
+        raise UsageError(
+            "a plan to convert file by file needs nothing but the files, and cannot be saved; run it where they are"
+        )
+    source = files_read(plan.source.root, plan.source.files)
+    refuse_inputs([path], source, "one of the source files", "choose another name for the plan")
+    refuse_existing(path, overwrite=overwrite)
+    content = json.dumps(_data(plan, plan.request, names or Names()), separators=(",", ":")).encode() + b"\n"
+    try:
+        _sound(content, "plan")
+    except PlanError as error:
+        raise UsageError(f"this plan cannot be saved: {error}") from None
+    write_whole(Path(path), content)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+def _data(plan: Plan, request: Request, names: Names) -> Json:
+    from reshard import __version__
+
+    return {
+        "reshard_plan": VERSION,
+        "made_by": __version__,
+        "digest": plan_digest(plan),
+        "source": _source_data(plan.source),
+        "target": {
+            "strategy": _strategy_data(request.target),
+            "format": request.format,
+            "ranks": request.ranks,
+            "stage": request.stage,
+            "memory": request.memory,
+            "remove_redundancy": request.remove_redundancy,
+            "link_replicas": request.link_replicas,
+        },
+        "files": _way_data(request.files),
+        "selection": {key: _plain(getattr(request.selection, key)) for key in _SELECTION},
+        "names": {key: _plain(getattr(names, key)) for key in _NAMES},
+    }
+
+
+def _plain(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _source_data(source: Checkpoint) -> Json:
+    root = Path(source.root).absolute()
+    headers: dict[str, int] = {}
+    files = []
+    for file in _listed(source):
+        number = headers.setdefault(file.header, len(headers))
+        files.append((file.rank, file.path, file.nbytes, number, pages_digest(file.place)))
+    return {
+        "root": os.path.abspath(root),  # noqa: PTH100 -- without `..`, links as they are
+        "strategy": _strategy_data(source.strategy),
+        "stage": source.part,
+        "partial": source.partial,
+        "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
+        "elsewhere": sorted(source.elsewhere),
+        "looked": source.looked,
+        "left_out": sorted(source.left_out),
+        "notices": source.notices,
+        "encryption": source.cipher.mode if source.cipher else None,
+        "headers": list(headers),
+        "files": files,
+    }
+
+
+class _Listed(NamedTuple):
+    """A source file as a plan file has it: rank, path below the source's root, size, digest of the header; and where.
+
+    The files of a zarr store are of rank 0, each there once, with the metadata of its arrays, and the group's at last.
+    """
+
+    rank: int
+    path: str
+    nbytes: int
+    header: str
+    place: str
+
+
+def _listed(source: Checkpoint) -> list[_Listed]:
+    """Return the files of a source, in its order."""
+    root = Path(source.root).absolute()
+    digests = index_digests([file.index for file in source.files])
+    parts: dict[tuple[int, str, int], list[str]] = {}
+    for rank, file, header in zip(source.ranks, source.files, digests, strict=True):
+        parts.setdefault((rank, file.path, file.nbytes), []).append(header)
+    if source.format == ZARR:
+        root = root.resolve()
+        above = {
+            directory for _, path, _ in parts for directory in Path(path).parents if directory.is_relative_to(root)
+        }
+        metadata = sorted(path for directory in above - {root} if (path := directory / METADATA).is_file())
+        *chunks, last = parts.items()
+        described = {(0, str(path), path.stat().st_size): [""] for path in metadata}
+        parts = {**described, **dict(chunks), last[0]: last[1]}
+    found = []
+    for (rank, place, nbytes), headers in parts.items():
+        if not Path(place).is_relative_to(root):
+            raise UsageError(
+                f"{place}: is not below {root}; a plan can be saved if all files of its source are in one directory"
+            )
+        below = Path(place).relative_to(root).as_posix()
+        found.append(_Listed(rank, below, nbytes, headers[0] if len(headers) == 1 else digest(headers), place))
+    return found
+
+
+def _strategy_data(strategy: Strategy | None) -> Json | None:
+    """Return a strategy without its operators, which move no bytes."""
+    if strategy is None:
+        return None
+    layouts: dict[Layout, int] = {}
+    places: dict[tuple[Any, ...], int] = {}
+    tensors = {}
+    for name, placed in strategy.tensors.items():
+        key = tuple((p.stage, layouts.setdefault(p.layout, len(layouts)), p.shape, p.expanded) for p in placed)
+        tensors[name] = places.setdefault(key, len(places))
+    return {
+        "stages": (strategy.stages.start, strategy.stages.stop),
+        "devices": strategy.devices,
+        "merged": strategy.merged,
+        "layouts": [astuple(layout) for layout in layouts],
+        "places": list(places),
+        "tensors": tensors,
+    }
+
+
+def _way_data(files: TargetFiles) -> Json:
+    fields: Any = files  # each of the classes below is a dataclass
+    if isinstance(files, ZarrGroup) and files.times:
+        raise UsageError("a plan of a zarr store with the times of its source files cannot be saved; leave them out")
+    for name, (way, _) in _WAYS.items():
+        if type(files) is way:
+            return {"way": name, "fields": astuple(fields)}
+    raise UsageError(f"a plan whose files are laid out by {type(files).__name__} cannot be saved")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def _sound(content: bytes, path: str) -> PlanFile:
+    """Check a plan file; what it says of its source is compared later, when that is opened."""
+    try:
+        found = parse(content)
+        _check_version(found)
+        check(found, _PLAN)
+        _check_way(**found["files"])
+        _check_files(found["source"])
+        _check_names(found["selection"]["names"])
+        _read_strategy(found["source"]["strategy"])
+        _request(found)
+    except (ValueError, ReshardError) as error:
+        raise PlanError(f"{path}: is no sound plan file: {error}") from None
+    return PlanFile(path, found["source"]["root"], Names(**found["names"]), found)
+
+
+def _check_version(found: object) -> None:
+    if not isinstance(found, dict) or "reshard_plan" not in found:
+        raise ValueError("it has no key 'reshard_plan'; expected what `reshard plan -o FILE` writes")
+    if found["reshard_plan"] != VERSION:
+        raise ValueError(
+            f"it is of version {found['reshard_plan']!r:.60}; this reshard reads version {VERSION}; plan again"
+        )
+
+
+def _check_way(way: str, fields: object) -> None:
+    if way not in _WAYS:
+        raise ValueError(f"$.files.way is {way!r:.60}; known are {', '.join(_WAYS)}")
+    check(fields, _WAYS[way][1], "$.files.fields")
+
+
+def _check_files(source: Json) -> None:
+    files = source["files"]
+    if not files:
+        raise ValueError("$.source.files is empty; expected at least one")
+    if any(a[0] > b[0] for a, b in pairwise(files)) or len({file[1] for file in files}) < len(files):
+        raise ValueError("$.source.files are not in the order of their ranks, or one is there twice")
+    for number, (rank, _, _, header, _) in enumerate(files):
+        if rank >= MOST_DEVICES or header >= len(source["headers"]):
+            raise ValueError(f"$.source.files[{number}] is of rank {rank} and header {header}, which cannot be")
+
+
+def _check_names(names: Json) -> None:
+    """Refuse what takes a regular expression for ever."""
+    for old in names:
+        if old.count("*") > _MOST_STARS or "**" in old:
+            raise ValueError(
+                f"$.selection.names[{old!r:.60}] has more than {_MOST_STARS} stars, or two beside each other"
+            )
+
+
+def _request(content: Json) -> Request:
+    from reshard.plan.plan import Request
+
+    target, files = content["target"], content["files"]
+    return Request(
+        _read_strategy(target["strategy"]),
+        target["format"],
+        _WAYS[files["way"]][0](*files["fields"]),
+        target["ranks"],
+        Selection(**content["selection"]),
+        target["remove_redundancy"],
+        target["link_replicas"],
+        target["memory"],
+        target["stage"],
+    )
+
+
+def _read_strategy(content: Json | None) -> Strategy | None:
+    if content is None:
+        return None
+    first, stop = content["stages"]
+    devices = content["devices"]
+    if not first < stop or not devices or stop * devices > MOST_DEVICES:
+        raise ValueError(f"a strategy of {devices} devices in stages {first} to {stop - 1} cannot be")
+    layouts = [
+        Layout(tuple(matrix), tuple(map(tuple, axes)), size, step, tuple(split), tuple(offset), field)
+        for matrix, axes, size, step, split, offset, field in content["layouts"]
+    ]
+    if any(layout.devices != devices for layout in layouts):
+        raise ValueError(f"a layout of a strategy is not for its {devices} devices")
+    places = [
+        tuple(
+            _placed(stage, range(first, stop), layouts, layout, shape, expanded) for stage, layout, shape, expanded in p
+        )
+        for p in content["places"]
+    ]
+    if any(a.stage >= b.stage for placed in places for a, b in pairwise(placed)) or not all(places):
+        raise ValueError("a tensor of a strategy is in no stage, or in stages that do not ascend")
+    if any(number >= len(places) for number in content["tensors"].values()):
+        raise ValueError("a tensor of a strategy has places that are not listed")
+    tensors = {name: places[number] for name, number in content["tensors"].items()}
+    return Strategy(tensors, range(first, stop), devices, merged=content["merged"])
+
+
+def _placed(
+    stage: int, stages: range, layouts: list[Layout], layout: int, shape: list[int] | None, expanded: bool
+) -> Placed:
+    if stage not in stages or layout >= len(layouts):
+        raise ValueError(f"a tensor of a strategy is in stage {stage} with layout {layout}, which are not there")
+    if expanded and (shape is None or len(shape) != len(layouts[layout].tensor_map)):
+        raise ValueError("a tensor of a strategy is expanded to a shape that its layout does not fit")
+    return Placed(stage, layouts[layout], None if shape is None else tuple(shape), expanded=expanded)
+
+
+def check_directory(directory: str) -> None:
+    """Refuse a target directory that a plan file may not name: who reads one from elsewhere must not be led astray.
+
+    Raises:
+        UsageError: it is not below the current directory.
+    """
+    if not is_inner_path(directory):
+        raise UsageError(
+            f"target {directory!r} is not below the current directory, and so no plan file may name it; leave it out "
+            "and give it to `reshard run`"
+        )

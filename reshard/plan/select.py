@@ -1,0 +1,343 @@
+"""Which tensors a target gets, under which names and dtypes.
+
+| in the files | source strategy | target strategy | a target rank gets |
+|---|---|---|---|
+| yes | any | names it | its block, if its stage holds the tensor |
+| yes | names it | does not | nothing: dropped; a weight must be covered by a pattern |
+| yes | does not | does not | a copy |
+| no | any | names it | nothing: missing; a weight must be covered by a pattern |
+
+What one stage of a pipeline does not have, others do: where one was asked for, as the source or as the target, such a
+weight is dropped or missing without a pattern.
+
+Optimizer states that are dropped or missing are reported and no error. Without a source strategy the source is one
+rank of whole tensors; without a target strategy the target is.
+
+A `Selection` is what a user asks for beside that: less than all tensors, other names, other dtypes. The target
+strategy goes by the new names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.dtypes import INT4, DType, by_name
+from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.strategy.names import is_training_state, matches, one_stage_advice, optimizer_states
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.strategy.strategy import Strategy
+
+_COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tensors are wanted, under which names, as which dtypes.
+
+    A pattern is a glob of source names; `layers.*.wq.weight@32` must match exactly 32 tensors. Every pattern must
+    match at least one.
+
+    Attributes:
+        include: only tensors that one of these matches; all where there is none.
+        exclude: no tensors that one of these matches.
+        weights_only: no optimizer states, nor what else only training needs (`global_step`, `learning_rate`, text).
+        names: old name to new name, applied at once, so that two may be swapped. An old name may be a glob, whose
+            stars stand in the new name too, in order; the first that matches counts, exact names before globs.
+            Optimizer states follow their weights, unless a name or the beginning of a glob is the state's own.
+        cast: source dtype to target dtype, by name, as numpy's and ml_dtypes' `astype`: to nearest, ties to even.
+        drop: globs of weights that the target strategy may lack.
+        allow_missing: globs of weights that the source may lack.
+
+    Raises:
+        UsageError: an unknown dtype, a cast or a map of names that cannot be meant; all at once.
+
+    >>> Selection(names={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
+    {'layers.3.wq': 'model.3.q_proj', 'adam_m.layers.3.wq': 'adam_m.model.3.q_proj'}
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    weights_only: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    cast: Mapping[str, str] = field(default_factory=dict)
+    drop: tuple[str, ...] = ()
+    allow_missing: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for attribute in ("include", "exclude", "drop", "allow_missing"):
+            object.__setattr__(self, attribute, globs(getattr(self, attribute)))
+        faults = Faults("selection")
+        for old, new in self.cast.items():
+            if fault := _cast_fault(by_name(old, UsageError), by_name(new, UsageError)):
+                faults.add(f"cast {old}={new}", fault)
+        for old, new in self.names.items():
+            if new.count("*") > old.count("*"):
+                faults.add(f"name {old!r}", f"becomes {new!r}, which has more stars than the old name")
+            if not old or not new:
+                faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty")
+        faults.raise_if_any(UsageError)
+
+    def target_dtype(self, dtype: DType) -> DType:
+        """Return what elements of a dtype become."""
+        return by_name(self.cast[dtype.name], UsageError) if dtype.name in self.cast else dtype
+
+    def renamed(self, chosen: Collection[str], known: Collection[str] | None = None) -> dict[str, str]:
+        """Return the new name of every chosen tensor.
+
+        Args:
+            chosen: names of tensors.
+            known: names of all tensors of the source, if more are there than are chosen.
+
+        Raises:
+            UsageError: two tensors would have one name, or an old name is not there; all at once.
+        """
+        rename = _Renaming(self.names, set(known or chosen))
+        found = {name: rename(name) for name in chosen}
+        faults = Faults("name map")
+        for old in rename.unused():
+            faults.add(f"name {old!r}", "is no tensor of the source")
+        by_new: dict[str, list[str]] = {}
+        for old, new in found.items():
+            by_new.setdefault(new, []).append(old)
+        for new, olds in by_new.items():
+            if len(olds) > 1 or not new:
+                faults.add(f"name {new!r}", f"is given to {names(olds)}; every tensor needs a name of its own")
+        faults.raise_if_any(UsageError)
+        return found
+
+
+def globs(some: str | Iterable[str]) -> tuple[str, ...]:
+    """Return globs; a string is one, not the many that its characters would be."""
+    return (some,) if isinstance(some, str) else tuple(some)
+
+
+class _Renaming:
+    """Gives names by a map of exact names and globs; the states of an optimizer follow their weights."""
+
+    def __init__(self, new_names: Mapping[str, str], known: set[str]) -> None:
+        self.new_names, self.known = new_names, known
+        self.states = optimizer_states(known) if new_names else {}
+        self.globs = {
+            old: re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL) for old in new_names if "*" in old
+        }
+
+    def __call__(self, name: str) -> str:
+        if name in self.new_names:
+            return self.new_names[name]
+        weight = self.states.get(name)
+        if weight is not None:
+            prefix = name.removesuffix(weight)
+            own = self._by_glob(name, prefix)  # `adam_m.*` is about states, `*.wq` is not
+            followed = self(weight)
+            if own is not None or followed != weight:
+                return own or prefix + followed
+        return self._by_glob(name) or name
+
+    def _by_glob(self, name: str, beginning: str = "") -> str | None:
+        """Return the name that the first glob gives which matches, of those that begin so."""
+        for old, regex in self.globs.items():
+            if old.startswith(beginning) and (match := regex.fullmatch(name)):
+                pieces = self.new_names[old].split("*")
+                return pieces[0] + "".join(a + b for a, b in zip(match.groups(), pieces[1:], strict=False))
+        return None
+
+    def unused(self) -> list[str]:
+        """Return the old names that no tensor has."""
+        return [
+            old
+            for old in self.new_names
+            if old not in self.known and not (old in self.globs and any(map(self.globs[old].fullmatch, self.known)))
+        ]
+
+
+def _cast_fault(old: DType, new: DType) -> str | None:
+    """Tell why elements of a dtype cannot become those of another."""
+    if "str" in {old.name, new.name}:
+        return "text is no number"
+    if new is INT4:
+        return "int4 is four bits of a byte, of which nobody says how they would be rounded"
+    kinds = ("bool", "int", "float", "complex")
+    ranks = [next((place for place, kind in enumerate(kinds) if kind in d.name), 1) for d in (old, new)]
+    if ranks[0] > ranks[1]:
+        return f"{kinds[ranks[1]]} cannot hold what {kinds[ranks[0]]} can; only the other way round is cast"
+    return None
+
+
+class Selected(NamedTuple):
+    """Which tensors go to a target.
+
+    Attributes:
+        kept: source name and target name of the tensors that are converted or copied, in the order of the files.
+        dropped: source names that the target does not get.
+        missing: target names that the source does not have.
+        notices: what a user should know of the choice though it is no error.
+    """
+
+    kept: tuple[tuple[str, str], ...]
+    dropped: tuple[str, ...]
+    missing: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+
+
+def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Selected:
+    """Apply a selection and the table above.
+
+    Args:
+        source: the checkpoint to convert.
+        target: names the tensors wanted; None for all of them, whole.
+        wishes: what the user asks for.
+
+    Raises:
+        SourceError: weights would be dropped or are missing, and no pattern covers them; all at once.
+        UsageError: a pattern matches nothing, or not as many tensors as it says; names collide.
+    """
+    strategy = source.strategy
+    wanted = target.tensors if target else {}
+    states = all_states(source, target)
+    chosen = _chosen(source, wishes, states)
+    renamed = wishes.renamed([name for name in source.tensors if name in chosen], source.tensors)
+    faults = Faults(source.root)
+    dropped = []
+    for name, new in renamed.items():
+        if target is not None and new not in wanted and has_no_place(source, target, name):
+            dropped.append(name)
+            if not (name in states or target.others or matches(name, wishes.drop)):
+                faults.add(f"tensor {name!r}", f"is not in the target strategy; to leave it out give --drop '{name}'")
+    for name, reason in source.unreadable.items():
+        if name in chosen:
+            dropped.append(name)
+            if not matches(name, wishes.drop):
+                faults.add(f"tensor {name!r}", f"{reason}; to leave it out give --drop '{name}'")
+    if target is not None:
+        rename = _Renaming(wishes.names, set(source.tensors))
+        unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
+        had = {*renamed.values(), *(rename(name) for name in unchosen)}
+    else:
+        had = {*source.tensors, *source.left_out}
+    expected = wanted if target else [*(strategy.tensors if strategy else ()), *sorted(source.elsewhere)]
+    absent = [name for name in expected if name not in had and _may_be_asked_for(name, wishes, states)]
+    missing = _missing(source, absent, states, wishes, faults)
+    faults.raise_if_any(SourceError, advice=_advice(target, set(renamed.values()), states))
+    left_out = set(dropped)
+    kept = [
+        (name, renamed[name])
+        for name in _in_message_order(source, {old for old, new in renamed.items() if new in wanted})
+        if name in renamed and name not in left_out
+    ]
+    if chosen and not kept:
+        raise UsageError("selection: leaves no tensor for the target; all that is chosen is dropped")
+    taken = [name for name in source.tensors if wishes.weights_only and name in states and name not in chosen]
+    return Selected(tuple(kept), tuple(dropped), tuple(missing), _of_states(taken, states))
+
+
+def _advice(target: Strategy | None, known: Collection[str], states: Collection[str]) -> str:
+    """Return what to think of where weights would be dropped or are missing."""
+    if target is None:
+        return ""
+    if not any(name in target.tensors for name in known):
+        return "no name is in both; is the strategy of another model?"
+    return one_stage_advice(target, known, states)
+
+
+def _of_states(taken: Collection[str], states: Mapping[str, str]) -> tuple[str, ...]:
+    """Tell what was left out because of its name: a name is all there is to know an optimizer state by."""
+    if not taken:
+        return ()
+    prefixes = dict.fromkeys(name.removesuffix(states[name]).rstrip(".") for name in taken)
+    return (f"{len(taken)} tensors are taken for optimizer states, by their prefix, and left out: {names(prefixes)}",)
+
+
+def has_no_place(source: Checkpoint, target: Strategy, name: str) -> bool:
+    """Return whether a tensor that the target strategy does not name is dropped, not copied whole to every rank.
+
+    Of whole tensors nothing says which are split in training. But of those that the file of one stage does not name,
+    the weights are most likely other stages'.
+    """
+    tensor = source.tensors[name]
+    one_stage = target.others and len(target.stages) == 1 and source.strategy is None
+    return tensor.listed or (one_stage and not is_training_state(name, tensor))
+
+
+def _chosen(source: Checkpoint, wishes: Selection, states: Collection[str]) -> set[str]:
+    """Return the names that the user asks for, having checked the patterns."""
+    faults = Faults("selection")
+    every = {**source.tensors, **source.unreadable}
+    included = _matched(every, wishes.include, "--include", faults) if wishes.include else set(every)
+    excluded = _matched(every, wishes.exclude, "--exclude", faults)
+    faults.raise_if_any(UsageError)
+    chosen = included - excluded
+    if wishes.weights_only:
+        chosen = {n for n in chosen if n not in states and not is_training_state(n, source.tensors.get(n))}
+    if every and not chosen:
+        raise UsageError("selection: leaves no tensor of the source")
+    return chosen
+
+
+def _matched(every: Iterable[str], patterns: Iterable[str], option: str, faults: Faults) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        counted = _COUNTED.match(pattern)
+        some = {name for name in every if matches(name, [counted["glob"] if counted else pattern])}
+        if counted and pattern in every:  # a name may end so
+            some.add(pattern)
+        elif counted and len(some) != int(counted["count"]):
+            faults.add(f"{option} {pattern}", f"matches {len(some)} tensors; expected {counted['count']}")
+        elif not some:
+            faults.add(f"{option} {pattern}", "matches no tensor of the source")
+        found |= some
+    return found
+
+
+def _may_be_asked_for(name: str, wishes: Selection, states: Collection[str]) -> bool:
+    """Return whether a tensor that the source does not have would be taken if it did."""
+    globs = [[_COUNTED.sub(r"\g<glob>", pattern) for pattern in some] for some in (wishes.include, wishes.exclude)]
+    included = not wishes.include or matches(name, globs[0])
+    return included and not matches(name, globs[1]) and not (wishes.weights_only and name in states)
+
+
+def _missing(
+    source: Checkpoint, absent: list[str], states: Collection[str], wishes: Selection, faults: Faults
+) -> list[str]:
+    """Return the names that are wanted and absent; weights that no pattern covers are faults."""
+    own = source.strategy.tensors if source.part is not None and source.strategy else absent
+    for name in absent:
+        if name in own and name not in states and not matches(name, wishes.allow_missing):
+            faults.add(
+                f"tensor {name!r}",
+                f"is in the strategy and in no source file; to go on without it give --allow-missing '{name}'",
+            )
+    return absent
+
+
+def _in_message_order(source: Checkpoint, wanted: set[str]) -> list[str]:
+    """Return the tensors in the order in which MindSpore writes them.
+
+    It takes the needed source ranks downwards, and puts those without a layout last.
+    """
+    found: dict[str, None] = {}
+    seen: set[int] = set()
+    for file in reversed(source.files):
+        if id(file.index.entries) not in seen:  # ranks with equal headers share them
+            seen.add(id(file.index.entries))
+            found.update(dict.fromkeys(file.index.entries))
+    kept = [name for name in found if name in source.tensors]
+    laid_out = {name for name in kept if source.tensors[name].listed or name in wanted}
+    return [name for name in kept if name in laid_out] + [name for name in kept if name not in laid_out]
+
+
+def all_states(source: Checkpoint, target: Strategy | None, written: Collection[str] = ()) -> dict[str, str]:
+    """Return the optimizer states among all names of a conversion, and the name behind each one's prefix.
+
+    Args:
+        source: what is converted; what its strategy names counts, too.
+        target: the strategy of the target.
+        written: names that are in the target.
+    """
+    named = [strategy.tensors for strategy in (source.strategy, target) if strategy]
+    return optimizer_states(set().union(source.tensors, source.unreadable, written, *named))

@@ -1,0 +1,407 @@
+"""Running a plan: on this machine's threads, or on a dask cluster.
+
+A target file gets its final name only when every file of the run is complete, or at URLs, when it is complete itself; a
+run that fails leaves what the next one can go on from (`run.session`), or else nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import TargetError, UsageError, names
+from reshard.plan.partition import owned
+from reshard.run.graph import Graph
+from reshard.run.journal import Journal, discard
+from reshard.run.receipts import Checksums
+from reshard.run.session import Session, exists
+from reshard.run.target_check import check_target
+from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources, running
+from reshard.storage.cipher import store_of
+from reshard.storage.local import local_store
+from reshard.storage.remote import RemotePath, as_path, existing, is_url
+from reshard.storage.remote_store import REQUESTS, any_store, remote_store
+from reshard.storage.threads import results, shielded
+from reshard.upward import upward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from reshard.plan.plan import Plan
+    from reshard.verify.manifest import Manifest
+
+
+class Progress(NamedTuple):
+    """How far a run is: bytes of contents written, of how many, since how many seconds."""
+
+    written: int
+    total: int
+    seconds: float
+
+
+class Report(NamedTuple):
+    """What a run did.
+
+    Attributes:
+        directory: where the target files are.
+        files: their paths below it.
+        bytes_read: bytes of contents read.
+        bytes_written: bytes of contents written, replicas included.
+        seconds: the whole run, from its first check to the last file's name.
+        receipts: what each task did.
+        tensors: how many distinct tensors were moved.
+        source_files: how many files were read.
+        target_bytes: size of all files written, headers included.
+        replicas: blocks written for one more rank, beyond the first that got them.
+        links: how many of the files are links to another one.
+        dropped: names in the source that the target does not have.
+        missing: names in the target that the source does not have.
+        peak_memory: the most resident memory that this process had since it began, in bytes; the workers of a cluster
+            are other processes.
+        resumed: bytes of contents that an earlier run had written; not among `bytes_written`.
+        finished: how many of the files an earlier run had finished; they were not read again, and their size and time
+            are as it noted them.
+        touched: how many of those when anything of the source files but size and time was not as it is now: they may
+            have been changed since, or copied, linked, or given to another user.
+        checksums: target file to tensor to the CRC-32C of its bytes there; None where none were made.
+    """
+
+    directory: str
+    files: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    receipts: tuple[Receipt, ...]
+    tensors: int
+    source_files: int
+    target_bytes: int
+    replicas: int
+    links: int
+    dropped: tuple[str, ...]
+    missing: tuple[str, ...]
+    peak_memory: int
+    resumed: int = 0
+    finished: int = 0
+    touched: int = 0
+    checksums: Mapping[str, Mapping[str, int]] | None = None
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the target files, as `reshard.make_manifest` would by reading them.
+
+        Its checksums are those of the receipts, also where earlier runs wrote; a block that is without one is read.
+
+        Raises:
+            UsageError: there are no checksums: of a run without them or without a journal, into a zarr store, or of
+                files that are coded.
+            SourceError: a block must be read for its sum, and cannot be.
+        """
+        made: Manifest = upward("manifest_of")(self)
+        return made
+
+    def write_manifest(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> int:
+        """Write the manifest of the target files as `reshard.write_manifest` does, file by file, in little memory.
+
+        Returns:
+            how many checksums it has.
+
+        Raises:
+            TargetError: it exists, cannot be written, or is a target file or a source file.
+            UsageError, SourceError: as for `manifest`.
+        """
+        written: int = upward("manifest_of")(self, path, overwrite=overwrite)
+        return written
+
+    def __repr__(self) -> str:
+        return (
+            f"<Report: {len(self.files)} files in {names([self.directory])}, {self.bytes_read} bytes read, "
+            f"{self.bytes_written} written, {self.seconds:.2f} s>"
+        )
+
+    def _repr_html_(self) -> str:
+        return str(upward("html")(self))
+
+
+def run(
+    plan: Plan,
+    directory: str | os.PathLike[str] | RemotePath,
+    *,
+    client: Any = None,
+    scheduler: str | None = None,
+    threads: int | None = None,
+    fsync: bool = True,
+    drop_cache: bool | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    checksums: bool | None = None,
+    journal: bool = True,
+    ownership: str | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Write the target files of a plan.
+
+    The bytes are the same whatever the scheduler and the number of threads.
+
+    Args:
+        plan: what goes where.
+        directory: where the target files go; it is made if it is not there. A local path, or a URL that fsspec knows.
+        client: a `distributed.Client`; its workers must reach the source and the target by the same paths. Where a
+            worker is lost, its tasks run again elsewhere.
+        scheduler: `threads` (default) or `synchronous`, where no client is given.
+        threads: how many; by default one for each available processor. No more than the plan is made for
+            (`Plan.threads`; 4 unless `plan` is asked for another number), or it would take more memory than was told.
+        fsync: have every file on the disk before it gets its name.
+        drop_cache: leave nothing of what is read and written in the page cache, so that other programs keep theirs and
+            the kernel is not swamped; by default where source and target together are larger than memory.
+        overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same plan
+            made them from the same sources.
+        restart: forget what an earlier run left in the target, and replace the files that it finished.
+        checksums: sum up (CRC-32C) what is written, so that an interrupted run can be gone on with, and for
+            `Report.manifest`; by default as `fsync`.
+        journal: note in `.reshard` in the target directory what is written; without it, nothing can be gone on with,
+            and the files that an earlier run finished count as anybody's; there are locks for the time of the run,
+            where the file system has any. At a URL finished files are noted, and there are no locks: runs that write
+            the same files at the same time are not kept apart. A zarr store has no journal once it is finished.
+        ownership: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
+            By default `file` where the target is at a URL, `tensor` elsewhere.
+        progress: called after each task.
+
+    Raises:
+        TargetError: a target file exists, is one of the sources, or is being written by another run; what is there was
+            begun from other sources or by another plan.
+        ChangedError: a source file changed while it was read.
+        BudgetError: the disk is full, or has no room for the target.
+        SourceError: a source file changed or cannot be read.
+    """
+    began = time.perf_counter()
+    if isinstance(client, str):
+        raise UsageError(f"client is {client!r}; expected a distributed.Client: Client({client!r})")
+    target = as_path(directory)
+    root = str(target) if isinstance(target, RemotePath) else os.path.realpath(target)
+    plan = owned(plan, ownership, root)
+    check_target(plan, root)
+    check_sources(plan, None)
+    local_store().drop_glances({file.path for file in plan.source.files})
+    threads = _threads(threads, scheduler, plan.threads)
+    if drop_cache is None:
+        drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
+    cached = ""
+    if client is not None:
+        from reshard.run.cluster import check_workers, work_on
+
+        cached = check_workers(plan, root, client)
+    session = None
+    if journal and not (plan.alone and is_url(root)):
+        session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync)
+        release = session.close
+    else:
+        release = _begin_unnoted(plan, root, overwrite=overwrite or restart)
+    if checksums is None:
+        checksums = fsync and session is not None
+    checksums = checksums and plan.coding is None  # the bytes on the disk are others
+    how = How(
+        fsync, drop_cache, apart=client is not None, checksums=checksums, journal=session is not None, cached=cached
+    )
+    left = session.plan if session else plan
+    told = _Told(plan.stats.bytes_written, progress, began, session)
+    try:
+        graph = Graph(left, root, how)
+        if client is not None:
+            naming = graph.naming(work_on(client, graph, told.add))
+            check_sources(plan, None)  # what the workers did not see
+            receipts = _here(graph, naming, threads, told.add)
+        else:
+            receipts = _here(graph, graph.__dask_graph__(), threads, told.add)
+        if session:
+            session.finished()
+    except BaseException as error:
+        _clean_up(plan, root, session, told.finished if overwrite or restart else None, error)
+        raise
+    finally:
+        release()
+        # What was read ahead, and nobody read; on a cluster tasks leave nothing of a file.
+        drop_sources(plan, plan.moves if drop_cache and client is None else (), any_store())
+        local_store().close()
+        store_of(plan.source.coding).close()
+    return Report(
+        root,
+        tuple(file.path for file in plan.files),
+        sum(receipt.read for receipt in receipts),
+        sum(receipt.written for receipt in receipts),
+        time.perf_counter() - began,
+        tuple(receipts),
+        plan.stats.tensors,
+        plan.stats.source_files,
+        plan.stats.target_bytes,
+        plan.replicas,
+        sum(file.link is not None for file in plan.files),
+        plan.dropped,
+        plan.missing,
+        _peak_memory(),
+        session.resumed if session else 0,
+        sum(file.done for file in left.files),
+        session.touched if session else 0,
+        Checksums(plan, root) if session and checksums and not plan.alone else None,
+    )
+
+
+def _threads(threads: int | None, scheduler: str | None, most: int) -> int:
+    """Return how many threads do the work; 0 for the one that calls."""
+    if threads is None:
+        threads = len(os.sched_getaffinity(0))
+    if threads < 1:
+        raise UsageError(f"{threads} threads are asked for; expected at least 1")
+    threads = min(threads, most)
+    if scheduler not in {None, "threads", "synchronous"}:
+        raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
+    return 0 if scheduler == "synchronous" else threads
+
+
+def _clean_up(plan: Plan, root: str, session: Session | None, groups: set[int] | None, error: BaseException) -> None:
+    """After a failure, leave what can be gone on with, or else nothing."""
+    if session:
+        session.failed(error, changed_sources(plan))
+    elif is_url(root):
+        _discard_remote(plan, root, groups)
+    else:
+        for file in plan.files:
+            discard(f"{root}/{file.path}", root)
+    if not session and isinstance(error, KeyboardInterrupt):
+        error.add_note("unfinished files are removed; the same command starts from the beginning")
+
+
+def _memory() -> int:
+    """Return the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _peak_memory() -> int:
+    """Return the most resident memory of this process so far, in bytes.
+
+    It is Linux's VmHWM; elsewhere `ru_maxrss`, which begins with the peak of the process that started this one.
+    """
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> Callable[[], None]:
+    """Do what a session does where there is a journal: take the files, refuse what is there, forget what is unfinished.
+
+    Returns:
+        what gives the files up.
+    """
+    locks = None
+    if not is_url(root):
+        locks = Journal(root)
+        try:
+            locks.lock([file.path for file in plan.files])
+        except TargetError as error:  # there are none on this file system, or no right to make any
+            if not isinstance(error.__cause__, OSError):
+                raise
+    try:
+        if not overwrite:
+            _refuse_existing(plan, root)
+        for file in plan.files:
+            if locks:
+                local_store().discard(f"{root}/{file.path}")
+            elif file.last and overwrite:  # a set with an index is complete, and at URLs files have their names early
+                remote_store().remove(f"{root}/{file.path}")
+    except BaseException:
+        if locks:
+            locks.unlock()
+        raise
+    return locks.unlock if locks else lambda: None
+
+
+def _refuse_existing(plan: Plan, root: str) -> None:
+    paths = [file.path for file in plan.files]
+    if is_url(root):
+        there = existing(RemotePath(root), paths)
+    else:
+        there = [path for path in paths if os.path.lexists(f"{root}/{path}")]
+    if there:
+        raise exists(root, there)
+
+
+def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
+    """Remove what a failed run made at a URL: unfinished files, and those that have their names already.
+
+    Chunks are removed whether they are of this run or of a store that it was to replace: that has no group any more.
+
+    Args:
+        plan: by file.
+        root: the URL.
+        finished: the groups of files that were finished; None where none of the files was there before.
+    """
+    paths = [f"{root}/{file.path}" for file in plan.files]
+    every = finished is None or plan.alone
+    named = paths if every else [paths[n] for group in finished or () for n in plan.groups[group]]
+    results(remote_store().discard_unfinished, paths, REQUESTS)
+    results(remote_store().erase, named, REQUESTS)
+
+
+class _Told:
+    """Adds up receipts as they come, and tells the caller."""
+
+    def __init__(
+        self, total: int, progress: Callable[[Progress], None] | None, began: float, session: Session | None
+    ) -> None:
+        self.total, self.progress, self.began, self.session = total, progress, began, session
+        self.written = session.resumed if session else 0
+        self.finished: set[int] = set()
+
+    def add(self, receipt: Receipt) -> None:
+        kind, _, number = receipt.task.partition(" ")
+        if kind == "files":
+            self.finished.add(int(number))
+        if self.session:
+            self.session.note(receipt)
+        if self.progress is not None:
+            self.written += receipt.written
+            self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))
+
+
+def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: Callable[[Receipt], None]) -> list[Receipt]:
+    """Run on this machine; in this thread where none are asked for. After a failure no task runs any more."""
+    from dask.callbacks import Callback
+    from dask.local import get_async, get_sync
+
+    def callback(tell: Callable[[Receipt], None]) -> Callback:
+        def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
+            if isinstance(result, Receipt):
+                tell(result)
+            elif isinstance(result, list):  # all of some tasks are done; what waited for them is ready, in no order
+                state["ready"].sort()  # the last one runs first
+
+        return Callback(posttask=posttask)
+
+    def give_up() -> None:
+        running.stopped.add(graph.run)
+
+    def work(tell: Callable[[Receipt], None]) -> list[Receipt]:
+        found: list[Receipt]
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+        try:
+            with callback(tell):
+                # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
+                (found,) = get_async(pool.submit, 2 * threads, tasks, [graph.key])
+        except BaseException:
+            give_up()
+            raise
+        finally:
+            # dask raises while other tasks still write: wait for them before anybody touches the files.
+            pool.shutdown(wait=True, cancel_futures=True)
+        return found
+
+    if threads:
+        return shielded(work, told, give_up)
+    with callback(told):
+        (receipts,) = get_sync(tasks, [graph.key])
+    return list(receipts)

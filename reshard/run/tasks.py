@@ -1,0 +1,349 @@
+"""What the tasks of a plan's graph do: make the target files, move the bytes, give the files their names.
+
+Each is a function of the plan and of what it shall do of it, carries no arrays and knows nothing of dask; what moves or
+makes something returns a receipt. Which task waits for which, and why working tasks may run in any process and twice
+even, and those that name files may not, is in `graph`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from array import array
+from collections import Counter
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import ChangedError, GoneError, ReshardError, SourceError, TargetError
+from reshard.plan.partition import group_plan
+from reshard.run.chunk_task import write_chunks
+from reshard.run.file_task import write_files, write_literals
+from reshard.run.mover import move_pieces
+from reshard.run.receipts import in_files
+from reshard.run.remote_journal import journal_at
+from reshard.storage.cipher import store_of
+from reshard.storage.local import PARTIAL, local_store
+from reshard.storage.page_cache import cache_of
+from reshard.storage.remote import is_url
+from reshard.storage.remote_store import any_store, remote_store, store_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from reshard.plan.plan import Move, Plan
+    from reshard.storage.remote import Status
+    from reshard.storage.remote_store import AnyStore
+
+SYNC_TASKS = 16
+"""Where the page cache is to stay free: the last of so many tasks waits until what they wrote into is on the disk."""
+
+WRITEBACK_FILES = 64
+"""Where there are more target files, a task writes too little of each for the disk to begin with it at once."""
+
+
+class Receipt(NamedTuple):
+    """What a task did.
+
+    Attributes:
+        task: `create`, `move`, `sync` or `commit`, with its number; where a task writes whole files, `files`.
+        read, written: bytes of contents.
+        seconds: how long it took.
+        wrote: the ranges that were written, as `Moved.wrote` has them; of the moves of the group alone where a task
+            writes whole files.
+    """
+
+    task: str
+    read: int
+    written: int
+    seconds: float
+    wrote: array[int] = array("Q")
+
+
+class How(NamedTuple):
+    """How the tasks of a graph do their work.
+
+    Attributes:
+        fsync: have every file on the disk before it gets its name.
+        drop_cache: leave nothing in the page cache.
+        apart: the tasks may run in several processes.
+        checksums: sum up what is written.
+        journal: note in the target's journal when a file is complete.
+        cached: `page_cache.cache_of` of the target, where tasks that run apart share it: files are then put on the disk
+            when all is written, as by one process, and not by every task that wrote into them.
+        run: which run it is; a graph gives itself one.
+    """
+
+    fsync: bool = True
+    drop_cache: bool = False
+    apart: bool = False
+    checksums: bool = False
+    journal: bool = False
+    cached: str = ""
+    run: str = ""
+
+
+class Running:
+    """The tasks of this process that write, by run, and the runs that are given up."""
+
+    def __init__(self) -> None:
+        self.tasks: Counter[str] = Counter()
+        self.stopped: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add(self, run: str, number: int) -> None:
+        """Count tasks of a run."""
+        with self._lock:
+            self.tasks[run] += number
+
+    def go_on(self, run: str) -> None:
+        """Raise where a run is given up; a task that writes large files takes long."""
+        if run in self.stopped:
+            raise ReshardError("the run was given up")
+
+
+running = Running()
+
+
+@contextmanager
+def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[None]:
+    """Do the work of a task; where several processes share the files, leave nothing of them in this one.
+
+    What is written goes to the disk if that is asked for, unless a process on the same machine sees to that when all is
+    written; or at least to the server of a network file system, which closing sees to. And a file that is held open is
+    not the one that gets its name next time.
+    """
+    running.add(how.run, 1)
+    try:
+        running.go_on(how.run)
+        yield
+        if how.apart and how.fsync and written and not (how.cached and how.cached == cache_of(directory)):
+            for path in written:
+                local_store().sync(path)
+    finally:
+        if how.apart:
+            local_store().close()
+        running.add(how.run, -1)
+
+
+def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
+    """Make unfinished target files with the space for them, and write all that is not contents."""
+    began = time.perf_counter()
+    store = local_store()
+    paths = [f"{directory}/{plan.files[number].path}" for number in files]
+    with _working(how, directory, paths):
+        for number, path in zip(files, paths, strict=True):
+            layout = plan.files[number].layout
+            store.create(path, None if plan.coded(plan.files[number]) else layout.size)
+            for offset, content in layout.literals:
+                store.write_at(path, offset, memoryview(content))
+    return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
+
+
+def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) -> Receipt:
+    """Move the pieces of one task."""
+    began = time.perf_counter()
+    store = store_of(plan.source.coding)
+    writer = plan.coding.writer(directory) if plan.coding else None
+    spans = _Spans(store) if how.drop_cache and not how.apart and plan.source.coding is None else None
+    with _working(how, directory, _written(plan, [number], directory) if how.apart else ()):
+        moved = move_pieces(
+            plan,
+            plan.tasks[number],
+            directory,
+            spans or store,
+            writer,
+            checksums=how.checksums,
+            go_on=lambda: running.go_on(how.run),
+        )
+        if writer:
+            writer.close()
+        if spans:
+            spans.drop()
+        elif how.drop_cache:
+            drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], store)
+        if how.drop_cache:
+            last = number % SYNC_TASKS == SYNC_TASKS - 1
+            tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not how.apart else [number]
+            for path in _written(plan, tasks, directory):
+                local_store().drop_cache(path, written=True, wait=last or how.apart)
+        elif how.fsync and len(plan.files) <= WRITEBACK_FILES:
+            for path in _written(plan, [number], directory):
+                local_store().start_writeback(path)
+    return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
+
+
+class _Spans:
+    """A store that notes what a task reads of each file: the page cache has what is read next beside it."""
+
+    def __init__(self, store: AnyStore) -> None:
+        self._store = store
+        self._spans: dict[str, tuple[int, int]] = {}
+        self.fetch, self.write_at = store.fetch, store.write_at
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file."""
+        self._store.read_into(path, offset, buffer)
+        first, last = self._spans.get(path, (offset, 0))
+        self._spans[path] = min(first, offset), max(last, offset + len(buffer))
+
+    def drop(self) -> None:
+        """Leave nothing in the page cache from the first byte that was read of a file to the last."""
+        for path, (first, last) in self._spans.items():
+            self._store.drop_cache(path, first, last)
+
+
+def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
+    """Return the paths of the files that some tasks write."""
+    targets = set[int]().union(*(_targets(plan, number) for number in numbers))
+    return [f"{directory}/{plan.files[target].path}" for target in sorted(targets)]
+
+
+def _targets(plan: Plan, number: int) -> set[int]:
+    """Return the files that a task writes; of the many of a zarr array, those that its rows are in."""
+    found: set[int] = set()
+    for piece in plan.tasks[number]:
+        move = plan.moves[piece.move]
+        for target, files in enumerate(move.targets):
+            begin, end = (move.recipe.before(target, move.axis, row) for row in (piece.start, piece.stop))
+            if begin < end:
+                found.update(files)
+    return found
+
+
+def drop_sources(plan: Plan, moves: Iterable[Move], store: AnyStore) -> None:
+    """Leave nothing in the page cache of the source files of some moves, as far as they can still be opened."""
+    for holder in {holder for move in moves for holder in move.holders}:
+        with suppress(OSError, SourceError):
+            store.drop_cache(plan.source.files[holder].path)
+
+
+def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
+    """Write one group of files, each from its first byte to its last."""
+    began = time.perf_counter()
+    if plan.alone:
+        with _working(how, directory):
+            moved = write_chunks(plan, number, directory, sync=how.fsync, go_on=lambda: running.go_on(how.run))
+            for target in plan.groups[number]:
+                remote_store().commit(f"{directory}/{plan.files[target].path}", sync=how.fsync)
+            if how.drop_cache:
+                drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], any_store())
+        return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
+    group = group_plan(plan, plan.groups[number])
+    store = remote_store()
+    with _working(how, directory):
+        moved = write_files(
+            group,
+            plan.groups[number],
+            directory,
+            sync=how.fsync,
+            checksums=how.checksums,
+            check=lambda: check_sources(group, None),
+            go_on=lambda: running.go_on(how.run),
+        )
+        if is_url(directory):  # what is complete stays, whatever comes of the others
+            wrote = in_files(group, moved.wrote)
+            for target in plan.groups[number]:
+                path = f"{directory}/{plan.files[target].path}"
+                store.commit(path, sync=how.fsync)
+                if how.journal:
+                    journal = journal_at(directory)
+                    journal.ready(plan.files[target].path, path, wrote=wrote.get(target, ()), sync=how.fsync)
+        if how.drop_cache:
+            drop_sources(plan, group.moves, any_store())
+            for target in plan.groups[number]:
+                any_store().drop_cache(f"{directory}/{plan.files[target].path}", written=True)
+    return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
+
+
+def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
+    """Refuse to finish what was read from files that changed meanwhile.
+
+    Raises:
+        ChangedError: a source file is not what was opened.
+    """
+    for number, status in _statuses(plan).items():
+        file = plan.source.files[number]
+        if isinstance(status, GoneError):
+            raise ChangedError(f"{status}; it was there when it was opened; start again")
+        if isinstance(status, SourceError):
+            raise status
+        if not status.is_still(file.status):
+            only = status[:2] == file.status[:2]
+            how = ", though its size and time are as they were (its contents, links, owner or rights)" if only else ""
+            raise ChangedError(f"{file.path}: changed since it was opened{how}; start again")
+    return []
+
+
+def changed_sources(plan: Plan) -> dict[int, Status | None]:
+    """Return the source files that are not what was opened, by number: their state now; None of one that is gone.
+
+    One that cannot be asked is not said to have changed: storage that is out of reach comes back.
+    """
+    changed: dict[int, Status | None] = {}
+    for number, status in _statuses(plan).items():
+        file = plan.source.files[number]
+        if isinstance(status, GoneError):
+            changed[number] = None
+        elif not isinstance(status, SourceError) and not status.is_still(file.status):
+            changed[number] = status
+    return changed
+
+
+def _statuses(plan: Plan) -> dict[int, Status | SourceError]:
+    """Return the state of each source file that is read, by number."""
+    numbers = sorted({number for move in plan.moves for number in move.holders})
+    found = any_store().statuses([plan.source.files[number].path for number in numbers])
+    return dict(zip(numbers, found, strict=True))
+
+
+def sync_files(plan: Plan, files: Sequence[int], directory: str, how: How, _moved: object) -> Receipt:
+    """Have finished target files on the disk, before any gets its name: that is slow, and naming all is quick."""
+    began = time.perf_counter()
+    for number in files:
+        path = f"{directory}/{plan.files[number].path}"
+        if how.drop_cache:
+            local_store().drop_cache(path, written=True)
+        if how.fsync:
+            local_store().sync(path)
+    return Receipt(f"sync {files[0]}", 0, 0, time.perf_counter() - began)
+
+
+def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:
+    """Give finished target files their names; make links, and what stands last in a plan by file.
+
+    Of a zarr store by file that is all metadata, which no task writes: those of the group are the last.
+    """
+    began = time.perf_counter()
+    store, journal = store_at(directory), journal_at(directory, alone=plan.alone)
+    for number in files:
+        file = plan.files[number]
+        path = f"{directory}/{file.path}"
+        if file.link is not None:
+            store.link(f"{directory}/{file.link}", path, sync=how.fsync)
+            if how.journal:
+                journal.ready(file.path, path, sync=how.fsync)
+            continue
+        by_file = plan.groups or is_url(directory)
+        if by_file and (file.last or (plan.alone and not file.layout.places)):
+            write_literals(file.layout, path, sync=how.fsync)
+        if how.journal and not journal.early:
+            journal.ready(file.path, path + PARTIAL, sync=how.fsync)
+        store.commit(path, sync=how.fsync)
+        if how.journal and journal.early:
+            journal.ready(file.path, path, sync=how.fsync)
+    return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began)
+
+
+def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
+    """Remove the index that is to be replaced, before the first of its files is: a set with an index is complete."""
+    for file in plan.files:
+        if file.last and not file.done:
+            path = f"{directory}/{file.path}"
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise TargetError(f"{path}: cannot be withdrawn: {error.strerror}") from error
+    return []

@@ -1,0 +1,310 @@
+"""Joining files and strategy: which blocks of which tensors there are, and which files hold each.
+
+A tensor that the strategy names is read from the lowest pipeline stage that holds all of it; MindSpore leaves shared
+ones out of later stages' files, which is no fault. One that no strategy names is whole in every file that has it.
+Every file is held against the strategy, and all faults are told at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.errors import Faults, LayoutError, SourceError, names
+from reshard.layout.block import Block, shape_text
+from reshard.source.checkpoint import Shard, Tensor, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from reshard.formats.entries import Entry
+    from reshard.layout.block import Shape
+    from reshard.layout.layout import Grid
+    from reshard.source.checkpoint import SourceFile
+    from reshard.strategy.strategy import Strategy
+
+UNLISTED = (
+    "it may be sharded but not listed: save the strategy with only_trainable_params=False, or give "
+    "--layout '{name}=RULE' (RULE: split:DIM, DEV_MATRIX:TENSOR_MAP; whole; copy if every rank has a value of its own)"
+)
+
+_MOST_TIMES = 256  # the ranks of a strategy that are no more than so many times those there are may be missing ranks
+
+
+def join(
+    root: str, files: Sequence[SourceFile], ranks: Sequence[int], strategy: Strategy | None, *, partial: bool
+) -> dict[str, Tensor]:
+    """Return every tensor of the files.
+
+    Args:
+        root: for messages.
+        files: the files of all ranks.
+        ranks: the rank of each.
+        strategy: says which rank holds which block; None for one rank of whole tensors.
+        partial: blocks may be in no file.
+
+    Raises:
+        SourceError: missing ranks, headers that contradict the strategy or each other; all at once.
+    """
+    if strategy is None:
+        return _WithoutStrategy(root, files, ranks).tensors()
+    return _WithStrategy(root, files, ranks, strategy, partial=partial).tensors()
+
+
+class _WithoutStrategy:
+    """Joins tensors that no strategy names."""
+
+    def __init__(self, root: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> None:
+        self.root, self.files, self.ranks = root, files, ranks
+        self.faults = Faults(root)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return whole tensors, of the one rank that there may be."""
+        if len(set(self.ranks)) > 1:
+            raise SourceError(
+                f"{self.root}: has {len(set(self.ranks))} ranks and no strategy says which part each holds; "
+                "give --source-strategy (strategy=), or --layout '*=RULE' (layouts=)"
+            )
+        found = {name: self.unlisted(name, holders) for name, holders in self.holders().items()}
+        self.faults.raise_if_any(SourceError)
+        return found
+
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Return the numbers of the files that have each name, ascending."""
+        alike = self.alike(range(len(self.files)))
+        groups: dict[str, list[int]] = {}
+        for place, numbers in enumerate(alike):
+            for name in self.files[numbers[0]].index.entries:
+                groups.setdefault(name, []).append(place)
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        holders = {}
+        for name, places in groups.items():
+            key = tuple(places)
+            if key not in known:
+                known[key] = tuple(sorted(number for place in key for number in alike[place]))
+            holders[name] = known[key]
+        return holders
+
+    def alike(self, numbers: Iterable[int]) -> list[list[int]]:
+        """Group files that share their entries, as those of most ranks do: what costs time is done once a group."""
+        groups: dict[int, list[int]] = {}
+        for number in numbers:
+            groups.setdefault(id(self.files[number].index.entries), []).append(number)
+        return list(groups.values())
+
+    def entry(self, number: int, name: str) -> Entry:
+        """Return a tensor's part in a file."""
+        return self.files[number].index.entries[name]
+
+    def unlisted(self, name: str, holders: Sequence[int]) -> Tensor:
+        """Join a tensor that no layout describes: every file that has it must hold the same whole of it."""
+        first = self.entry(holders[0], name)
+        for number in holders[1:]:
+            entry = self.entry(number, name)
+            if entry is not first and (entry.dtype, entry.shape) != (first.dtype, first.shape):
+                self.faults.add(
+                    f"tensor {name!r}",
+                    f"is {entry.dtype} {shape_text(entry.shape)} in rank {self.ranks[number]} and {first.dtype} "
+                    f"{shape_text(first.shape)} in rank {self.ranks[holders[0]]}, and no strategy lists it; "
+                    f"{UNLISTED.format(name=name)}",
+                )
+                break
+        spec = TensorSpec(name, first.dtype, first.shape)
+        varies = first.text is not None and len({self.entry(number, name).text for number in holders}) > 1
+        shards = (Shard(Block.whole(first.shape), tuple(holders)),)
+        return Tensor(spec, shards, listed=False, varies=varies, text=first.text)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """What tensors of one grid, held by the same files, have in common.
+
+    Attributes:
+        grid: kept, so that no other one can get its identity.
+        shards: who holds each block; a block in no file has no holder.
+        expected: files that share their entries, with the shape that each should have of such a tensor.
+    """
+
+    grid: Grid
+    shards: tuple[Shard, ...]
+    expected: tuple[tuple[list[int], Shape], ...]
+
+
+class _WithStrategy(_WithoutStrategy):
+    """Joins the tensors that a strategy names, and those that it does not."""
+
+    def __init__(
+        self, root: str, files: Sequence[SourceFile], ranks: Sequence[int], strategy: Strategy, *, partial: bool
+    ) -> None:
+        super().__init__(root, files, ranks)
+        self.strategy, self.partial = strategy, partial
+        self._needing: dict[int, list[str]] = {}  # tensors that lack a block, by a rank that should have it
+        # By the grid's identity: to hash a large one for every tensor is slow.
+        self._held: dict[tuple[int, tuple[int, ...]], _Held] = {}
+        self._stages: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the files."""
+        self._check_ranks()
+        found: dict[str, Tensor] = {}
+        for name, holders in self.holders().items():
+            listed = name in self.strategy.tensors and self.entry(holders[0], name).text is None
+            tensor = self._listed(name, holders) if listed else self.unlisted(name, holders)
+            if tensor is not None:
+                found[name] = tensor
+        if not self.partial:
+            self._tell_missing()
+        self.faults.raise_if_any(SourceError)
+        return found
+
+    def _check_ranks(self) -> None:
+        expected = self.strategy.ranks
+        unknown = sorted({rank for rank in self.ranks if rank not in expected})
+        if unknown:
+            raise SourceError(
+                f"{self.root}: has rank {names(unknown)}; the strategy describes ranks {expected.start} to "
+                f"{expected.stop - 1}; give the strategy of all {len(set(self.ranks))} ranks (of a pipeline: the "
+                "directory of its strategy files, or the merged file)"
+            )
+
+        if not self.partial and len(expected) > _MOST_TIMES * len(set(self.ranks)):
+            raise SourceError(
+                f"{self.root}: has {len(set(self.ranks))} ranks; the strategy describes {len(expected)}, which is none "
+                "of this checkpoint; give its own, or --partial"
+            )
+
+    def _tell_missing(self) -> None:
+        """Every rank must be there. Replicas may have all that one held, but a wrong strategy looks just so."""
+        present = set(self.ranks)
+        with_tensors = {placed.stage for places in self.strategy.tensors.values() for placed in places}
+        missing = [
+            rank for rank in self.strategy.ranks if rank not in present and self.strategy.stage_of(rank) in with_tensors
+        ]
+        for rank in sorted(set(self._needing) & set(missing)):
+            needing = self._needing.pop(rank)
+            self.faults.add(
+                f"rank {rank}", f"has no file; it is needed for {len(needing)} tensors ({names(needing, most=3)})"
+            )
+            missing.remove(rank)
+        for rank, needing in sorted(self._needing.items()):
+            self.faults.add(f"rank {rank}", f"has no {names(needing, most=3)} in its file, nor has any replica")
+        if missing:
+            self.faults.add(
+                f"rank {names(missing)}",
+                f"has no file, of the {len(self.strategy.ranks)} ranks that the strategy describes; no block is known "
+                "to be lost: if it is the right strategy, go on with --partial",
+            )
+
+    def _listed(self, name: str, holders: tuple[int, ...]) -> Tensor | None:
+        """Join a tensor that the strategy names, from the lowest stage that holds all of it; check the others too."""
+        found: Tensor | None = None
+        some: Tensor | None = None
+        lacking: list[int] = []
+        placed = 0
+        for stage in self.strategy.stages_of(name):
+            in_stage = self._of_stage(holders, stage)
+            if not in_stage:
+                continue
+            placed += len(in_stage)
+            tensor = self._in_stage(name, stage, in_stage)
+            if tensor is None:
+                continue  # a fault that was told
+            if found and (tensor.spec.dtype, tensor.spec.shape) != (found.spec.dtype, found.spec.shape):
+                self.faults.add(
+                    f"tensor {name!r}",
+                    f"is {tensor.spec.dtype} {shape_text(tensor.spec.shape)} in stage {stage} and {found.spec.dtype} "
+                    f"{shape_text(found.spec.shape)} in a stage before",
+                )
+            complete = all(shard.holders for shard in tensor.shards)
+            if found is None and complete:
+                found = tensor
+            elif self.partial:
+                some = some or tensor
+            elif not complete:
+                grid = self.strategy.grid(name, tensor.spec.shape, stage=stage)
+                empty = [r for shard, r in zip(tensor.shards, grid.ranks, strict=True) if not shard.holders]
+                lacking += [next((rank for rank in r if rank not in self.ranks), r[0]) for r in empty]
+        if placed < len(holders):
+            stages = self.strategy.stages_of(name)
+            where = sorted({self.ranks[n] for n in holders if self.strategy.stage_of(self.ranks[n]) not in stages})
+            self.faults.add(
+                f"tensor {name!r}",
+                f"is in rank {names(where)}; the strategy has it in stage {names(stages)}, other ranks",
+            )
+        found = found or some
+        if found is None:
+            for rank in lacking:
+                self._needing.setdefault(rank, []).append(name)
+        return found
+
+    def _of_stage(self, holders: tuple[int, ...], stage: int) -> tuple[int, ...]:
+        """Return those files that are of ranks of one stage."""
+        key = (holders, stage)
+        if key not in self._stages:
+            self._stages[key] = tuple(n for n in holders if self.strategy.stage_of(self.ranks[n]) == stage)
+        return self._stages[key]
+
+    def _in_stage(self, name: str, stage: int, holders: tuple[int, ...]) -> Tensor | None:
+        """Join what the ranks of one stage hold; None where a fault was told."""
+        first = self.entry(holders[0], name)
+        try:
+            shape = self.strategy.whole_shape(name, first.shape, stage=stage)
+            grid = self.strategy.grid(name, shape, stage=stage)
+        except LayoutError as error:
+            self.faults.add(self.files[holders[0]].path, str(error))
+            return None
+        faults = self.faults.count
+        self._check_stated_shape(name, stage, shape)
+        held = self._held_by(grid, holders)
+        self._check_entries(name, first, held)
+        if self.faults.count > faults:
+            return None
+        return Tensor(TensorSpec(name, first.dtype, shape), held.shards)
+
+    def _check_stated_shape(self, name: str, stage: int, shape: Shape) -> None:
+        """Compare with the shape that a JSON strategy gives; whole tensors under a splitting layout show there."""
+        placed = next(p for p in self.strategy.tensors[name] if p.stage == stage)
+        if placed.shape is not None and len(placed.shape) == len(shape) and placed.shape != shape:
+            self.faults.add(
+                f"tensor {name!r}",
+                f"would be {shape_text(shape)} by what the files store; the strategy says {shape_text(placed.shape)} "
+                f"(saved whole with integrated_save=True? then give --layout '{name}=whole')",
+            )
+
+    def _check_entries(self, name: str, first: Entry, held: _Held) -> None:
+        """Hold what each file has of a tensor against the block that its rank should have."""
+        for numbers, shape in held.expected:
+            entry = self.entry(numbers[0], name)
+            if entry.dtype is not first.dtype:
+                fault = f"tensor {name!r} is {entry.dtype}; other ranks have {first.dtype}"
+            elif entry.shape != shape:
+                fault = (
+                    f"tensor {name!r} has shape {shape_text(entry.shape)}; the strategy and the other ranks say "
+                    f"{shape_text(shape)}"
+                )
+            else:
+                continue
+            for number in numbers:
+                self.faults.add(self.files[number].path, fault)
+
+    def _held_by(self, grid: Grid, holders: tuple[int, ...]) -> _Held:
+        key = (id(grid), holders)
+        if key not in self._held:
+            self._held[key] = _Held(grid, self._shards(grid, holders), self._expected(grid, holders))
+        return self._held[key]
+
+    def _shards(self, grid: Grid, holders: Iterable[int]) -> tuple[Shard, ...]:
+        by_rank: dict[int, list[int]] = {}
+        for number in holders:
+            by_rank.setdefault(self.ranks[number], []).append(number)
+        return tuple(
+            Shard(block, tuple(number for rank in ranks for number in by_rank.get(rank, ())))
+            for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
+        )
+
+    def _expected(self, grid: Grid, holders: Iterable[int]) -> tuple[tuple[list[int], Shape], ...]:
+        blocks = grid.by_rank()
+        by_shape: dict[Shape, list[int]] = {}
+        for number in holders:
+            by_shape.setdefault(blocks[self.ranks[number]].shape, []).append(number)
+        return tuple((alike, shape) for shape, numbers in by_shape.items() for alike in self.alike(numbers))

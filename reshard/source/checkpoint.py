@@ -1,0 +1,311 @@
+"""Checkpoints: which tensors exist, which blocks of them there are, and where the bytes of each lie.
+
+A `Checkpoint` holds no tensor data. A set of rank directories becomes one through a strategy (`reshard.open`); a
+format that describes itself lists its blocks and needs none. Everything after it (plans, arrays, verification) sees
+only blocks and byte ranges.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import SourceError, UsageError, names
+from reshard.storage.remote import Status
+from reshard.upward import upward
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Iterable, Iterator
+
+    from reshard.dtypes import DType
+    from reshard.formats.entries import Entry, FileIndex
+    from reshard.layout.block import Block, Shape
+    from reshard.plan.plan import Plan
+    from reshard.plan.select import Selection
+    from reshard.run.run import Report
+    from reshard.storage.cipher import Cipher
+    from reshard.storage.local import Coding
+    from reshard.storage.remote import RemotePath
+    from reshard.strategy.strategy import Strategy
+    from reshard.view.groups import Groups
+    from reshard.view.picture import Picture
+
+_NUMBER = re.compile("[0-9]+")
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is: its name, the kind of its elements and its whole shape."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One checkpoint file: its path, its size and time when it was indexed, and what it holds.
+
+    `change` is as in `Status`. It does not travel to other processes, whose machines may see another one.
+    """
+
+    path: str
+    nbytes: int
+    mtime_ns: int
+    index: FileIndex
+    change: tuple[int, int] = field(default=(0, 0), compare=False)
+
+    @property
+    def status(self) -> Status:
+        """Its state when it was indexed."""
+        return Status(self.nbytes, self.mtime_ns, self.change)
+
+    def __reduce__(self) -> tuple[type[SourceFile], tuple[str, int, int, FileIndex]]:
+        return SourceFile, (self.path, self.nbytes, self.mtime_ns, self.index)
+
+
+class Shard(NamedTuple):
+    """One block of a tensor and the files that hold it: replicas of one another.
+
+    Attributes:
+        block: what part of the tensor.
+        holders: numbers of the files in `Checkpoint.files` that hold it, the one to read first; none where the
+            checkpoint was opened in part and the block is not there.
+    """
+
+    block: Block
+    holders: tuple[int, ...]
+
+
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        spec: name, dtype and whole shape.
+        shards: distinct blocks that together cover the tensor, in row-major order.
+        listed: the strategy names it. A tensor that it does not name is whole in every file that has it.
+        varies: its copies differ from rank to rank, as far as was looked (tensors that no strategy names only).
+        text: the value of a `str` entry; else None.
+    """
+
+    spec: TensorSpec
+    shards: tuple[Shard, ...]
+    listed: bool = True
+    varies: bool = False
+    text: str | None = None
+
+
+class Looked(NamedTuple):
+    """How much of the contents was looked at when a checkpoint was opened (`source.probe`).
+
+    Attributes:
+        tensors: how many tensors were sampled.
+        of_tensors: of how many whose files can be compared.
+        copies: how many replicas were compared with the first one of their block, by samples.
+        whole: how many of these bit for bit, because they are small.
+        of_copies: how many replicas there are, beyond the first of each block.
+    """
+
+    tensors: int
+    of_tensors: int
+    copies: int
+    whole: int
+    of_copies: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint(Mapping[str, Any]):
+    """A set of checkpoint files seen as whole tensors; a mapping of names to lazy dask arrays.
+
+    Attributes:
+        root: the directory or file that was opened.
+        tensors: the tensors, in the order of the files.
+        files: the files, in rank order.
+        ranks: the rank of each file, in the same order.
+        strategy: the strategy that said which rank holds which block; None for a source of whole tensors.
+        part: the pipeline stage, where the source is one stage of a longer pipeline; else None.
+        notices: what was noticed when it was opened and is no error.
+        unreadable: names in the files that cannot be converted, with the reason.
+        cipher: decrypts the files; None where they are plain.
+        partial: it was opened though the files of some ranks may not be there.
+        left_out: names in the files that `sel` did not choose.
+        decoding: reads the chunks of a zarr store that are not plain bytes; None where all are.
+        looked: how much of the contents was looked at when it was opened; None where nothing was.
+        lone_rank: why its tensors, which are taken for whole ones, seem to be those of one rank of several; else empty.
+        elsewhere: where `part` is one stage of a pipeline, names that only others have, as far as is known.
+    """
+
+    root: str
+    tensors: Mapping[str, Tensor]
+    files: tuple[SourceFile, ...]
+    ranks: tuple[int, ...]
+    strategy: Strategy | None = None
+    part: int | None = None
+    notices: tuple[str, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    cipher: Cipher | None = None
+    partial: bool = False
+    left_out: frozenset[str] = frozenset()
+    decoding: Coding | None = None
+    looked: Looked | None = None
+    lone_rank: str = ""
+    elsewhere: frozenset[str] = frozenset()
+
+    def require_whole(self) -> None:
+        """Check that nothing says that its tensors are one rank's blocks, though it was opened as of whole ones.
+
+        Raises:
+            SourceError: its place or its header does; what to do is in the error.
+        """
+        if self.lone_rank:
+            raise SourceError(self.lone_rank)
+
+    @property
+    def coding(self) -> Coding | None:
+        """How the bytes of the files are to be read; None where they are plain."""
+        return self.cipher or self.decoding
+
+    @property
+    def format(self) -> str | None:
+        """The format of the files; None where they are of several."""
+        formats = {file.index.format for file in self.files}
+        return formats.pop() if len(formats) == 1 else None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all whole tensors, replicas counted once, in bytes."""
+        return sum(tensor.spec.nbytes for tensor in self.tensors.values())
+
+    def entry(self, holder: int, name: str) -> Entry:
+        """Return a tensor's part in a file, by the file's number."""
+        return self.files[holder].index.entries[name]
+
+    def sel(self, *patterns: str) -> Checkpoint:
+        """Return the checkpoint of some tensors only; nothing is read.
+
+        What it leaves out, a plan leaves out too, and does not miss.
+
+        Args:
+            patterns: names of tensors, or globs; every one must match.
+
+        Raises:
+            UsageError: a pattern matches no tensor; the patterns that come nearest are told.
+        """
+        every = {**self.tensors, **self.unreadable}
+        chosen: set[str] = set()
+        for pattern in patterns:
+            some = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
+            if not some:
+                alike = names(map(repr, _nearest(pattern, every)))
+                raise UsageError(f"{self.root}: no tensor matches {pattern!r}{f'; nearest are {alike}' * bool(alike)}")
+            chosen.update(some)
+        wanted = {name for name in self.elsewhere if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        return replace(self.without(every.keys() - chosen), elsewhere=frozenset(wanted))
+
+    def without(self, left_out: Collection[str]) -> Checkpoint:
+        """Return the checkpoint without some tensors; names that it does not have do no harm."""
+        return replace(
+            self,
+            tensors={name: tensor for name, tensor in self.tensors.items() if name not in left_out},
+            unreadable={name: reason for name, reason in self.unreadable.items() if name not in left_out},
+            left_out=self.left_out.union(left_out),
+        )
+
+    def groups(self, by: str = "name") -> Groups:
+        """Return how many tensors there are, how large and of which dtypes: by name, folded; `prefix`; or `dtype`."""
+        found: Groups = upward("groups")(self, by)
+        return found
+
+    def picture(self, name: str, target: Strategy | None = None) -> Picture:
+        """Draw which rank holds which block of a tensor, and beside it how another strategy cuts it.
+
+        Raises:
+            KeyError: there is no such tensor.
+            UsageError: the target strategy does not name it.
+            LayoutError: the target strategy does not fit its shape.
+        """
+        self._require(name)
+        drawn: Picture = upward("picture")(self, name, target)
+        return drawn
+
+    def _require(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise KeyError(name)
+        if name not in self.tensors:
+            alike = get_close_matches(name, self.tensors, n=3)
+            raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a tensor as a lazy dask array, one chunk a source shard."""
+        self._require(name)
+        return upward("tensor_array")(self, name)
+
+    def to_zarr(
+        self,
+        store: str | os.PathLike[str] | RemotePath,
+        *,
+        chunk_bytes: int | None = None,
+        shard_bytes: int | None = None,
+        compression: str | None = None,
+        selection: Selection | None = None,
+        memory: int | None = None,
+        **running: Any,
+    ) -> Report:
+        """Write the whole tensors as one zarr v3 group, in a directory of its own.
+
+        Args:
+            store: the directory, made if it is not there; a local path, or a URL that fsspec knows.
+            chunk_bytes: the most bytes in a chunk; by default chunks are the source's blocks.
+            shard_bytes: the most bytes of chunks in a file; by default small chunks share files.
+            compression: `zstd`, `zstd:3` and so on; by default none.
+            selection: less than all tensors, under other names, as other dtypes.
+            memory: resident memory in bytes that it may take at its peak.
+            running: how to run, as in `Plan.run`: `overwrite`, `client`, `progress` and so on.
+
+        Raises:
+            UsageError, SourceError, BudgetError, TargetError: as `reshard.plan` and `Plan.run` do.
+        """
+        from reshard.formats.zarr import ZarrGroup  # not on every start
+
+        files = ZarrGroup(chunk_bytes, shard_bytes, compression)
+        plan: Plan = upward("plan")(self, files=files, selection=selection, memory=memory)
+        return plan.run(store, **running)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __repr__(self) -> str:
+        count = len(self.tensors)
+        return (
+            f"<Checkpoint {names([self.root])}: {count} tensor{'s' * (count != 1)}, "
+            f"{self.nbytes} bytes in {len(self.files)} file{'s' * (len(self.files) != 1)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return str(upward("html")(self))
+
+
+def _nearest(pattern: str, every: Iterable[str]) -> list[str]:
+    """Return the names most like a pattern, as patterns: stars stand for numbers.
+
+    >>> _nearest("layer.*.wq", ["layers.0.wq", "layers.1.wq", "layers.0.wk", "norm"])
+    ['layers.*.wq', 'layers.*.wk']
+    """
+    starred = dict.fromkeys(_NUMBER.sub("*", name) for name in every)
+    return get_close_matches(_NUMBER.sub("*", pattern), starred, n=3, cutoff=0.4)

@@ -1,0 +1,415 @@
+"""Opening a source: find its files, read their headers, join them with a strategy, look what headers cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal
+
+from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError, names
+from reshard.formats import index_file
+from reshard.formats.directories import PARTS, is_later_part, refuse_blocks, refuse_directory, refuse_one_of_several
+from reshard.formats.entries import FileIndex
+from reshard.formats.rank_dirs import RANK_PATTERN, AnyPath, rank_files, rank_of
+from reshard.formats.sets import SET_FILES, read_index
+from reshard.formats.zarr_files import is_store
+from reshard.layout.layout import Layout
+from reshard.source.assemble import join
+from reshard.source.checkpoint import Checkpoint, SourceFile
+from reshard.source.headers import Headers
+from reshard.source.probe import compare_contents
+from reshard.storage.cipher import Cipher, store_of
+from reshard.storage.remote import RemotePath, as_path, forget_listings
+from reshard.storage.remote_store import REQUESTS, store_at
+from reshard.storage.threads import results
+from reshard.storage.untrusted import reading
+from reshard.strategy.files import read_strategy
+from reshard.strategy.names import ALL_STAGES
+from reshard.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from reshard.storage.remote import Status
+
+    AnyName = str | os.PathLike[str] | RemotePath
+
+COPY = "copy"
+"""The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
+
+
+def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
+    path: AnyName | Mapping[int, AnyName],
+    *,
+    strategy: Strategy | AnyName | None = None,
+    rank_pattern: str = RANK_PATTERN,
+    suffix: str | None = None,
+    layouts: Mapping[str, str] | None = None,
+    stage: int | Literal["own"] | None = None,
+    partial: bool = False,
+    cipher: Cipher | None = None,
+    contents: bool | Literal["blocks"] = True,
+) -> Checkpoint:
+    """Open a checkpoint, reading headers and samples of the contents.
+
+    Args:
+        path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; or one
+            file of whole tensors. A local path, or a URL that fsspec knows, such as `s3://bucket/run`.
+        strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
+            pipeline's ranks. None: the source is one rank of whole tensors.
+        rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
+        suffix: take the files whose names end so (extension left out or not), where a rank has several.
+        layouts: glob of tensor names to a rule (see `Layout.parse`), in place of what the strategy says; `copy` for
+            tensors of which every rank has a value of its own.
+        stage: only this stage of a pipeline. A strategy of one stage is refused without it, where the strategy, the
+            files beside it or those of the checkpoint tell that there are others. `own`: take a strategy for what it
+            is; of one stage with the files of others its tensors are taken, and that is noticed.
+        partial: the files of some ranks are enough; a plan that needs others is refused.
+        cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra.
+        contents: compare samples of replicas and of different blocks, which the strategy may be wrong to call so
+            (`Checkpoint.looked` says how many); `blocks` compares the latter alone. Copies that may be a rank's own
+            value, and are not looked at, are taken to be; `verify` compares them all.
+
+    Raises:
+        SourceError: no files, no step that every rank has, missing ranks, headers that contradict the strategy;
+            all faults at once.
+        StrategyError: the strategy cannot be read.
+    """
+    if not isinstance(path, Mapping) and is_store(place := as_path(path)):
+        if strategy is not None or layouts or stage is not None or suffix is not None or cipher is not None:
+            raise UsageError(
+                f"{path}: is a zarr store of whole tensors; give no strategy, layout, stage, suffix or key"
+            )
+        from reshard.source.zarr import open_store  # not on every start
+
+        return open_store(place)
+    files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
+    root = str(as_path(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_path(path))
+    if strategy is not None and not isinstance(strategy, Strategy):
+        strategy = read_strategy(strategy)
+    lone_rank = ""
+    if not layouts and len(set(ranks)) == 1:
+        lone_rank = _lone_rank(path, strategy, files, ranks[0], notices)
+    strategy, ruled = _with_rules(strategy, layouts or {}, files, ranks)
+    every = strategy
+    strategy, part = _one_stage(root, strategy, stage, files, ranks, notices)
+    elsewhere: set[str] = set()
+    if strategy is not None and part is not None:
+        inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
+        if not inside:
+            raise SourceError(
+                f"{root}: stage {part} has the ranks {names(strategy.ranks)}; the files are "
+                f"of rank {names(sorted(set(ranks)))}"
+            )
+        elsewhere.update(every.tensors if every else (), *(file.index.entries for file in files))
+        files, ranks = tuple(files[n] for n in inside), tuple(ranks[n] for n in inside)
+        elsewhere.difference_update(strategy.tensors, *(file.index.entries for file in files))
+    if not any(file.index.entries for file in files):
+        raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")
+    tensors = join(root, files, ranks, strategy, partial=partial)
+    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
+    checkpoint = Checkpoint(
+        root,
+        tensors,
+        files,
+        ranks,
+        strategy,
+        part,
+        tuple(notices),
+        unreadable,
+        cipher,
+        partial,
+        lone_rank=lone_rank,
+        elsewhere=frozenset(elsewhere),
+    )
+    return compare_contents(checkpoint, ruled, contents=contents)
+
+
+def reopen(
+    root: str,
+    paths: Mapping[int, Sequence[AnyPath]],
+    *,
+    strategy: Strategy | None,
+    part: int | None,
+    partial: bool,
+    varying: Collection[str],
+    elsewhere: Collection[str],
+    notices: Sequence[str],
+    cipher: Cipher | None,
+) -> Checkpoint:
+    """Open a checkpoint that was opened before, maybe elsewhere, with what was found out then; headers are read again.
+
+    Args:
+        root: the directory or file that was opened.
+        paths: the files of each rank, ascending.
+        strategy: the strategy of the checkpoint that was opened, rules and stage applied.
+        part: as `Checkpoint.part`.
+        partial: as `Checkpoint.partial`.
+        varying: names of the tensors that differ from rank to rank.
+        elsewhere: as `Checkpoint.elsewhere`.
+        notices: as `Checkpoint.notices`.
+        cipher: decrypts the files.
+
+    Raises:
+        SourceError: a file is not sound, or headers contradict the strategy.
+    """
+    files, ranks = _indexed(paths, cipher)
+    joined = join(root, files, ranks, strategy, partial=partial)
+    tensors = {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in joined.items()}
+    unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
+    return Checkpoint(
+        root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial,
+        elsewhere=frozenset(elsewhere),
+    )  # fmt: skip
+
+
+def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
+    """Return all that is read of a checkpoint, by its path and files: an index too, and whatever a zarr store has."""
+    root = as_path(path)
+    found: list[AnyName] = [file.path for file in files]
+    if isinstance(root, RemotePath):
+        return found
+    if is_store(root):
+        return [root, *root.rglob("*")]
+    return [*found, *(root / name for name in SET_FILES)]
+
+
+@reading(SourceError)
+def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
+    """Return whether a checkpoint is of several ranks, by the names of its files; no header is read.
+
+    Raises:
+        SourceError: no files, no step that every rank has.
+    """
+    root = as_path(path)
+    if is_store(root) or (root.is_dir() and read_index(root)):
+        return False
+    return len(rank_files(root, rank_pattern, suffix, [])) > 1
+
+
+@reading(SourceError)
+def read_headers(
+    path: AnyName | Mapping[int, AnyName],
+    *,
+    rank_pattern: str = RANK_PATTERN,
+    suffix: str | None = None,
+    cipher: Cipher | None = None,
+) -> tuple[tuple[SourceFile, ...], tuple[int, ...], list[str]]:
+    """Return the files of a checkpoint, the rank of each, and what was noticed; no strategy is needed for that.
+
+    Raises:
+        SourceError: no files, no step that every rank has, a file that is not sound.
+    """
+    notices: list[str] = []
+    if isinstance(path, Mapping):
+        chosen = {rank: as_path(path[rank]) for rank in sorted(path)}
+        for file in chosen.values():
+            if len(chosen) == 1:
+                refuse_one_of_several(file)
+            refuse_directory(file.parent, [file.name], besides=[PARTS])
+        return *_indexed({rank: [file] for rank, file in chosen.items()}, cipher), notices
+    root = as_path(path)
+    if isinstance(root, RemotePath):
+        forget_listings(root.url)
+    if is_store(root):
+        from reshard.source.zarr import open_store  # likewise
+
+        store = open_store(root)
+        return store.files, store.ranks, list(store.notices)
+    unified = read_index(root) if root.is_dir() else None
+    if unified is None:
+        return *_indexed(rank_files(root, rank_pattern, suffix, notices), cipher), notices
+    paths, weight_map = unified
+    files, ranks = _indexed({0: paths}, cipher)
+    held = {paths[number].name: file.index.entries for number, file in enumerate(files)}
+    faults = Faults(str(root))
+    for name, file_name in weight_map.items():
+        if name not in held[file_name]:
+            faults.add(f"tensor {name!r}", f"is not in {file_name}, where the index says it is")
+    holders: dict[str, list[str]] = {}
+    for file_name, entries in held.items():
+        for name in entries:
+            holders.setdefault(name, []).append(file_name)
+    for name, file_names in holders.items():
+        if len(file_names) > 1:  # one of them may be of an older set
+            faults.add(f"tensor {name!r}", f"is in {names(file_names)}; expected in one file of the set")
+    faults.raise_if_any(SourceError)
+    return files, ranks, notices
+
+
+def _lone_rank(
+    path: AnyName | Mapping[int, AnyName],
+    strategy: Strategy | None,
+    files: Sequence[SourceFile],
+    rank: int,
+    notices: list[str],
+) -> str:
+    """Return why files of one rank, opened as whole tensors, seem to be of one rank of several; empty if they do not.
+
+    Args:
+        path: what was opened.
+        strategy: says which block the rank holds; None for whole tensors.
+        files: what was found.
+        rank: whose they are taken to be.
+        notices: gets the reason, or what else their place says.
+
+    Raises:
+        SourceError: by their place they are of another rank than the strategy would take them for.
+    """
+    place = None if isinstance(path, Mapping) else rank_of(as_path(path))
+    own, others = place or (rank, [])
+    if strategy is not None:
+        if own != rank and len(strategy.ranks) > 1:
+            raise SourceError(
+                f"{path}: is of rank {own} by its place, and would be taken for rank {rank}; expected the directory "
+                "above it; open that, with --partial if other ranks are not there"
+            )
+        return ""
+    shared = next((file.path for file in files if file.index.deduplicated), None)
+    alone = len(files) == 1 and is_later_part(files[0].path)
+    if others:
+        reason = (
+            f"{path}: is of rank {own} by its place, and rank {names(others, most=3)} lies beside; expected whole "
+            "tensors, as no strategy is given; open the directory above with its strategy"
+        )
+    elif alone:
+        reason = (
+            f"{files[0].path}: is one of several parts of a checkpoint by its name, and the others are not there; "
+            "expected whole tensors, as no strategy is given; open the directory of all parts"
+        )
+    elif shared:
+        reason = (
+            f"{shared}: is de-duplicated, as its header says (remove_redundancy), and other ranks have what it lacks; "
+            "expected whole tensors, as no strategy is given; open the directory of all ranks with its strategy"
+        )
+    else:
+        if own:
+            notices.append(f"{path}: is of rank {own} by its place; its tensors are taken for whole ones")
+        return ""
+    reason += ", or give --layout '*=whole' if it lacks nothing"
+    notices.append(reason)
+    return reason
+
+
+def _one_stage(
+    root: str,
+    strategy: Strategy | None,
+    stage: int | Literal["own"] | None,
+    files: Sequence[SourceFile],
+    ranks: Sequence[int],
+    notices: list[str],
+) -> tuple[Strategy | None, int | None]:
+    """Return the strategy of the stage that the source is of a longer pipeline, and its number; None of a whole one.
+
+    Raises:
+        StrategyError: it is one stage and none is asked for, or the strategy does not have the one that is.
+    """
+    if not (stage in {None, "own"} or isinstance(stage, int)):
+        raise UsageError(f"stage is {stage!r}; expected the number of one, or 'own'")
+    if strategy is None:
+        if isinstance(stage, int):
+            raise UsageError(f"stage {stage} is asked for, and no strategy says which ranks it has")
+        return None, None
+    if isinstance(stage, int):
+        return strategy.of_stage(stage), stage
+    beside = _has_other_stages(strategy, files, ranks)
+    if not (beside or strategy.stages.start or (strategy.others and stage is None)):
+        return strategy, None
+    number = strategy.stages.start
+    if stage is None:
+        told = ", and files of other stages are there" if beside else ", which has others"
+        raise StrategyError(
+            f"{root}: the strategy is that of stage {number} of a pipeline{told}; give {ALL_STAGES}, or "
+            f"--stage {number} (stage=) if only this one is meant"
+        )
+    notices.append(_left_out(strategy, len(set(ranks))))
+    return strategy, number
+
+
+def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Sequence[int]) -> bool:
+    """Return whether files are there of other stages than the one that a strategy is of.
+
+    The file of the first stage does not say that there are others. Their ranks have other tensors; ranks that have the
+    same ones mean that the strategy is another.
+    """
+    outside = [number for number, rank in enumerate(ranks) if rank not in strategy.ranks]
+    if strategy.merged or len(strategy.stages) > 1 or not outside:
+        return False
+    inside = {n for file, rank in zip(files, ranks, strict=True) if rank in strategy.ranks for n in file.index.entries}
+    own = inside & set(strategy.tensors)
+    return not any(own <= set(files[number].index.entries) for number in outside)
+
+
+def _left_out(strategy: Strategy, ranks: int) -> str:
+    return (
+        f"the strategy is that of stage {strategy.stages.start} of a pipeline: of {ranks} ranks only "
+        f"{names(strategy.ranks)} are read, and only the tensors of that stage are converted"
+    )
+
+
+def _indexed(
+    chosen: Mapping[int, Sequence[AnyPath]], cipher: Cipher | None
+) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
+    """Index every file."""
+    # One name for each file everywhere: what is held open of it goes by name.
+    paths = [path.absolute() for of_rank in chosen.values() for path in of_rank]
+    files = [
+        SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
+        for path, (status, index) in zip(paths, _headers(paths, cipher), strict=True)
+    ]
+    for file in files:
+        refuse_blocks(file.path, dict(file.index.metadata))
+    return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
+
+
+def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[Status, FileIndex]]:
+    """Yield the state and the header of every file; those at URLs side by side, because each request takes its time."""
+    store = store_of(cipher)
+    headers = Headers(store)
+
+    def header(path: AnyPath) -> tuple[Status, FileIndex]:
+        status = path.status() if isinstance(path, RemotePath) else store_at(str(path)).status(str(path))
+        # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
+        empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
+        if empty:
+            return status, FileIndex("ckpt", {})
+        try:
+            if isinstance(path, RemotePath):  # to look whether its header is one that is known is a request too
+                return status, index_file(str(path), store=store)
+            return status, headers.index(str(path))
+        except SourceError as error:
+            if cipher is None or cipher.has_tag or "with this key" in str(error):
+                raise
+            raise SourceError(f"{error}; or the key is wrong, which {cipher.mode} cannot tell") from None
+
+    if not any(isinstance(path, RemotePath) for path in paths):
+        yield from map(header, paths)
+        return
+    yield from results(header, paths, REQUESTS)
+
+
+def _with_rules(
+    strategy: Strategy | None, rules: Mapping[str, str], files: Sequence[SourceFile], ranks: Sequence[int]
+) -> tuple[Strategy | None, dict[str, str]]:
+    """Apply layouts given by hand; return the strategy, and the rule of each tensor that has one."""
+    if not rules:
+        return strategy, {}
+    shapes = {name: entry.shape for file in files for name, entry in file.index.entries.items()}
+    devices = strategy.devices if strategy else max(ranks) + 1
+    result = strategy or Strategy({}, range(1), devices)
+    ruled: dict[str, str] = {}
+    for pattern, rule in rules.items():
+        matching = [name for name in shapes if name == pattern or fnmatchcase(name, pattern)]
+        if not matching:
+            raise StrategyError(f"--layout {pattern}={rule}: no tensor in the files has such a name")
+        for name in matching:
+            if not shapes[name] and name != pattern and rule != COPY:
+                continue  # a glob for tensors that can be cut means no scalar
+            try:
+                layout = None if rule == COPY else Layout.parse(rule, len(shapes[name]), devices)
+                result = result.with_layout(name, layout)
+            except (LayoutError, StrategyError) as error:
+                raise StrategyError(f"--layout {pattern}={rule}: tensor {name!r}: {error}") from None
+            ruled[name] = rule
+    return result, ruled

@@ -1,0 +1,297 @@
+"""What headers cannot say: tensors that are split though no strategy lists them, replicas that differ, whole "blocks".
+
+Each would make a wrong whole-model file, which is the worst that this tool could write. So contents are sampled when a
+checkpoint is opened: small tensors whole, of larger ones three pages, in some of the files that hold them. `Looked`
+says how much that was; `reshard verify` compares everything.
+
+* MindSpore's default `only_trainable_params=True` leaves frozen weights out of the strategy though they are split: a
+  tensor without a layout whose bytes differ between ranks.
+* A strategy of another run may call replicas what are different blocks: bytes that differ between ranks which it says
+  hold the same block.
+* `integrated_save=True` stores whole tensors though they are listed: distinct blocks that are all equal. Constant
+  tensors (zeros, ones) look so too and say nothing, unless nothing else is known to be split.
+
+Which files are sampled:
+
+1. The first and the last rank of a block's replicas have different coordinates on every device axis along which they
+   are replicas. So if the tensor is split along any of those axes in truth, these two differ. Likewise the first and
+   the last block differ if the tensor is split along any axis at all.
+2. More replicas and blocks follow as far as the number of reads allows, which is shared out between all tensors.
+3. Where there are too many tensors for that, some are taken, spread evenly over the order of the files.
+
+Not compared are blocks that two pipeline stages cut differently of a tensor that they share; `verify` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from reshard.errors import Faults, SourceError, names
+from reshard.formats.entries import ranges
+from reshard.source.assemble import UNLISTED
+from reshard.source.checkpoint import Looked
+from reshard.source.replicas import every_shard
+from reshard.storage.cipher import store_of
+from reshard.storage.remote import is_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.storage.remote_store import Range
+
+_STEP = "global_step"
+_SMALL = 64 * 1024  # parts up to this size are compared whole
+_PAGE = 4096
+_PAGES = 3  # of larger parts: at the beginning, in the middle and at the end
+_CONFIRMING_PAGES = 16  # before blocks are called equal
+_MOST_READS = 8192  # of contents; about 10 µs each in a warm cache
+_MOST_REQUESTS = 512  # likewise, at URLs
+_BATCH = 64  # samples that are requested at once, of at most `_SMALL` bytes each
+_FEWEST = 3  # files of a tensor: two replicas, and another block
+_MOST_NAMED = 64  # tensors whose blocks are equal; then no more are looked for
+
+
+def compare_contents(
+    checkpoint: Checkpoint, ruled: Mapping[str, str], *, contents: bool | Literal["blocks"] = True
+) -> Checkpoint:
+    """Look at the contents of tensors; return the checkpoint with `varies` set on those whose copies differ.
+
+    Args:
+        checkpoint: as the headers and the strategy say.
+        ruled: the rules of the tensors whose layouts the user gave.
+        contents: what is compared; `blocks` is different blocks alone, not replicas or copies of unlisted tensors.
+
+    Raises:
+        SourceError: a tensor is split but not listed, or listed but whole, replicas differ, or a rule cannot be right;
+            all at once.
+    """
+    look = _Look(checkpoint, ruled, copies=contents is True)
+    found, others = {}, []
+    for name, tensor in checkpoint.tensors.items():
+        found[name] = tensor
+        if tensor.listed or not (name == _STEP or _may_vary(tensor, ruled)):
+            others.append(tensor)
+        elif contents is True:
+            found[name] = look.every_copy(tensor)
+        elif tensor.text is None:  # not looked at, such a copy is taken for its rank's own value
+            found[name] = tensor._replace(varies=name != _STEP)
+    looked = look.samples(others) if contents else None
+    look.announce(())  # what was fetched is not needed any more
+    look.faults.raise_if_any(SourceError)
+    return replace(checkpoint, tensors=found, notices=(*checkpoint.notices, *look.notices), looked=looked)
+
+
+def _may_vary(tensor: Tensor, ruled: Mapping[str, str]) -> bool:
+    """Return whether every rank may have its own value of what no strategy lists: one number, text, or by a rule."""
+    single = tensor.text is not None or tensor.spec.nbytes <= tensor.spec.dtype.itemsize
+    return single or ruled.get(tensor.spec.name) == "copy"
+
+
+class _Chosen(NamedTuple):
+    """A tensor, and which of its files are sampled: the number of the shard, and of the file."""
+
+    tensor: Tensor
+    places: list[tuple[int, int]]
+
+
+class _Look:
+    """Compares contents, collecting faults and notices."""
+
+    def __init__(self, checkpoint: Checkpoint, ruled: Mapping[str, str], *, copies: bool) -> None:
+        self.checkpoint, self.ruled, self.compare_copies = checkpoint, ruled, copies
+        self.files, self.ranks = checkpoint.files, checkpoint.ranks
+        self.store = store_of(checkpoint.cipher)
+        self.faults, self.notices = Faults(checkpoint.root), list[str]()
+        self.remote = any(is_url(file.path) for file in self.files)
+        self.most = _MOST_REQUESTS if self.remote else _MOST_READS
+        self.proven_split = False
+        self.alike: list[str] = []
+        self.constant: list[str] = []
+
+    def every_copy(self, tensor: Tensor) -> Tensor:
+        """Compare all copies of what every rank may have its own value of, or must not: the step."""
+        name, holders = tensor.spec.name, tensor.shards[0].holders
+        differs = tensor.varies
+        if tensor.text is None and len(holders) > 1:
+            self.announce((number, name, _PAGES) for number in holders)
+            first = self.sample(holders[0], name, _PAGES)
+            differs = any(self.sample(number, name, _PAGES) != first for number in holders[1:])
+        if differs and name == _STEP:
+            self.faults.add(
+                _STEP, "differs between the ranks, which are of different steps; choose the files with --suffix"
+            )
+        elif differs:
+            self.notices.append(
+                f"{names([name])} differs between the ranks; each target rank gets that of one source rank"
+            )
+        return tensor._replace(varies=True) if differs else tensor
+
+    def samples(self, tensors: Sequence[Tensor]) -> Looked:
+        """Sample tensors, within the number of reads that opening may take; return how many of how much."""
+        strategy = self.checkpoint.strategy
+        if self.compare_copies and strategy is not None and len(strategy.stages) > 1:
+            tensors = [tensor._replace(shards=every_shard(self.checkpoint, tensor)) for tensor in tensors]
+        candidates = [tensor for tensor in tensors if self._is_comparable(tensor)]
+        each = self.most // max(len(candidates), 1)
+        pages = _PAGES if each >= _PAGES * _FEWEST else 1
+        most = max(each // pages, _FEWEST)
+        chosen = [
+            _Chosen(tensor, sorted(islice(self._in_turn(tensor), most)))
+            for tensor in _spread(candidates, self.most // _FEWEST)
+        ]
+        size = max(_BATCH // most, 1)
+        for begin in range(0, len(chosen), size):
+            batch = chosen[begin : begin + size]
+            self.announce((file, one.tensor.spec.name, pages) for one in batch for _, file in one.places)
+            for one in batch:
+                self._compare(one, pages)
+        self._tell_whole()
+        return self._looked(candidates, chosen)
+
+    def _is_comparable(self, tensor: Tensor) -> bool:
+        """Return whether two files hold what should be equal, or should not."""
+        if tensor.text is not None or not tensor.spec.nbytes:
+            return False
+        return self._may_be_whole(tensor) or (
+            self.compare_copies and any(len(shard.holders) > 1 for shard in tensor.shards)
+        )
+
+    def _may_be_whole(self, tensor: Tensor) -> bool:
+        """Return whether a tensor should be in several blocks, and nobody has looked already."""
+        return len(tensor.shards) > 1 and tensor.listed and tensor.spec.name not in self.ruled
+
+    def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
+        """Yield shards and files that hold them, those first that say most."""
+        held = [(number, shard.holders) for number, shard in enumerate(tensor.shards) if shard.holders]
+        ends = held[:1] + held[1:][-1:]
+        if not self.compare_copies:
+            return ((number, holders[0]) for number, holders in chain(ends, held[1:-1]))
+        turns = chain(
+            ((number, holders[place]) for number, holders in ends for place in (0, -1)),
+            ((number, holders[place]) for number, holders in held[1:-1] for place in (0, -1)),
+            ((number, file) for number, holders in held for file in holders[1:-1]),
+        )
+        return iter(dict.fromkeys(turns))
+
+    def _compare(self, chosen: _Chosen, pages: int) -> None:
+        """Compare the samples of a tensor: replicas with the first one, and blocks with each other."""
+        tensor, name = chosen.tensor, chosen.tensor.spec.name
+        first: dict[int, tuple[int, bytes]] = {}
+        for shard, file in chosen.places:
+            found = self.sample(file, name, pages)
+            known = first.setdefault(shard, (file, found))
+            if known[1] != found:
+                self._tell_differing(tensor, shard, known[0], file)
+                return
+        if len(first) > 1 and self._may_be_whole(tensor):
+            self._compare_blocks(tensor, [found for _, found in first.values()])
+
+    def _tell_differing(self, tensor: Tensor, shard: int, one: int, other: int) -> None:
+        name, ranks = tensor.spec.name, f"rank {self.ranks[one]} and rank {self.ranks[other]}"
+        if not tensor.listed:
+            fault = f"differs between the ranks and no strategy lists it; {UNLISTED.format(name=name)}"
+        elif name in self.ruled:
+            fault = (
+                f"block {tensor.shards[shard].block} differs between {ranks}, which --layout says hold the same; give "
+                "another rule"
+            )
+        else:
+            fault = (
+                f"block {tensor.shards[shard].block} differs between {ranks}, which the strategy says hold the same; "
+                "give the strategy that the checkpoint was saved with, or the layout of this tensor with "
+                f"--layout '{name}=RULE'"
+            )
+        self.faults.add(f"tensor {name!r}", fault)
+
+    def _compare_blocks(self, tensor: Tensor, samples: list[bytes]) -> None:
+        """Note whether a tensor is split: where the samples of its blocks are equal, look at all blocks, and closer."""
+        name, width = tensor.spec.name, tensor.spec.dtype.itemsize
+        if any(sample != samples[0] for sample in samples):
+            self.proven_split = True
+        elif samples[0] == samples[0][:width] * (len(samples[0]) // width):
+            self.constant.append(name)
+        elif len(self.alike) < _MOST_NAMED:
+            closer = (
+                self.sample(shard.holders[0], name, _CONFIRMING_PAGES) for shard in tensor.shards if shard.holders
+            )
+            first = next(closer)
+            if any(sample != first for sample in closer):
+                self.proven_split = True
+            else:
+                self.alike.append(name)
+
+    def _tell_whole(self) -> None:
+        """Refuse listed tensors that every rank has whole; warn of those of which that cannot be known."""
+        some_whole = "whole" in self.ruled.values()
+        doubtful = self.constant if self.alike or some_whole else []
+        if not self.proven_split and doubtful:
+            self.alike, doubtful = self.alike + doubtful, []
+        if self.alike:
+            rules = "--layout '*=whole'" if not self.proven_split else f"--layout '{self.alike[0]}=whole'"
+            more = " and so on" if self.proven_split and len(self.alike) > 1 else ""
+            self.faults.add(
+                f"tensor {names([repr(name) for name in self.alike], most=3)}",
+                "is split by the strategy, and every rank holds the same bytes: whole tensors, saved with "
+                f"integrated_save=True? Then give {rules}{more}; else the layout as a rule",
+            )
+        if doubtful:
+            self.notices.append(
+                f"{names(doubtful, most=3)}: constant, and equal on all ranks; that cannot show whether it is split as "
+                "the strategy says, or whole as others are; give --layout 'NAME=whole' if it is"
+            )
+
+    def _looked(self, candidates: Sequence[Tensor], chosen: Sequence[_Chosen]) -> Looked:
+        copies = sum(len(shard.holders) - 1 for tensor in candidates for shard in tensor.shards if shard.holders)
+        compared = whole = 0
+        for one in chosen:
+            more = len(one.places) - len({shard for shard, _ in one.places})
+            compared += more
+            entry = self.files[one.places[0][1]].index.entries[one.tensor.spec.name]
+            whole += more if entry.nbytes <= _SMALL else 0
+        return Looked(len(chosen), len(candidates), compared, whole, copies)
+
+    def announce(self, wanted: Iterable[tuple[int, str, int]]) -> None:
+        """Have samples fetched at once, where a request takes long."""
+        if self.remote:
+            self.store.fetch([piece for number, name, pages in wanted for piece in self.pieces(number, name, pages)])
+
+    def sample(self, number: int, name: str, pages: int) -> bytes:
+        """Return the contents of a small tensor in one file, or pages of a large one."""
+        found = []
+        for path, offset, nbytes in self.pieces(number, name, pages):
+            piece = bytearray(nbytes)
+            self.store.read_into(path, offset, memoryview(piece))
+            found.append(piece)
+        return b"".join(found)
+
+    def pieces(self, number: int, name: str, pages: int) -> list[Range]:
+        """Return where a sample is: all of a part up to 64 KiB, else so many pages, the first and the last among them.
+
+        One page is in the middle, where neither padding nor what is not trained is likely.
+        """
+        entry = self.files[number].index.entries[name]
+        nbytes, width = entry.nbytes, entry.dtype.itemsize
+        wanted = [(0, nbytes)]
+        if nbytes > _SMALL:
+            places = [0.5] if pages == 1 else [page / (pages - 1) for page in range(pages)]
+            wanted = [(int((nbytes - _PAGE) * place) // width * width, _PAGE) for place in places]
+        return [
+            (self.files[number].path, offset, stop - start)
+            for begin, length in wanted
+            for offset, start, stop in ranges(entry.runs, begin, length)
+        ]
+
+
+def _spread(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
+    """Return at most so many tensors, evenly spread.
+
+    Multiples of the golden ratio are: equal steps would meet the same tensor of every layer.
+    """
+    if len(tensors) <= most:
+        return list(tensors)
+    golden = (5**0.5 - 1) / 2
+    places = sorted(range(len(tensors)), key=lambda place: place * golden % 1)[:most]
+    return [tensors[place] for place in sorted(places)]

@@ -1,0 +1,560 @@
+"""Opening a zarr v3 store: its arrays become tensors, and its chunks the blocks of them.
+
+1. Every `zarr.json` below the root is read; groups within the group are part of the names, as zarr has them.
+2. An uncompressed chunk is a byte range of its file, as it is in a shard, whose index is read. At the edge of an
+   array a chunk goes beyond the tensor; what it has of it may then be several ranges.
+3. Absent chunks, compressed ones and those of other codecs are said to be where `zarr_chunks` makes them appear.
+4. A store that this program wrote, by its notes, has every chunk and all notes; one that it has not was lost. In a
+   store of another program an absent chunk is the fill value, and how many are is in the notices (but not of those
+   within a shard of codecs that only zarr knows).
+
+Nothing is believed: extents, sizes of files, indexes of shards, nor what files there are (`zarr_files`).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from reshard.dtypes import BY_NAME, INT4, STR
+from reshard.errors import SourceError, names
+from reshard.formats import zarr
+from reshard.formats.entries import Entry, FileIndex
+from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part
+from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
+from reshard.formats.zarr_files import V2, files_of, own_notes, read_metadata, refuse_unknown
+from reshard.layout.block import Block, shape_text
+from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.storage.crc32c import crc32c
+from reshard.storage.remote import RemotePath
+from reshard.storage.remote_store import any_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from reshard.dtypes import DType
+    from reshard.formats.entries import Runs
+    from reshard.formats.rank_dirs import AnyPath
+    from reshard.formats.zarr_files import StoreFiles
+    from reshard.layout.block import Shape
+    from reshard.storage.remote import Status
+
+_MOST_DIMS = 32
+_MOST_CHUNKS = 1 << 20
+_MOST_RUNS = 1 << 12  # of a chunk that goes beyond the tensor; one of more is cut out by zarr
+_DEEPEST = 32
+
+_OPTIONS = {
+    "regular": {"chunk_shape"},
+    "default": {"separator"},
+    "v2": {"separator"},
+    "bytes": {"endian"},
+    "zstd": {"level", "checksum"},
+    "crc32c": set(),
+    "sharding_indexed": {"chunk_shape", "codecs", "index_codecs", "index_location"},
+}
+"""What may be said of each grid, name of a chunk and codec that is understood here; zarr checks its other codecs."""
+
+_INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+
+def open_store(root: AnyPath) -> Checkpoint:
+    """Open a zarr store, reading its metadata and the indexes of its shards.
+
+    Raises:
+        SourceError: it is unfinished, has links, or its metadata does not fit its files.
+    """
+    files = files_of(root)
+    top = files.base / METADATA
+    if files.status(top) is None:
+        older = any(files.status(files.base / name) for name in V2)
+        why = "of zarr's format 2; expected 3" if older else f"unfinished: it has no {METADATA} at its root"
+        raise SourceError(f"{root}: is a zarr store {why}; write it again")
+    metadata = read_metadata(files, top)
+    if metadata.get("node_type") != "group":
+        raise SourceError(f"{top}: is of {metadata.get('node_type')!r}; expected the group of all tensors")
+    return _Store(files, own_notes(metadata)).checkpoint(str(root))
+
+
+def noted_provenance(root: AnyPath) -> dict[str, Any] | None:
+    """Return what a store says of where it comes from; None of one that is unfinished, or not there."""
+    files = files_of(root)
+    top = files.base / METADATA
+    return None if files.status(top) is None else own_notes(read_metadata(files, top))
+
+
+class _Store:
+    """Gathers the files and tensors of a store."""
+
+    def __init__(self, disk: StoreFiles, own: Mapping[str, Any]) -> None:
+        self.disk, self.base, self.own = disk, disk.base, own
+        self.files: list[SourceFile] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.unreadable: dict[str, str] = {}
+        self.units: dict[str, Fill | Compressed | Foreign] = {}
+        self.slabs: list[int] = []
+        self.chunks: list[int] = []
+        self.absent: dict[str, int] = {}
+
+    def checkpoint(self, root: str) -> Checkpoint:
+        """Return the store as a checkpoint of one rank."""
+        for directory in self._arrays(self.base, 0):
+            self._add(directory)
+        shards = (Shard(Block.whole((0,)), (len(self.files),)),)  # of texts, which the group's own file has
+        for name, text in _strings(self.own.get("texts", {}), self.base).items():
+            if name in self.tensors:
+                raise SourceError(f"{self.base}: {name!r} is both an array and a text")
+            self.tensors[name] = Tensor(TensorSpec(name, STR, (0,)), shards, listed=False, text=text)
+        order = self.own.get("tensors")
+        order = [name for name in order if isinstance(name, str)] if isinstance(order, list) else []
+        absent = [name for name in order if name not in self.tensors and name not in self.unreadable]
+        if absent:
+            raise SourceError(f"{self.base}: tensor {absent[0]!r} is in the list of the group, and has no array")
+        ordered = {name: self.tensors[name] for name in (*order, *self.tensors) if name in self.tensors}
+        if not ordered:
+            raise SourceError(f"{root}: holds no tensor; was writing it interrupted?")
+        # The group's own file, last of all files, tells the order of the tensors.
+        entries = {
+            name: Entry(tensor.spec.dtype, tensor.spec.shape, (), tensor.text) for name, tensor in ordered.items()
+        }
+        notes = tuple(_strings(self.own.get("notes", {}), self.base).items())
+        self.file(self.base / METADATA, FileIndex(zarr.NAME, entries, notes))
+        return Checkpoint(
+            root, ordered, tuple(self.files), (0,) * len(self.files), unreadable=self.unreadable,
+            decoding=Decoding.of(self.units, self.slabs, self.chunks) if self.units else None,
+            notices=tuple(self._notices()),
+        )  # fmt: skip
+
+    def _notices(self) -> Iterator[str]:
+        if self.absent:
+            count = sum(self.absent.values())
+            yield (
+                f"the store has no file for {count} chunk{'s' * (count > 1)} of {names(self.absent)}; by zarr's rule "
+                "their elements are the fill value"
+            )
+
+    def _arrays(self, directory: AnyPath, depth: int) -> Iterator[AnyPath]:
+        """Yield the directories of arrays, by name."""
+        for path in self.disk.directories(directory):
+            if read_metadata(self.disk, path / METADATA).get("node_type") != "group":
+                yield path
+            elif depth < _DEEPEST:
+                yield from self._arrays(path, depth + 1)
+
+    def _add(self, directory: AnyPath) -> None:
+        metadata = read_metadata(self.disk, directory / METADATA)
+        own = own_notes(metadata)
+        name = own.get("name", str(directory).removeprefix(f"{self.base}/"))
+        if not isinstance(name, str) or name in self.tensors or name in self.unreadable:
+            raise SourceError(f"{directory}: tensor {name!r} is there a second time, or its name is no text")
+        noted = self.own.get("tensors")
+        if own and not self.own:
+            raise SourceError(
+                f"{self.base / METADATA}: has no notes of reshard ({ATTRIBUTES!r} in its attributes), and array "
+                f"{name!r} has; its texts may be lost; open the group that reshard wrote, or write it again"
+            )
+        if (own or (isinstance(noted, list) and name in noted)) and "dtype" not in own:
+            raise SourceError(
+                f"{directory / METADATA}: has no notes of reshard (dtype in {ATTRIBUTES!r} in its attributes), which "
+                "wrote it; write the store again"
+            )
+        array = _Array.parse(directory, metadata, own)
+        if array is None and own:
+            raise SourceError(
+                f"{directory / METADATA}: is of zarr's dtype {metadata.get('data_type')!r}, which reshard never "
+                "writes; write the store again"
+            )
+        if array is None:
+            self.unreadable[name] = f"is of zarr's dtype {metadata.get('data_type')!r}, which no checkpoint has"
+            return
+        shards = _Shards(self, array, name).found()
+        self.tensors[name] = Tensor(
+            TensorSpec(name, array.dtype, array.shape), shards, listed=bool(own.get("listed", False))
+        )
+
+    def file(self, path: AnyPath, index: FileIndex, status: Status | None = None) -> int:
+        """Add a file, or a part of one; return its number."""
+        status = status or self.disk.status(path)
+        assert status is not None  # noqa: S101 -- its metadata were read
+        self.files.append(SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change))
+        return len(self.files) - 1
+
+
+def _strings(given: object, base: AnyPath) -> dict[str, str]:
+    if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
+        raise SourceError(f"{base / METADATA}: its notes or texts are no object of strings")
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """What the metadata of an array say.
+
+    Attributes:
+        directory: where the array is.
+        shape: the tensor's.
+        dtype: kind of its elements.
+        unit: the part of the tensor that a file has.
+        chunk: the part that is coded by itself; that of a file, or less in a shard.
+        sharded: files are shards, with an index.
+        index_at_end: where it is.
+        codec: `plain`, `zstd`, or `foreign` for what zarr itself decodes.
+        separator: between the numbers in the name of a file.
+        prefix: what such names begin with.
+        fill: an element of an absent chunk.
+        own: this program wrote it, so that no chunk is absent.
+    """
+
+    directory: AnyPath
+    shape: Shape
+    dtype: DType
+    unit: Shape
+    chunk: Shape
+    sharded: bool
+    index_at_end: bool
+    codec: str
+    separator: str
+    prefix: str
+    fill: bytes
+    own: bool
+
+    @classmethod
+    def parse(cls, directory: AnyPath, metadata: Mapping[str, Any], own: Mapping[str, Any]) -> _Array | None:
+        """Check the metadata of an array; None where its dtype is none that a checkpoint has.
+
+        Raises:
+            SourceError: they contradict themselves, or say what no program of good will would.
+        """
+        where = f"{directory / METADATA}"
+        match metadata:
+            case {
+                "node_type": "array", "shape": [*shape], "data_type": data_type, "codecs": [*codecs],
+                "fill_value": fill, "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [*unit]}},
+                "chunk_key_encoding": {"name": ("default" | "v2") as encoding, **keys},
+            }:  # fmt: skip
+                separator = _option(keys, "separator", "/" if encoding == "default" else ".")
+            case _:
+                raise SourceError(
+                    f"{where}: lacks what describes an array, or has a chunk grid or names of another kind"
+                )
+        for given in (metadata["chunk_grid"], metadata["chunk_key_encoding"], *codecs):
+            _check_options(where, given)
+        if metadata.get("storage_transformers"):
+            raise SourceError(f"{where}: has storage transformers; none are known; write it without")
+        stored = BY_NAME.get(data_type) if isinstance(data_type, str) else None
+        if stored is None or stored is STR or stored is INT4:
+            return None
+        dtype = BY_NAME.get(str(own.get("dtype", stored.name)))
+        if dtype is None or dtype is STR or dtype.itemsize != stored.itemsize:
+            raise SourceError(f"{where}: says dtype {own.get('dtype')!r} in its attributes, and stores {data_type}")
+        chunk, sharded, at_end = unit, False, True
+        match codecs:
+            case [{"name": "sharding_indexed", "configuration": {"chunk_shape": [*chunk], "codecs": inner, **rest}}]:
+                sharded = rest.get("index_codecs") == _INDEX_CODECS
+                location = rest.get("index_location", "end")
+                if location not in ("start", "end"):
+                    raise SourceError(f"{where}: has index_location {location!r:.60}; expected 'start' or 'end'")
+                at_end = location == "end"
+                codec = _codec(inner, stored) if sharded else "foreign"
+            case _:
+                codec = _codec(codecs, stored)
+        _check_shapes(where, shape, unit, chunk, dtype.itemsize)
+        if separator not in {"/", "."}:
+            raise SourceError(f"{where}: separates the numbers of chunks by {separator!r}; expected '/' or '.'")
+        return cls(
+            directory, tuple(shape), dtype, tuple(unit), tuple(chunk), sharded, at_end, codec, separator,
+            "c" if encoding == "default" else "", _fill(where, fill, stored), bool(own),
+        )  # fmt: skip
+
+    @property
+    def chunk_bytes(self) -> int:
+        return prod(self.chunk) * self.dtype.itemsize
+
+    @property
+    def inner(self) -> Shape:
+        """How many chunks a file has along each dimension."""
+        return tuple(a // b for a, b in zip(self.unit, self.chunk, strict=True))
+
+    def path(self, place: Shape) -> AnyPath:
+        """Return the file of a place in the grid."""
+        numbers = [*([self.prefix] if self.prefix else []), *map(str, place)]
+        return self.directory / (self.separator.join(numbers) or "0")
+
+
+def _option(given: Mapping[Any, Any], key: str, default: object) -> Any:
+    options = given.get("configuration")
+    return options.get(key, default) if isinstance(options, dict) else default
+
+
+def _check_options(where: str, given: object) -> None:
+    """Check that nothing unknown is said of a grid, of the names of chunks, or of a codec and those within."""
+    if not isinstance(given, dict):
+        return
+    name = given.get("name")
+    refuse_unknown(where, "", given, {"name", "configuration", "must_understand"})
+    options = given.get("configuration", {})
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise SourceError(f"{where}: has {given!r:.60}; expected a name and an object of options")
+    if name in _OPTIONS:
+        refuse_unknown(where, f"{name}.", options, _OPTIONS[name])
+    for inner in ("codecs", "index_codecs"):
+        for codec in options[inner] if isinstance(options.get(inner), list) else ():
+            _check_options(where, codec)
+
+
+def _codec(codecs: object, stored: DType) -> str:
+    """Return whether chunks are plain bytes, compressed by zstd, or something else."""
+    match codecs:
+        case [{"name": "bytes", **rest}, *others]:
+            endian = _option(rest, "endian", None)
+        case _:
+            return "foreign"
+    if endian != "little" and stored.itemsize > 1:
+        return "foreign"
+    names = [other.get("name") if isinstance(other, dict) else None for other in others]
+    return "plain" if not names else "zstd" if names == ["zstd"] else "foreign"
+
+
+def _check_shapes(where: str, shape: list[Any], unit: list[Any], chunk: list[Any], itemsize: int) -> None:
+    for what, extents, least in (("shape", shape, 0), ("chunk shape", unit, 1), ("shape of inner chunks", chunk, 1)):
+        if len(extents) > _MOST_DIMS or not all(
+            type(extent) is int and least <= extent < 1 << 62 for extent in extents
+        ):
+            raise SourceError(f"{where}: has {what} {extents[:4]}{'…' * (len(extents) > 4)}, which is none")
+        if prod(extents) * itemsize >= 1 << 62:
+            raise SourceError(f"{where}: has {what} {shape_text(extents)}, more bytes than any disk holds")
+    if not len(shape) == len(unit) == len(chunk) or any(a % b for a, b in zip(unit, chunk, strict=True)):
+        raise SourceError(
+            f"{where}: shape {shape_text(shape)}, chunks {shape_text(unit)} and inner chunks {shape_text(chunk)} "
+            "do not fit each other"
+        )
+    count = prod(-(-a // b) for a, b in zip(shape, chunk, strict=True))
+    if count > _MOST_CHUNKS:
+        raise SourceError(f"{where}: has {count} chunks; at most {_MOST_CHUNKS} are taken; write it with larger ones")
+
+
+def _fill(where: str, value: object, stored: DType) -> bytes:
+    """Return the bits of a fill value."""
+    if value in (0, None) and not isinstance(value, float):  # also False
+        return bytes(stored.itemsize)
+    if isinstance(value, str) and value.startswith("0x") and len(value) == 2 + 2 * stored.itemsize:
+        try:
+            return bytes.fromhex(value[2:])[::-1]
+        except ValueError:
+            value = object()
+    import numpy as np
+
+    kind = stored.numpy()
+    number: Any = value
+    try:
+        if isinstance(value, list) and kind.kind == "c":
+            number = complex(*map(float, value))
+        elif kind.kind not in "biu":
+            number = float(number)  # "NaN" and "-Infinity" are such
+        return np.asarray(number, kind).reshape(()).tobytes()
+    except (TypeError, ValueError, OverflowError):
+        raise SourceError(f"{where}: has fill value {value!r}, which is no {stored}") from None
+
+
+class _Shards:
+    """Finds the blocks of one array and where they are."""
+
+    def __init__(self, store: _Store, array: _Array, name: str) -> None:
+        self.store, self.array, self.name = store, array, name
+        self.entries: dict[tuple[Shape, Runs], FileIndex] = {}
+        self.directories: set[AnyPath] = set()
+        self.filled: dict[Shape, int] = {}
+
+    def found(self) -> tuple[Shard, ...]:
+        """Return every block."""
+        array = self.array
+        if not prod(array.shape):
+            return (Shard(Block.whole(array.shape), (self._filled(array.shape),)),)
+        shards: list[Shard] = []
+        self._fetch_indexes()
+        for place in grid(array.shape, array.unit):
+            path = array.path(place)
+            self._check_directories(path.parent)
+            status = self.store.disk.status(path)
+            box = part(array.shape, array.unit, place)
+            assert box is not None  # noqa: S101 -- of the array's own grid
+            if status is None:
+                self._note_absent(f"{path}: is not there", sum(1 for _ in self._blocks(place)))
+                shards.append(Shard(box, (self._filled(box.shape),)))
+            elif array.codec == "foreign":
+                shards += self._foreign(place, path, status)
+            elif array.sharded:
+                shards += self._sharded(place, path, status, box)
+            else:
+                shards.append(self._chunk(place, path, status, box))
+        if array.codec != "plain":
+            self.store.slabs.append(slab_bytes(array.shape, array.chunk, array.dtype.itemsize))
+            self.store.chunks.append(array.chunk_bytes)
+        shards.sort(key=lambda shard: shard.block.start)
+        return tuple(shards)
+
+    def _fetch_indexes(self) -> None:
+        """Where shards are at URLs, have their indexes requested side by side."""
+        array = self.array
+        if array.sharded and array.codec != "foreign" and isinstance(array.directory, RemotePath):
+            paths = map(array.path, grid(array.shape, array.unit))
+            found = [(str(path), self.store.disk.status(path), self._index_bytes()) for path in paths]
+            any_store().fetch(
+                (path, status.nbytes - nbytes if array.index_at_end else 0, nbytes)
+                for path, status, nbytes in found
+                if status is not None and status.nbytes >= nbytes
+            )
+
+    def _index_bytes(self) -> int:
+        return 16 * prod(self.array.inner) + 4
+
+    def _check_directories(self, directory: AnyPath) -> None:
+        """Refuse links among the directories of chunks."""
+        while directory != self.array.directory and directory not in self.directories:
+            self.store.disk.refuse_link(directory)
+            self.directories.add(directory)
+            directory = directory.parent
+
+    def _shard(self, block: Block, path: AnyPath, status: Status, runs: Runs) -> Shard:
+        return Shard(block, (self.store.file(path, self._index(block.shape, runs), status),))
+
+    def _index(self, shape: Shape, runs: Runs) -> FileIndex:
+        """Return what a file has of the tensor; alike ones share it."""
+        known = self.entries.get((shape, runs))
+        if known is None:
+            index = FileIndex(zarr.NAME, {self.name: Entry(self.array.dtype, shape, runs)})
+            known = self.entries[shape, runs] = index
+        return known
+
+    def _note_absent(self, what: str, count: int) -> None:
+        """Count chunks that are absent; where this program wrote the array they are lost."""
+        if self.array.own:
+            raise SourceError(
+                f"{what}: reshard wrote every chunk of tensor {self.name!r}, and this one is lost; copy the store "
+                "again, or write it again"
+            )
+        self.store.absent[self.name] = self.store.absent.get(self.name, 0) + count
+
+    def _filled(self, shape: Shape) -> int:
+        """Return the file of absent chunks: the metadata, which say their value."""
+        if shape not in self.filled:
+            path = self.array.directory / METADATA
+            self.store.units[str(path)] = Fill(self.array.fill)
+            runs = ((0, prod(shape) * self.array.dtype.itemsize),)
+            self.filled[shape] = self.store.file(path, self._index(shape, runs))
+        return self.filled[shape]
+
+    def _chunk(self, place: Shape, path: AnyPath, status: Status, box: Block) -> Shard:
+        """Return the block of a file that is one chunk."""
+        array = self.array
+        runs = clipped(0, array.chunk, box.shape, array.dtype.itemsize)
+        if runs is None:
+            return self._foreign(place, path, status)[0]
+        if array.codec == "zstd":
+            self.store.units[str(path)] = Compressed(array.chunk_bytes, ((0, status.nbytes),))
+        elif status.nbytes != array.chunk_bytes:
+            raise SourceError(
+                f"{path}: has {status.nbytes} bytes; a chunk of {array.dtype} {shape_text(array.chunk)} has "
+                f"{array.chunk_bytes} (cut short, or its metadata is wrong)"
+            )
+        return self._shard(box, path, status, runs)
+
+    def _blocks(self, place: Shape) -> Iterator[tuple[int, Block]]:
+        """Yield the chunks of a file that have anything of the tensor, with their numbers."""
+        array = self.array
+        for number, within in enumerate(product(*map(range, array.inner))):
+            at = tuple(a * count + b for a, count, b in zip(place, array.inner, within, strict=True))
+            block = part(array.shape, array.chunk, at)
+            if block is not None:
+                yield number, block
+
+    def _foreign(self, place: Shape, path: AnyPath, status: Status) -> list[Shard]:
+        """Return the blocks of a file that zarr itself decodes."""
+        array = self.array
+        first = tuple(a * count for a, count in zip(place, array.inner, strict=True))
+        itemsize = array.dtype.itemsize
+        unit = Foreign(str(array.directory), array.shape, array.chunk, first, array.inner, itemsize)
+        self.store.units[str(path)] = unit
+        self.store.chunks.append(array.chunk_bytes)
+        return [
+            self._shard(block, path, status, ((number * array.chunk_bytes, block.size * itemsize),))
+            for number, block in self._blocks(place)
+        ]
+
+    def _sharded(self, place: Shape, path: AnyPath, status: Status, box: Block) -> list[Shard]:
+        """Return the blocks of a shard, by its index."""
+        array = self.array
+        spans = self._spans(path, status)
+        itemsize = array.dtype.itemsize
+        blocks = list(self._blocks(place))
+        held = [spans[number] for number, _ in blocks]
+        for number, _ in blocks:
+            if spans[number][0] == ABSENT:
+                self._note_absent(f"{path}: has no chunk {number} in its index", 1)
+        in_line = all(span == (held[0][0] + i * array.chunk_bytes, array.chunk_bytes) for i, span in enumerate(held))
+        if array.codec == "plain" and in_line and held[0][0] != ABSENT and follows(array.unit, array.chunk):
+            runs = clipped(held[0][0], array.unit, box.shape, itemsize)
+            if runs is not None:
+                return [self._shard(box, path, status, runs)]
+        if array.codec == "zstd":
+            self.store.units[str(path)] = Compressed(array.chunk_bytes, spans)
+        found = []
+        for number, block in blocks:
+            offset = spans[number][0] if array.codec == "plain" else number * array.chunk_bytes
+            runs = clipped(offset, array.chunk, block.shape, itemsize)
+            if runs is None:
+                return self._foreign(place, path, status)
+            if spans[number][0] == ABSENT:
+                found.append(Shard(block, (self._filled(block.shape),)))
+            else:
+                found.append(self._shard(block, path, status, runs))
+        return found
+
+    def _spans(self, path: AnyPath, status: Status) -> tuple[tuple[int, int], ...]:
+        """Read the index of a shard: where each of its chunks is, and how long."""
+        array = self.array
+        count, nbytes = prod(array.inner), self._index_bytes()
+        if status.nbytes < nbytes:
+            raise SourceError(f"{path}: has {status.nbytes} bytes; the index alone of {count} chunks has {nbytes}")
+        content = bytearray(nbytes)
+        begin = status.nbytes - nbytes if array.index_at_end else 0
+        any_store().read_into(str(path), begin, memoryview(content))
+        if struct.unpack_from("<I", content, nbytes - 4)[0] != crc32c(memoryview(content)[:-4]):
+            raise SourceError(f"{path}: its index of chunks is damaged: it has not the checksum that it carries")
+        spans = tuple(struct.iter_unpack("<QQ", bytes(content[:-4])))
+        for number, (offset, length) in enumerate(spans):
+            if (offset, length) == (ABSENT, ABSENT):
+                continue
+            sound = offset + length <= begin if array.index_at_end else nbytes <= offset <= status.nbytes - length
+            if not sound or (array.codec == "plain" and length != array.chunk_bytes):
+                raise SourceError(
+                    f"{path}: chunk {number} is said to be {length} bytes at {offset}; expected "
+                    f"{array.chunk_bytes if array.codec == 'plain' else 'them'} within the file's {status.nbytes}, "
+                    "beside the index"
+                )
+        return spans
+
+
+def clipped(offset: int, chunk: Shape, shape: Shape, itemsize: int) -> Runs | None:
+    """Return where the beginning of a chunk along every dimension lies in a file; None if in too many pieces.
+
+    Args:
+        offset: where the chunk begins, in bytes.
+        chunk: its shape.
+        shape: that of the part.
+        itemsize: bytes an element.
+
+    >>> clipped(0, (4, 3), (2, 3), 2), clipped(100, (4, 3), (2, 2), 2)
+    (((0, 12),), ((100, 4), (106, 4)))
+    """
+    axis = max((axis for axis, extent in enumerate(chunk) if shape[axis] < extent), default=0)
+    if prod(shape[:axis]) > _MOST_RUNS:
+        return None
+    pitches = [itemsize * prod(chunk[dim + 1 :]) for dim in range(axis)]
+    nbytes = itemsize * prod(shape[axis:])
+    return tuple(
+        (offset + sum(map(int.__mul__, place, pitches)), nbytes) for place in product(*map(range, shape[:axis]))
+    )

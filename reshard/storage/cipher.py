@@ -1,0 +1,348 @@
+"""Encrypted `.ckpt` files: MindSpore's blocks of at most 64 MiB of plaintext, each encrypted by itself.
+
+A block is, in little-endian 32-bit numbers and bytes:
+
+    magic of the mode · [AES-GCM: 16-byte tag] · length of all that follows · 16 · IV of 16 bytes ·
+    length of the ciphertext · ciphertext (in the CBC modes padded by PKCS#7; AES-GCM takes 12 bytes of the IV)
+
+Any range of the plaintext can be decrypted by itself, so an encrypted file is read like a plain one, a few MB at a
+time, and never decrypted to a disk: CBC needs only the 16 bytes of ciphertext before the range, and AES-GCM is counter
+mode under its tag. The tag covers a whole block and is checked, in one pass, before the first byte of the block is
+given out. CBC has none: a wrong key passes the padding of a file's last block once in 256 times, and shows when the
+index of the decrypted file is read to its end, which happens before anything is written.
+
+Source: MindSpore 2.10, `utils/crypto.cc`; the layout was checked against its files and its `_decrypt`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import ReshardError, SourceError, UsageError
+from reshard.storage.remote_store import AnyStore, any_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from reshard.storage.local import Coding
+    from reshard.storage.remote_store import Range
+
+MAGICS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
+"""What the first four bytes of a block say about its mode."""
+
+BLOCK_BYTES = 64 << 20
+"""The most plaintext that MindSpore puts into one block."""
+
+_KEY_BYTES = {"AES-GCM": (16, 24, 32), "AES-CBC": (16, 24, 32), "SM4-CBC": (16,)}
+_MAGIC_OF = {mode: magic for magic, mode in MAGICS.items()}
+_UNIT = 16  # bytes in a block of AES and of SM4; also the size of an IV and of a tag
+_GCM_IV_BYTES = 12  # MindSpore stores 16 and gives OpenSSL all, which by default takes the first 12
+_PIECE_BYTES = 4 << 20
+_MEMORY_BYTES = 28 << 20
+# MindSpore 2.10 puts a CRC trailer of zeros behind the blocks when both are asked for, and cannot read that itself.
+_TRAILER, _TRAILER_BYTES = b"crc_num", 17
+_WRONG_KEY = "{path}: cannot be decrypted with this key; it is wrong, or the file was changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Cipher:
+    """A key and the mode in which it is used.
+
+    Attributes:
+        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        key: 16, 24 or 32 bytes for AES, 16 for SM4; not shown.
+
+    Raises:
+        UsageError: an unknown mode, or a key of another length.
+
+    >>> Cipher("AES-GCM", b"0123456789ABCDEF")
+    Cipher(mode='AES-GCM')
+    >>> Cipher("SM4-CBC", b"0123")
+    Traceback (most recent call last):
+    ...
+    reshard.errors.UsageError: the key has 4 bytes; SM4-CBC takes 16
+    """
+
+    mode: str
+    key: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        lengths = _KEY_BYTES.get(self.mode)
+        if lengths is None:
+            raise UsageError(f"unknown encryption mode {self.mode!r}; known are {', '.join(_KEY_BYTES)}")
+        if not isinstance(self.key, bytes):
+            raise UsageError(f"the key is a {type(self.key).__name__}; expected bytes")
+        if len(self.key) not in lengths:
+            raise UsageError(f"the key has {len(self.key)} bytes; {self.mode} takes {' or '.join(map(str, lengths))}")
+
+    @property
+    def has_tag(self) -> bool:
+        """Blocks are authenticated (AES-GCM), so that a wrong key and any change are found."""
+        return self.mode == "AES-GCM"
+
+    def encrypted_size(self, nbytes: int) -> int:
+        """Return the size of so many bytes encrypted, all blocks with their heads.
+
+        >>> Cipher("AES-GCM", bytes(16)).encrypted_size(17), Cipher("AES-CBC", bytes(16)).encrypted_size(16)
+        (65, 64)
+        """
+        full, rest = divmod(nbytes, BLOCK_BYTES)
+        return full * self._block_size(BLOCK_BYTES) + (self._block_size(rest) if rest else 0)
+
+    def _block_size(self, nbytes: int) -> int:
+        head = 4 + 4 + 4 + _UNIT + 4
+        return head + (_UNIT + nbytes if self.has_tag else nbytes // _UNIT * _UNIT + _UNIT)
+
+    def encrypt(self, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+        """Yield the encrypted blocks of a file that is given in pieces, in order; a block is held at a time."""
+        block = _Block(self)
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            while len(view):
+                taken = view[: BLOCK_BYTES - block.nbytes]
+                block.add(taken)
+                view = view[len(taken) :]
+                if block.nbytes == BLOCK_BYTES:
+                    yield block.sealed()
+                    block = _Block(self)
+        if block.nbytes:
+            yield block.sealed()
+
+    def store(self) -> DecryptingStore:
+        """Return what reads the files decrypted."""
+        return DecryptingStore(self)
+
+    def nbytes(self, threads: int) -> int:  # noqa: ARG002 -- measured with as many as runs have by default
+        """Return the memory that the import of cryptography and the pieces that are decrypted add."""
+        return _MEMORY_BYTES
+
+    def encryptor(self, iv: bytes) -> Any:
+        """Return the library's encryption of one block."""
+        modes = _library().modes
+        return self._in_mode(modes.GCM(iv[:_GCM_IV_BYTES]) if self.has_tag else modes.CBC(iv)).encryptor()
+
+    def authenticator(self, iv: bytes, tag: bytes) -> Any:
+        """Return the library's decryption of one AES-GCM block, which checks the tag at its end."""
+        return self._in_mode(_library().modes.GCM(iv[:_GCM_IV_BYTES], tag)).decryptor()
+
+    def decryptor(self, iv: bytes, unit: int, previous: bytes) -> Any:
+        """Return the library's decryption of one block from its 16-byte unit of that number on, without its tag.
+
+        Args:
+            iv: the block's IV.
+            unit: where to begin.
+            previous: the ciphertext of the unit before, for the CBC modes; at the beginning the IV.
+        """
+        modes = _library().modes
+        if not self.has_tag:
+            return self._in_mode(modes.CBC(previous)).decryptor()
+        # The counter that follows the 12 bytes is 1 for the tag, and from 2 on for the contents (NIST SP 800-38D).
+        return self._in_mode(modes.CTR(iv[:_GCM_IV_BYTES] + (unit + 2).to_bytes(4, "big"))).decryptor()
+
+    def _in_mode(self, mode: Any) -> Any:
+        library = _library()
+        algorithm = library.algorithms.SM4 if self.mode == "SM4-CBC" else library.algorithms.AES
+        return library.Cipher(algorithm(self.key), mode)
+
+
+class _Block:
+    """A block that is being encrypted."""
+
+    def __init__(self, cipher: Cipher) -> None:
+        self.cipher = cipher
+        self.iv = os.urandom(_UNIT)
+        self.encryptor = cipher.encryptor(self.iv)
+        self.parts: list[bytes] = []
+        self.nbytes = 0
+
+    def add(self, plain: memoryview) -> None:
+        self.parts.append(self.encryptor.update(plain))
+        self.nbytes += len(plain)
+
+    def sealed(self) -> bytes:
+        tag = b""
+        if not self.cipher.has_tag:
+            missing = _UNIT - self.nbytes % _UNIT
+            self.parts.append(self.encryptor.update(bytes([missing]) * missing))
+        self.parts.append(self.encryptor.finalize())
+        if self.cipher.has_tag:
+            tag = self.encryptor.tag
+        length = sum(map(len, self.parts))
+        head = struct.pack("<I", _MAGIC_OF[self.cipher.mode]) + tag
+        head += struct.pack("<ii", 4 + _UNIT + 4 + length, _UNIT) + self.iv + struct.pack("<i", length)
+        return b"".join((head, *self.parts))
+
+
+class _Sealed(NamedTuple):
+    """An encrypted block in a file: where its plaintext begins in the whole, its size, and where its bytes are."""
+
+    start: int
+    nbytes: int
+    offset: int
+    cipher_bytes: int
+    iv: bytes
+    tag: bytes
+
+
+class DecryptingStore(AnyStore):
+    """Files, of which those that are read are seen decrypted. Safe to use from several threads.
+
+    What is written is written as it is: an encrypted checkpoint is a source, its conversion has no key.
+
+    Raises (when a file is first read):
+        SourceError: the file is not encrypted, in another mode, cut short, or not with this key.
+        ReshardError: the library `cryptography` is not installed.
+    """
+
+    def __init__(self, cipher: Cipher) -> None:
+        super().__init__()
+        _library()  # at once: without it nothing can be read
+        self.cipher = cipher
+        self._indexes: dict[str, tuple[_Sealed, ...]] = {}
+        self._authentic: set[tuple[str, int]] = set()
+        self._lock_of_blocks = threading.Lock()
+
+    def size(self, path: str) -> int:
+        """Return the size of the decrypted file; whoever asks it sees the file that has this name now."""
+        with self._lock_of_blocks:
+            self._authentic = {known for known in self._authentic if known[0] != path}
+            blocks = self._indexes[path] = tuple(self._index(path))
+        return blocks[-1].start + blocks[-1].nbytes if blocks else 0
+
+    def fetch(self, ranges: Iterable[Range]) -> None:
+        """Hold nothing: the ranges are of the decrypted files."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from the decrypted file.
+
+        Raises:
+            SourceError: the file ends before the buffer is full, was changed, or is not with this key.
+        """
+        if path not in self._indexes:
+            self.size(path)
+        blocks = self._indexes[path]
+        done = 0
+        for block in blocks[max(0, bisect_right(blocks, offset, key=attrgetter("start")) - 1) :]:
+            begin = offset + done - block.start
+            count = min(block.nbytes - begin, len(buffer) - done)
+            if count <= 0:
+                break
+            self._decrypt(path, block, begin, buffer[done : done + count])
+            done += count
+        if done < len(buffer):
+            raise SourceError(
+                f"{path}: ends at byte {offset + done} decrypted; {len(buffer) - done} more bytes were expected"
+            )
+
+    def _index(self, path: str) -> Iterator[_Sealed]:
+        """Yield the blocks of a file, from their heads (and the padding at their ends)."""
+        size = super().size(path)
+        position = start = 0
+        while position < size:
+            if size - position == _TRAILER_BYTES and self._raw(path, position, len(_TRAILER)) == _TRAILER:
+                return
+            block = self._head(path, position, start, size)
+            yield block
+            position = block.offset + block.cipher_bytes
+            start += block.nbytes
+
+    def _head(self, path: str, position: int, start: int, size: int) -> _Sealed:
+        tag_bytes = _UNIT if self.cipher.has_tag else 0
+        head = self._raw(path, position, min(4 + tag_bytes + 8 + _UNIT + 4, size - position))
+        mode = MAGICS.get(int.from_bytes(head[:4], "little"))
+        if mode is None and not position:
+            raise SourceError(f"{path}: is not encrypted; leave the key out")
+        if mode not in {None, self.cipher.mode}:
+            raise SourceError(f"{path}: is encrypted in mode {mode}; the mode given is {self.cipher.mode}")
+        try:
+            block_bytes, iv_bytes, iv, cipher_bytes = struct.unpack_from(f"<ii{_UNIT}si", head, 4 + tag_bytes)
+        except struct.error:
+            mode = None
+        else:
+            sound = iv_bytes == _UNIT and cipher_bytes > 0 and block_bytes == 4 + _UNIT + 4 + cipher_bytes
+            sound &= self.cipher.has_tag or cipher_bytes % _UNIT == 0
+            offset = position + len(head)
+        if mode is None or not sound or offset + cipher_bytes > size:
+            raise SourceError(f"{path}: byte {position}: no encrypted block; cut short or corrupt")
+        nbytes = cipher_bytes if self.cipher.has_tag else cipher_bytes - self._padding(path, offset, cipher_bytes, iv)
+        return _Sealed(start, nbytes, offset, cipher_bytes, iv, head[4 : 4 + tag_bytes])
+
+    def _padding(self, path: str, offset: int, cipher_bytes: int, iv: bytes) -> int:
+        """Return how many bytes at the end of a CBC block are padding."""
+        last = offset + cipher_bytes - _UNIT
+        previous = iv if cipher_bytes == _UNIT else self._raw(path, last - _UNIT, _UNIT)
+        plain: bytes = self.cipher.decryptor(iv, 0, previous).update(self._raw(path, last, _UNIT))
+        count = plain[-1]
+        if not 0 < count <= _UNIT or plain[-count:] != bytes([count]) * count:
+            raise SourceError(_WRONG_KEY.format(path=path))
+        return count
+
+    def _decrypt(self, path: str, block: _Sealed, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer from the plaintext of one block."""
+        if self.cipher.has_tag:
+            self._authenticate(path, block)
+        stop = begin + len(buffer)
+        position = begin // _UNIT * _UNIT
+        while position < stop:
+            end = min(position + _PIECE_BYTES, -(-stop // _UNIT) * _UNIT, block.cipher_bytes)
+            first = self._raw(path, block.offset + position - _UNIT, _UNIT) if position else block.iv
+            sealed = self._raw(path, block.offset + position, end - position)
+            plain = self.cipher.decryptor(block.iv, position // _UNIT, first).update(sealed)
+            low, high = max(begin, position), min(stop, end)
+            buffer[low - begin : high - begin] = plain[low - position : high - position]
+            position = end
+
+    def _authenticate(self, path: str, block: _Sealed) -> None:
+        """Check the tag of a block, once, before anything of it is used."""
+        with self._lock_of_blocks:
+            if (path, block.start) in self._authentic:
+                return
+            check = self.cipher.authenticator(block.iv, block.tag)
+            for position in range(0, block.cipher_bytes, _PIECE_BYTES):
+                nbytes = min(_PIECE_BYTES, block.cipher_bytes - position)
+                check.update(self._raw(path, block.offset + position, nbytes))
+            try:
+                check.finalize()
+            except _library().InvalidTag:
+                raise SourceError(_WRONG_KEY.format(path=path)) from None
+            self._authentic.add((path, block.start))
+
+    def _raw(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Return bytes of the file as they are."""
+        buffer = bytearray(nbytes)
+        super().read_into(path, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def __reduce__(self) -> tuple[type[AnyStore], tuple[Any, ...]]:
+        """Travel to another process as a fresh store with the key."""
+        return DecryptingStore, (self.cipher,)
+
+
+def _library() -> Any:
+    """Return what is used of the library `cryptography`, which is an extra and takes 50 ms to import."""
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    except ImportError as error:
+        raise ReshardError(
+            "encrypted checkpoints need the library cryptography; pip install 'reshard[crypto]'"
+        ) from error
+    return SimpleNamespace(InvalidTag=InvalidTag, Cipher=Cipher, algorithms=algorithms, modes=modes)
+
+
+@lru_cache(maxsize=8)
+def _coded(coding: Coding) -> AnyStore:
+    return coding.store()
+
+
+def store_of(coding: Coding | None) -> AnyStore:
+    """Return this process's store for files that are encrypted or coded otherwise, or for plain ones."""
+    return any_store() if coding is None else _coded(coding)

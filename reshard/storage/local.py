@@ -1,0 +1,517 @@
+"""Where bytes are: reading and writing ranges of files, with a bounded number of them open.
+
+A store is asked by path, not by handle, so that a plan of thousands of files runs under `ulimit -n 256`: the files
+used last stay open, the others are closed and opened again when needed.
+
+Files are never mapped: page faults are slow, count as resident memory, and stall or kill the process on network
+file systems.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import resource
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+from reshard.errors import BudgetError, GoneError, SourceError, TargetError
+from reshard.storage.page_cache import GLANCE_BYTES, Glances, drop_pages, start_writeback
+from reshard.storage.remote import Status
+from reshard.storage.untrusted import open_regular, reading
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from reshard.storage.remote_store import AnyStore
+
+PARTIAL = ".partial"
+"""What the name of an unfinished target file ends with."""
+
+_SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
+_MOST_HANDLES = 1024
+_FICLONE = 0x40049409  # linux/fs.h
+
+
+class Readable(Protocol):
+    """Ranges of bytes to be read, by path. Offsets and sizes are in bytes."""
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file; raise `SourceError` where the file ends before it is full."""
+
+
+class Store(Readable, Protocol):
+    """Ranges of bytes by path, also to be written."""
+
+    def create(self, path: str, size: int | None) -> None:
+        """Make an unfinished file of this size, with the space for it taken; `BudgetError` where there is none."""
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write a whole buffer into an unfinished file."""
+
+    def sync(self, path: str) -> None:
+        """Have all bytes of an unfinished file on the disk."""
+
+    def commit(self, path: str, *, sync: bool) -> None:
+        """Give an unfinished file its final name, for good if `sync`."""
+
+    def link(self, original: str, path: str, *, sync: bool) -> None:
+        """Make a file with the bytes of another that has its final name."""
+
+    def discard(self, path: str) -> None:
+        """Remove an unfinished file, if it is there."""
+
+
+class Stream(Protocol):
+    """An unfinished file that is written from its first byte to its last."""
+
+    def write(self, content: memoryview | bytes) -> None:
+        """Write what comes next."""
+
+    def finish(self, *, sync: bool) -> None:
+        """End the file; have it on the disk if `sync`."""
+
+    def abort(self) -> None:
+        """Give up; never raises."""
+
+
+class Coding(Protocol):
+    """How source files have other bytes than the tensors' own: encrypted, compressed."""
+
+    def store(self) -> AnyStore:
+        """Return what reads the tensors' own."""
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take for it."""
+
+    def __hash__(self) -> int:
+        """Tell codings apart: there is one store for each."""
+
+
+class TargetCoding(Protocol):
+    """How target files get other bytes than the tensors' own: compressed."""
+
+    def of(self, path: str) -> str | None:
+        """Return what tells how a file is coded, by its path below the target directory; None of one that is not."""
+
+    def writer(self, directory: str, files: Appended | None = None) -> Writer:
+        """Return what writes whole files of one task, by default local ones; their sizes are known only then."""
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take for it."""
+
+
+class Appended(Protocol):
+    """Unfinished files that are written from their first bytes to their last."""
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write what comes next in a file."""
+
+    def cut(self, path: str, size: int) -> None:
+        """End a file, which has this size."""
+
+
+class Writer(Protocol):
+    """Takes the tensors' own bytes for target files, in any order."""
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write a whole buffer into an unfinished file."""
+
+    def close(self) -> None:
+        """See that every file is whole."""
+
+
+NUMBERS = 4
+"""How many threads are told from each other."""
+
+_Key = tuple[str, int, int]  # of a handle: path, flags, and the number of the thread that reads through it
+
+
+class _Thread(threading.local):
+    """Numbers the threads of this process, in turns.
+
+    Those that work side by side read through handles of their own, since the kernel reads ahead of a handle's last
+    read, and begin in different places.
+    """
+
+    _threads = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self._threads) % NUMBERS
+
+
+thread = _Thread()
+
+
+class LocalStore:
+    """The files of this machine. Safe to use from several threads."""
+
+    def __init__(self, most_open: int | None = None) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit == resource.RLIM_INFINITY:
+            limit = _MOST_HANDLES + _SPARE_HANDLES
+        self._most_open = most_open or max(8, min(limit - _SPARE_HANDLES, _MOST_HANDLES))
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[_Key, _Handle] = OrderedDict()
+        self._glances = Glances()
+
+    def status(self, path: str) -> Status:
+        """Return the state of a file as it is now."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            kind = GoneError if isinstance(error, FileNotFoundError) else SourceError
+            raise kind(f"{path}: cannot be read: {error.strerror}") from None
+        return Status.of(status)
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes; whoever asks it sees the file that has this name now."""
+        self._forget(path)  # a held handle may be of a file that was replaced since
+        with reading(SourceError, path), self._opened(path, os.O_RDONLY) as fd:
+            return os.fstat(fd).st_size
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file.
+
+        Raises:
+            SourceError: the file ends before the buffer is full, or cannot be read.
+        """
+        with self._opened(path, os.O_RDONLY) as fd:
+            done = self._glances.read(path, fd, offset, buffer)
+            while done < len(buffer):
+                try:
+                    count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+                except OSError as error:
+                    raise SourceError(f"{path}: cannot be read at byte {offset + done}: {error.strerror}") from error
+                if not count:
+                    raise SourceError(
+                        f"{path}: ends at byte {offset + done}; {len(buffer) - done} more bytes were expected "
+                        "(cut short, or changed since it was opened)"
+                    )
+                done += count
+
+    def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
+        """Return whether a file has certain bytes at certain offsets; `SourceError` where it cannot be read."""
+        with self._opened(path, os.O_RDONLY) as fd:
+            try:
+                for offset, piece in pieces:
+                    found = bytearray(len(piece) if len(piece) <= GLANCE_BYTES else 0)
+                    is_there = self._glances.read(path, fd, offset, found) == len(piece)
+                    if (found if is_there else os.pread(fd, len(piece), offset)) != piece:
+                        return False
+            except OSError as error:
+                raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
+        return True
+
+    def drop_glances(self, paths: Collection[str]) -> None:
+        """Before files are read in order: give up what the page cache got of them by reading here and there."""
+        for path, first, last in self._glances.taken(paths):
+            with suppress(OSError, SourceError), self._opened(path, os.O_RDONLY) as fd:
+                drop_pages(fd, first, last)
+
+    def create(self, path: str, size: int | None) -> None:
+        """Make the unfinished file beside `path`, with its space taken, or without where its size is not known yet.
+
+        What is in it already stays: where a worker of a cluster is lost, this runs again while others write.
+
+        Raises:
+            BudgetError: the disk has no room; a new file is not left behind.
+        """
+        partial = path + PARTIAL
+        self._forget(partial)  # a held handle may be of a file that was removed since
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            fd = _open_own(partial)
+        except OSError as error:
+            raise TargetError(f"{partial}: cannot be made: {error.strerror}") from error
+        held = os.fstat(fd).st_size
+        try:
+            if size is not None and held > size:
+                os.ftruncate(fd, size)  # the remains of another run; all that is left of them is written over
+            if size:
+                _allocate(fd, size)
+        except OSError as error:
+            if not held:
+                with suppress(OSError):
+                    os.unlink(partial)
+            raise write_error(partial, error, size or 0) from error
+        finally:
+            os.close(fd)
+
+    def stream(self, path: str, size: int) -> Stream:
+        """Make the unfinished file beside `path`, to be written in order; raises as `create` does."""
+        self.create(path, size)
+        return _LocalStream(self, path)
+
+    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Write a whole buffer into the unfinished file beside `path`."""
+        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+            try:
+                done = os.pwrite(fd, buffer, offset)
+                while done < len(buffer):
+                    done += os.pwrite(fd, buffer[done:], offset + done)
+            except OSError as error:
+                raise write_error(path + PARTIAL, error, len(buffer)) from error
+
+    def cut(self, path: str, size: int) -> None:
+        """Cut the unfinished file beside `path` to its size, where that was not known before."""
+        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+            try:
+                os.ftruncate(fd, size)
+            except OSError as error:
+                raise write_error(path + PARTIAL, error, 0) from error
+
+    def drop_cache(
+        self, path: str, first: int = 0, last: int | None = None, *, written: bool = False, wait: bool = True
+    ) -> None:
+        """Leave nothing of a file in the page cache, or of its bytes from `first` to `last`.
+
+        Args:
+            path: the file.
+            first: in bytes.
+            last: in bytes; None for all from `first` on.
+            written: of the unfinished file beside it, once what is written is on the disk.
+            wait: for that; without, it is begun, and what was on the disk already leaves the cache.
+        """
+        with self._opened(*((path + PARTIAL, os.O_RDWR) if written else (path, os.O_RDONLY))) as fd:
+            if written and wait:
+                try:
+                    os.fdatasync(fd)
+                except OSError as error:
+                    raise write_error(path + PARTIAL, error, 0) from error
+            drop_pages(fd, first, last)
+
+    def start_writeback(self, path: str) -> None:
+        """Have what is written of the unfinished file beside `path` go to the disk, without waiting until it is there.
+
+        The disk then works while more is written, and `sync` has less to wait for and tells what failed.
+        """
+        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+            start_writeback(fd)
+
+    def sync(self, path: str) -> None:
+        """Have all bytes of the unfinished file beside `path` on the disk."""
+        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                raise write_error(path + PARTIAL, error, 0) from error
+
+    def sync_finished(self, path: str) -> None:
+        """Have a file that has its final name on the disk, and the name."""
+        with self._opened(path, os.O_RDONLY) as fd:
+            try:
+                os.fsync(fd)
+                _sync_directory(path)
+            except OSError as error:
+                raise write_error(path, error, 0) from error
+
+    def commit(self, path: str, *, sync: bool) -> None:
+        """Give the unfinished file beside `path` its final name, and have that on the disk too if `sync`."""
+        partial = path + PARTIAL
+        try:
+            self._forget(partial)  # closes it, and a network's file system may tell only then that bytes are lost
+            self._forget(path)
+            os.replace(partial, path)
+            if sync:
+                _sync_directory(path)
+        except OSError as error:
+            raise write_error(partial, error, 0, "given its final name") from error
+
+    def link(self, original: str, path: str, *, sync: bool) -> None:
+        """Make `path` a file with the bytes of another: a copy that shares its blocks, or else a hard link."""
+        self.discard(path)
+        self._forget(path)
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            if not _share_blocks(original, path + PARTIAL):
+                os.link(original, path + PARTIAL)
+            os.replace(path + PARTIAL, path)
+            if sync:
+                _sync_directory(path)
+        except OSError as error:
+            raise write_error(path, error, 0, f"linked to {original}") from error
+        finally:
+            self.discard(path)  # renaming one link of a file to another leaves both
+
+    def discard(self, path: str) -> None:
+        """Remove the unfinished file beside `path`, if it is there."""
+        self._forget(path + PARTIAL)
+        with suppress(OSError):  # nothing that fails here may hide why the file is discarded
+            os.unlink(path + PARTIAL)
+
+    def close(self) -> None:
+        """Close every file that nobody uses."""
+        with self._lock:
+            for key, handle in list(self._handles.items()):
+                if not handle.users:
+                    os.close(self._handles.pop(key).fd)
+
+    def _opened(self, path: str, flags: int) -> _Opened:
+        """Return a context in which a file is open; its value is the descriptor."""
+        return _Opened(self, (path, flags, thread.number if flags == os.O_RDONLY else 0))
+
+    def _acquire(self, key: _Key) -> _Handle:
+        with self._lock:
+            handle = self._handles.get(key)
+            if handle is None:
+                self._make_room()
+                handle = self._handles[key] = _Handle(_open(*key[:2]))
+            else:
+                self._handles.move_to_end(key)
+            handle.users += 1
+            return handle
+
+    def _release(self, handle: _Handle) -> None:
+        with self._lock:
+            handle.users -= 1
+            if handle.forgotten and not handle.users:
+                os.close(handle.fd)
+
+    def _make_room(self) -> None:
+        excess = len(self._handles) - self._most_open + 1
+        if excess <= 0:
+            return
+        unused = (key for key, handle in self._handles.items() if not handle.users)
+        for key in list(itertools.islice(unused, excess)):
+            os.close(self._handles.pop(key).fd)
+
+    def _forget(self, path: str) -> None:
+        """Close a file, or have its last user close it."""
+        with self._lock:
+            for key in ((path, os.O_RDWR, 0), *((path, os.O_RDONLY, number) for number in range(NUMBERS))):
+                handle = self._handles.pop(key, None)
+                if handle is not None:
+                    handle.forgotten = True
+                    if not handle.users:
+                        os.close(handle.fd)
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[()]]:
+        """Travel to another process as a fresh store: handles do not."""
+        return LocalStore, ()
+
+
+class _LocalStream:
+    """A local file that is written in order; see `Stream`."""
+
+    def __init__(self, store: LocalStore, path: str) -> None:
+        self._store, self._path, self._position = store, path, 0
+
+    def write(self, content: memoryview | bytes) -> None:
+        self._store.write_at(self._path, self._position, memoryview(content))
+        self._position += len(content)
+
+    def finish(self, *, sync: bool) -> None:
+        if sync:
+            self._store.sync(self._path)
+
+    def abort(self) -> None:
+        """Leave the file for the run to discard, as it does with those of other tasks."""
+
+
+class _Opened:
+    """A file in use. A class, because a generator's context costs as much as a small read."""
+
+    __slots__ = ("_handle", "_key", "_store")
+
+    def __init__(self, store: LocalStore, key: _Key) -> None:
+        self._store, self._key = store, key
+
+    def __enter__(self) -> int:
+        self._handle = self._store._acquire(self._key)  # noqa: SLF001 -- a part of the store
+        return self._handle.fd
+
+    def __exit__(self, *_: object) -> None:
+        self._store._release(self._handle)  # noqa: SLF001
+
+
+class _Handle:
+    __slots__ = ("fd", "forgotten", "users")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.users = 0
+        self.forgotten = False
+
+
+def _open(path: str, flags: int) -> int:
+    if flags == os.O_RDONLY:
+        fd = open_regular(path, SourceError)
+        with suppress(OSError, AttributeError):  # advice to read further ahead, which not every system takes
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return fd
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def _open_own(path: str) -> int:
+    """Open or make a file that has no other name: a run that was killed may have left a link to a finished file."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags, 0o666)
+    if os.fstat(fd).st_nlink > 1:
+        os.close(fd)
+        os.unlink(path)
+        fd = os.open(path, flags, 0o666)
+    return fd
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Take the space for a file, which is as fast as `ftruncate` and finds a full disk before the first byte."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        # File systems without it (some network ones) answer so; the size is then set without the space.
+        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}:
+            raise
+        os.ftruncate(fd, size)
+
+
+def _sync_directory(path: str) -> None:
+    """Have the name of a file on the disk."""
+    directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _share_blocks(original: str, path: str) -> bool:
+    """Make a file that shares the blocks of another (FICLONE); False where the file system has no such thing."""
+    with open(original, "rb") as source, open(path, "xb") as target:
+        try:
+            fcntl.ioctl(target.fileno(), _FICLONE, source.fileno())
+        except OSError:
+            os.unlink(path)
+            return False
+        return True
+
+
+def write_error(path: str, error: OSError, nbytes: int, done: str = "written") -> BudgetError | TargetError:
+    """Return the error that so many bytes cannot be written to a file, or that it cannot be `done` something else."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        return BudgetError(
+            f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target"
+        )
+    return TargetError(f"{path}: cannot be {done}: {error.strerror}")
+
+
+_local: LocalStore | None = None
+_local_lock = threading.Lock()
+
+
+def local_store() -> LocalStore:
+    """Return this process's store of local files."""
+    global _local  # noqa: PLW0603 -- one a process, so that the number of open files is bounded
+    with _local_lock:
+        if _local is None:
+            _local = LocalStore()
+        return _local

@@ -1,0 +1,1 @@
+"""Sharding strategies: which rank holds which block, as files and rules say it."""

@@ -1,0 +1,153 @@
+"""What differs between two strategies, and between a strategy and a checkpoint.
+
+Two layouts may be written differently and mean the same: `[8]` and `[2, 4]` that split nothing, optimizer sharding -1
+and the number that it stands for, a nested entry and its expansion in JSON. They are the same when every rank holds
+the same block. This needs no shapes: a tensor whose every size divides tells all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+from typing import TYPE_CHECKING
+
+from reshard.errors import Faults, LayoutError, StrategyError
+from reshard.layout.block import shape_text
+from reshard.layout.layout import Layout, foldings
+from reshard.strategy.names import is_training_state, one_stage_advice, optimizer_states
+
+if TYPE_CHECKING:
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.strategy.strategy import Placed, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A tensor's layouts in one stage, which two strategies have differently."""
+
+    name: str
+    stage: int
+    a: Layout
+    b: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What differs between two strategies.
+
+    Attributes:
+        only_a: names and stages that the first alone has.
+        only_b: names and stages that the second alone has.
+        blocks: layouts that give some rank another block.
+        fields: layouts that differ in their numbers, and give every rank the same block.
+    """
+
+    only_a: tuple[tuple[str, int], ...]
+    only_b: tuple[tuple[str, int], ...]
+    blocks: tuple[Change, ...]
+    fields: tuple[Change, ...]
+
+    @property
+    def same(self) -> bool:
+        """Either strategy may stand for the other: every rank holds the same blocks of the same tensors."""
+        return not (self.only_a or self.only_b or self.blocks)
+
+
+def diff(a: Strategy, b: Strategy) -> Diff:
+    """Compare two strategies.
+
+    >>> from reshard.strategy.strategy import Strategy
+    >>> whole = Strategy.of({"w": Layout.of([8], [-1]), "v": Layout.of([8], [0])})
+    >>> other = Strategy.of({"w": Layout.of([2, 4], [-1]), "v": Layout.of([2, 4], [0])})
+    >>> [change.name for change in diff(whole, other).fields], [change.name for change in diff(whole, other).blocks]
+    (['w'], ['v'])
+    """
+    first, second = _by_name_and_stage(a), _by_name_and_stage(b)
+    blocks: list[Change] = []
+    fields: list[Change] = []
+    for key, placed in first.items():
+        other = second.get(key)
+        if other is None or placed.layout == other.layout:
+            continue
+        same = any(_same_blocks(*pair) for pair in _readings(placed, other))
+        (fields if same else blocks).append(Change(*key, placed.layout, other.layout))
+    return Diff(
+        tuple(key for key in first if key not in second),
+        tuple(key for key in second if key not in first),
+        tuple(blocks),
+        tuple(fields),
+    )
+
+
+def _by_name_and_stage(strategy: Strategy) -> dict[tuple[str, int], Placed]:
+    return {(name, placed.stage): placed for name, places in strategy.tensors.items() for placed in places}
+
+
+def _readings(a: Placed, b: Placed) -> list[tuple[Layout, Layout]]:
+    """Return the pairs of layouts, of equally many dimensions, that two may stand for: JSON expands nested entries."""
+    dims = len(a.layout.tensor_map), len(b.layout.tensor_map)
+    if dims[0] == dims[1]:
+        return [(a.layout, b.layout)]
+    if dims[0] > dims[1] and a.expanded and a.shape is not None:
+        return [(layout, b.layout) for layout, _ in foldings(a.layout, a.shape, dims[1])]
+    if dims[1] > dims[0] and b.expanded and b.shape is not None:
+        return [(a.layout, layout) for layout, _ in foldings(b.layout, b.shape, dims[0])]
+    return []
+
+
+@lru_cache(maxsize=4096)
+def _same_blocks(a: Layout, b: Layout) -> bool:
+    """Return whether two layouts of equally many dimensions give each rank the same block of any tensor."""
+    if a.devices != b.devices:
+        return False
+    try:
+        shape = [lcm(*ways) for ways in zip(a.splits, b.splits, strict=True)]
+        for layout in (a, b):
+            if layout.param_split_shape:
+                shape[0] = sum(layout.param_split_shape)
+        return a.grid(tuple(shape)) == b.grid(tuple(shape))
+    except LayoutError:  # interleaved, or the sizes of one are not those of the other
+        return False
+
+
+def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
+    """Check that every layout of a strategy fits the tensors of a checkpoint, and that each has the other's weights.
+
+    Returns:
+        what should be known though it is no fault: optimizer states that only one of them has.
+
+    Raises:
+        StrategyError: all faults at once.
+        SourceError: the checkpoint seems to be one rank of several, and its shapes those of blocks.
+    """
+    checkpoint.require_whole()
+    faults = Faults(checkpoint.root)
+    notices = []
+    states = optimizer_states({**strategy.tensors, **checkpoint.tensors})
+    for name, places in strategy.tensors.items():
+        tensor = checkpoint.tensors.get(name)
+        if tensor is not None:
+            shape = tensor.spec.shape
+            try:
+                strategy.grid(name, shape)
+            except LayoutError as error:
+                faults.add(f"tensor {name!r}", str(error).removeprefix(f"tensor {name!r}: "))
+            told = {p.shape for p in places if p.shape is not None and not p.expanded} - {shape}
+            if told:
+                strategys = " and ".join(map(shape_text, told))
+                faults.add(f"tensor {name!r}", f"is of shape {shape_text(shape)}; the strategy says {strategys}")
+        elif name in states:
+            notices.append(f"optimizer state {name!r} is in the strategy and not in the files")
+        else:
+            faults.add(f"tensor {name!r}", "is in the strategy and not in the files")
+    for name, tensor in checkpoint.tensors.items():
+        if name in strategy.tensors:
+            continue
+        one_stage = strategy.others and checkpoint.part is None and not is_training_state(name, tensor)
+        if name in states or (checkpoint.strategy is None and not one_stage):
+            notices.append(f"tensor {name!r} is in the files and not in the strategy")
+        elif tensor.listed or one_stage:
+            faults.add(f"tensor {name!r}", "is in the files and not in the strategy")
+    faults.raise_if_any(StrategyError, advice=one_stage_advice(strategy, checkpoint.tensors, states))
+    return notices

@@ -1,0 +1,555 @@
+"""Strategy files, protobuf and JSON: reading, writing, merging the files of a pipeline's ranks.
+
+Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `parallel/_parallel_serialization.py`.
+
+* The pipeline stage is only in the operators' entries; `current_stage` says nothing.
+* A file is merged when every tensor name begins with a stage number and a dash.
+* A stage of a merged file that has operators and no tensors has ranks like any other: they hold what no strategy names.
+* The file of stage 0 does not say that there are others. Of the files of a pipeline's ranks, which lie side by side and
+  have the rank as the last number of their names, that of the highest rank does.
+* A nested tensor map comes as one `tensor_map` message a dimension in protobuf, the second one empty for a nested
+  1-D tensor; JSON has it expanded (see `layout.layout.foldings`).
+* Unknown protobuf fields and JSON keys are kept and written back; but a JSON key that is like a known one, which is
+  missing, is a slip.
+"""
+
+from __future__ import annotations
+
+import difflib
+import filecmp
+import json
+import re
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import Faults, LayoutError, ReshardError, StrategyError, UsageError
+from reshard.layout.block import LONGEST_NAME, Shape, shape_text
+from reshard.layout.layout import Axes, Layout, foldings
+from reshard.storage.remote import RemotePath, as_path
+from reshard.storage.small import refuse_inputs, write_whole
+from reshard.storage.untrusted import is_text, parse_json, read_small, reading
+from reshard.strategy.strategy import MERGED_NAME, Operator, Placed, Strategy, agreed_devices, merge
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+
+    from google.protobuf.message import Message
+
+Json = dict[str, Any]
+
+_LAYOUT_KEYS = {
+    "dev_matrix", "tensor_map", "tensor_shape", "field", "opt_weight_shard_step", "opt_weight_shard_size",
+    "param_split_shape", "indices_offset",
+}  # fmt: skip
+_OPERATOR_KEYS = {"parallel_strategy", "stage"}
+_TOP_KEYS = {"current_stage", "parallel_layout_item", "parallel_strategy_item"}
+_ALIKE = 0.8  # of difflib: one letter in a short word, some in a long one
+_MOST_STAGES = 1 << 16
+_MOST_RANKS = 1 << 20
+_LARGEST_FILE = 1 << 26
+_LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
+_MISSING = "is missing; the file is cut short, or no strategy file"
+
+# What the protobuf fields of these names hold, so that any strategy read from JSON can be written as protobuf too.
+_INT32, _UINT32, _INT64 = range(-(1 << 31), 1 << 31), range(1 << 32), range(-(1 << 63), 1 << 63)
+_RANGES = {
+    "dev_matrix": _UINT32, "tensor_map": _INT32, "param_split_shape": _INT64, "indices_offset": _INT64,
+    "tensor_shape": range(1 << 63), "parallel_strategy": _UINT32, "field": _INT32, "opt_weight_shard_step": _INT32,
+    "opt_weight_shard_size": _INT32, "current_stage": _UINT32, "stage": range(_MOST_STAGES),
+}  # fmt: skip
+
+
+@reading(StrategyError)
+def read_strategy(path: str | os.PathLike[str] | RemotePath) -> Strategy:
+    """Read a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks.
+
+    The format is told by content. The files of a directory are merged in memory. Beside a local file that is not merged
+    the one that has the highest number in place of its own is looked at: whether the file is of one stage of several.
+
+    Args:
+        path: a file or a directory, local or at a URL.
+
+    Raises:
+        StrategyError: the file is missing, cannot be parsed or contradicts itself; all faults at once, each with
+            its path in the file.
+    """
+    where = as_path(path)
+    if where.is_dir():
+        return merge([(str(file), _read_file(file)) for file in strategy_files(where)])
+    strategy = _read_file(where)
+    if not strategy.tensors:
+        raise StrategyError(
+            f"{where}: names no tensor; expected the layout of at least one (MindSpore leaves such a file when the "
+            "network has no parallel parameter, or its compilation failed)"
+        )
+    if isinstance(where, Path) and not (strategy.merged or strategy.others):
+        return replace(strategy, others=_has_others_beside(where, strategy))
+    return strategy
+
+
+def _has_others_beside(path: Path, strategy: Strategy) -> bool:
+    """Return whether a file is of one stage of several, by the strategy file of the last rank, if one is beside it."""
+    parts = _LAST_NUMBER.fullmatch(path.name)
+    if parts is None:
+        return False
+    try:
+        found = [_LAST_NUMBER.fullmatch(other.name) for other in path.parent.iterdir()]
+        alike = [other for other in found if other and _are_alike(other, parts)]
+        last = path.with_name(max(alike, key=lambda other: int(other[2]))[0])
+        if last.name == path.name or filecmp.cmp(path, last, shallow=False):  # ranks of one stage have equal files
+            return False
+        other = _read_file(last)
+    except (OSError, ReshardError, ValueError):  # whatever it is, it is not asked for
+        return False
+    return not other.merged and other.devices == strategy.devices and other.stages != strategy.stages
+
+
+def _are_alike(a: re.Match[str], b: re.Match[str]) -> bool:
+    """Return whether two names differ in their last numbers only, which may stand in them more than once.
+
+    >>> names = ["s_0.ckpt", "s_7.ckpt", "rank_0_rank_0.ckpt", "rank_7_rank_7.ckpt", "run_7_s_7.ckpt"]
+    >>> a, b, c, d, e = (_LAST_NUMBER.fullmatch(name) for name in names)
+    >>> _are_alike(a, b), _are_alike(c, d), _are_alike(a, e), _are_alike(c, e)
+    (True, True, False, False)
+    """
+    first, second = (re.sub(rf"(?<!\d){match[2]}(?!\d)", "#", match[0]) for match in (a, b))
+    return a.group(1, 3) == b.group(1, 3) or first == second
+
+
+def strategy_files(directory: Path | RemotePath) -> list[Path | RemotePath]:
+    """Return the strategy files of a directory, in the order of the numbers in their names.
+
+    Raises:
+        StrategyError: both formats are there, or none.
+    """
+    found: dict[str, list[Path | RemotePath]] = {
+        suffix: [p for p in directory.iterdir() if p.suffix == suffix and p.is_file()] for suffix in (".ckpt", ".json")
+    }
+    if all(found.values()):
+        raise StrategyError(
+            f"{directory}: holds strategy files of both formats ({len(found['.ckpt'])} .ckpt, "
+            f"{len(found['.json'])} .json); expected one; move one kind away"
+        )
+    if not any(found.values()):
+        raise StrategyError(f"{directory}: holds no strategy file; expected .ckpt or .json files, one a rank")
+    numbers = re.compile(r"\d+")
+    return sorted(found[".ckpt"] + found[".json"], key=lambda p: ([int(n) for n in numbers.findall(p.name)], p.name))
+
+
+def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
+    """Write a strategy file that MindSpore reads: JSON where the name ends so, else protobuf.
+
+    The file appears under its name only when it is complete.
+
+    Raises:
+        UsageError: JSON is asked for and the shape of a tensor with nested entries is not known; or protobuf, and
+            how many dimensions a tensor has that came from JSON, where such entries stand expanded.
+        TargetError: the file cannot be written.
+    """
+    place = Path(path)
+    write_whole(place, _to_json(strategy) if place.suffix == ".json" else _to_protobuf(strategy))
+
+
+@reading(StrategyError)
+def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLike[str]) -> Strategy:
+    """Merge the strategy files of a pipeline's ranks into one file, and return what it says.
+
+    Raises:
+        StrategyError: a stage is missing, a file is empty, files of one stage disagree; all faults at once.
+        TargetError: the file to write is one of them, or cannot be written.
+    """
+    source = as_path(directory)
+    if not source.is_dir():
+        raise StrategyError(f"{source}: is not a directory; expected one that holds the strategy file of every rank")
+    files = strategy_files(source)
+    refuse_inputs([target], files, "one of the files that are merged")
+    merged = merge([(str(file), _read_file(file)) for file in files])
+    write_strategy(merged, target)
+    return merged
+
+
+def _read_file(path: Path | RemotePath) -> Strategy:
+    content = read_small(path, "strategy file", _LARGEST_FILE, StrategyError)
+    if not content:
+        raise StrategyError(f"{path}: is empty; a strategy file was expected (was saving it interrupted?)")
+    if path.suffix == ".json" or content.lstrip()[:1] == b"{":
+        return _from_json(content, str(path))
+    # Field 1 of a strategy is a number (0x08), of a checkpoint a message (0x0a); safetensors begin with a length.
+    if content[:1] == b"\n" or (content[8:9] == b"{" and int.from_bytes(content[:8], "little") < len(content)):
+        raise StrategyError(f"{path}: looks like a checkpoint, no strategy file; `reshard inspect` shows its tensors")
+    return _from_protobuf(content, str(path))
+
+
+def _strategy(
+    subject: Faults,
+    layouts: Sequence[tuple[str, Layout, Shape | None, bytes | tuple[tuple[str, object], ...]]],
+    operators: tuple[Operator, ...],
+    current_stage: int,
+    unknown: bytes | tuple[tuple[str, object], ...],
+) -> Strategy:
+    """Put together what a file says, in either format: stages from names or operators, one number of devices."""
+    merged = bool(layouts) and all(MERGED_NAME.fullmatch(name) for name, *_ in layouts)
+    operator_stages = {operator.stage for operator in operators}
+    if not merged and len(operator_stages) > 1:
+        subject.add(
+            "operators",
+            f"are of stages {sorted(operator_stages)}; expected one stage in a file that is not merged",
+        )
+    own_stage = min(operator_stages, default=0)
+    if own_stage >= _MOST_STAGES:
+        subject.add("operators", f"are of stage {own_stage}, more than any pipeline has")
+    found: dict[str, dict[int, Placed]] = {}
+    for full_name, layout, shape, extra in layouts:
+        if len(full_name.encode(errors="replace")) > LONGEST_NAME:
+            subject.add(
+                f"{full_name!r:.60}…", f"is a name of {len(full_name)} characters; at most {LONGEST_NAME} bytes"
+            )
+            continue
+        match = MERGED_NAME.fullmatch(full_name) if merged else None
+        name, stage = (match[2], int(match[1][:9])) if match else (full_name, own_stage)
+        if stage in found.setdefault(name, {}):
+            subject.add(full_name, "is listed a second time")
+        known = shape is not None and len(shape) == len(layout.tensor_map) > 1
+        expanded = known and bool(foldings(layout, shape or (), len(layout.tensor_map) - 1))
+        found[name][stage] = Placed(stage, layout, shape, extra, expanded)
+    tensors = {name: tuple(places[stage] for stage in sorted(places)) for name, places in found.items()}
+    devices = agreed_devices(tensors, subject)
+    stages = range(own_stage, own_stage + 1)
+    if merged:
+        last = max({placed.stage for places in tensors.values() for placed in places} | operator_stages, default=0)
+        if last >= _MOST_STAGES:
+            subject.add(f"stage {last}", "is more than any pipeline has")
+        stages = range(last + 1)
+    if len(stages) <= _MOST_STAGES and len(stages) * devices > _MOST_RANKS:
+        subject.add("stages", f"are {len(stages)} of {devices} devices; more than {_MOST_RANKS} ranks are not taken")
+    subject.raise_if_any(StrategyError)
+    return Strategy(tensors, stages, devices, operators, merged, current_stage, unknown)
+
+
+# --- protobuf ---------------------------------------------------------------------------------------------------
+
+
+def _message_class() -> type[Any]:
+    from reshard.strategy.proto import message_class
+
+    return message_class("mindspore.straspb.ParallelStrategyMap")
+
+
+def _from_protobuf(content: bytes, path: str) -> Strategy:
+    from google.protobuf.message import DecodeError
+
+    faults = Faults(path)
+    message = _message_class()()
+    try:
+        message.ParseFromString(content)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise StrategyError(f"{path}: is neither a protobuf strategy file nor JSON ({error})") from None
+    if not message.HasField("current_stage"):
+        faults.add("current_stage", _MISSING)
+    for part, key in (("parallel_layout_item", "param_name"), ("parallel_strategy_item", "node_name")):
+        for place, item in enumerate(getattr(message, part)):
+            # Older files lack the two optimizer fields; every other required field must be there.
+            for where in () if item.IsInitialized() else item.FindInitializationErrors():
+                if not where.endswith((".opt_weight_shard_step", ".opt_weight_shard_size")):
+                    faults.add(f"{part}[{place}].{where}", _MISSING)
+            if isinstance(name := getattr(item, key), bytes):  # what protobuf gives for text that is not UTF-8
+                faults.add(f"{part}[{place}].{key}", f"is {name!r:.60}, which is not UTF-8")
+    faults.raise_if_any(StrategyError)
+    layouts = []
+    for item in message.parallel_layout_item:
+        given = item.parallel_layouts
+        try:
+            layout = Layout.of(
+                [extent for part in given.dev_matrix for extent in part.dim],
+                _entries([list(part.dim) for part in given.tensor_map]),
+                given.opt_weight_shard_size,
+                opt_weight_shard_step=given.opt_weight_shard_step,
+                param_split_shape=[n for part in given.param_split_shape for n in part.dim],
+                indices_offset=[n for part in given.indices_offset for n in part.dim],
+                field=given.field,
+            )
+        except LayoutError as error:
+            faults.add(item.param_name, str(error))
+            continue
+        layouts.append((item.param_name, layout, None, _unknown(item, "parallel_layouts")))
+    operators = tuple(
+        Operator(
+            item.node_name,
+            item.parallel_strategys.stage,
+            tuple(tuple(part.dim) for part in item.parallel_strategys.parallel_strategy),
+            _unknown(item, "parallel_strategys"),
+        )
+        for item in message.parallel_strategy_item
+    )
+    return _strategy(faults, layouts, operators, message.current_stage, _unknown(message))
+
+
+def _entries(parts: list[list[int]]) -> list[int] | list[list[int]]:
+    """Return the entries of a tensor map, one a dimension.
+
+    One message holds a flat map. Several hold one entry each; of a nested 1-D tensor the second is empty, and is
+    no dimension.
+
+    >>> _entries([[1, -1]]), _entries([[1, 0], [-1]]), _entries([[1, 0], []])
+    ([1, -1], [[1, 0], [-1]], [[1, 0]])
+    """
+    if len(parts) < 2:
+        return parts[0] if parts else []
+    return [part for part in parts if part]
+
+
+def _unknown(message: Message, inside: str = "") -> bytes:
+    """Return the serialized fields of a message, and of its part `inside`, that the format known here does not have."""
+    rest: Any = type(message)()
+    rest.CopyFrom(message)
+    for part in (getattr(rest, inside), rest) if inside else (rest,):
+        for descriptor in part.DESCRIPTOR.fields:
+            if part is not rest or descriptor.name != inside or not getattr(rest, inside).SerializePartialToString():
+                part.ClearField(descriptor.name)
+    content: bytes = rest.SerializePartialToString()
+    return content
+
+
+def _to_protobuf(strategy: Strategy) -> bytes:
+    message = _message_class()(current_stage=strategy.current_stage)
+    for operator in strategy.operators:
+        item = message.parallel_strategy_item.add(node_name=operator.name)
+        item.parallel_strategys.stage = operator.stage
+        for dims in operator.strategy:
+            item.parallel_strategys.parallel_strategy.add(dim=dims)
+        _add_unknown(item, operator.unknown)
+    if not strategy.operators and strategy.tensors:
+        # The stage of a file stands only in its operators, and MindSpore's merging refuses a file without any.
+        item = message.parallel_strategy_item.add(node_name="reshard")
+        item.parallel_strategys.stage = strategy.stages.start
+    for name, placed in _in_file_order(strategy):
+        layout = placed.layout
+        if placed.expanded:
+            raise UsageError(
+                f"tensor {name!r}: whether its layout {layout} of shape {shape_text(placed.shape or ())} is a nested "
+                "one, which JSON has expanded, cannot be told; write JSON (a name that ends with .json)"
+            )
+        item = message.parallel_layout_item.add(param_name=name)
+        given = item.parallel_layouts
+        given.dev_matrix.add(dim=layout.dev_matrix)
+        if any(len(axes) > 1 for axes in layout.tensor_map):
+            for axes in layout.tensor_map:
+                given.tensor_map.add(dim=axes or (-1,))
+            if len(layout.tensor_map) == 1:
+                given.tensor_map.add()
+        else:
+            given.tensor_map.add(dim=_flat(layout.tensor_map))
+        given.param_split_shape.add(dim=layout.param_split_shape)
+        given.indices_offset.add(dim=layout.indices_offset)
+        given.field = layout.field
+        given.opt_weight_shard_step = layout.opt_weight_shard_step
+        given.opt_weight_shard_size = layout.opt_weight_shard_size
+        _add_unknown(item, placed.unknown)
+    _add_unknown(message, strategy.unknown)
+    content: bytes = message.SerializeToString(deterministic=True)
+    return content
+
+
+def _add_unknown(message: Message, unknown: object) -> None:
+    if isinstance(unknown, bytes):
+        message.MergeFromString(unknown)
+
+
+def _in_file_order(strategy: Strategy) -> Iterable[tuple[str, Placed]]:
+    """Yield every tensor of every stage under its name in the file, stage after stage."""
+    for name, placed in strategy.by_stage():
+        yield (f"{placed.stage}-{name}" if strategy.merged else name), placed
+
+
+def _flat(tensor_map: tuple[Axes, ...]) -> list[int]:
+    return [axes[0] if axes else -1 for axes in tensor_map]
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------
+
+
+def _from_json(content: bytes, path: str) -> Strategy:
+    faults = Faults(path)
+    repeated: list[str] = []
+    try:
+        top = parse_json(content, repeated)
+    except ValueError as error:
+        raise StrategyError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(top, dict):
+        raise StrategyError(f"{path}: is a JSON {type(top).__name__}; expected an object")
+    if "reshard_plan" in top:
+        raise StrategyError(f"{path}: is a plan, no strategy file; `reshard run` does what it says")
+    for key in repeated:
+        faults.add(key, "is listed a second time")
+    layouts = []
+    for name, item in _objects(top, "parallel_layout_item", faults):
+        where = f"$.parallel_layout_item.{name}"
+        numbers = {
+            key: _integers(item, key, where, faults, required=key in {"dev_matrix", "tensor_map"})
+            for key in ("dev_matrix", "tensor_map", "param_split_shape", "indices_offset", "tensor_shape")
+        }
+        single = {
+            key: _integer(item, key, where, faults)
+            for key in ("field", "opt_weight_shard_step", "opt_weight_shard_size")
+        }
+        if any(value is None for value in numbers.values()):
+            continue
+        shape = tuple(numbers["tensor_shape"] or ()) if "tensor_shape" in item else None
+        ndim = len(numbers["tensor_map"] or ())
+        if shape is not None and len(shape) != ndim:
+            faults.add(
+                f"{where}.tensor_shape", f"is {shape_text(shape)}, of {len(shape)} dimensions; tensor_map has {ndim}"
+            )
+        try:
+            layout = Layout.of(
+                numbers["dev_matrix"] or (),
+                numbers["tensor_map"] or (),
+                single["opt_weight_shard_size"],
+                opt_weight_shard_step=single["opt_weight_shard_step"],
+                param_split_shape=numbers["param_split_shape"] or (),
+                indices_offset=numbers["indices_offset"] or (),
+                field=single["field"],
+            )
+        except LayoutError as error:
+            faults.add(where, str(error))
+            continue
+        layouts.append((name, layout, shape, _other_items(item, _LAYOUT_KEYS, where, faults)))
+    operators = []
+    for name, item in _objects(top, "parallel_strategy_item", faults):
+        where = f"$.parallel_strategy_item.{name}"
+        dims = item.get("parallel_strategy", [])
+        if not isinstance(dims, list):
+            faults.add(f"{where}.parallel_strategy", f"is {dims!r:.60}; expected a list of lists of integers")
+            dims = []
+        parts = [
+            _checked_list(part, "parallel_strategy", f"{where}.parallel_strategy[{place}]", faults)
+            for place, part in enumerate(dims)
+        ]
+        stage = _integer(item, "stage", where, faults)
+        operators.append(
+            Operator(
+                name,
+                stage,
+                tuple(tuple(part or ()) for part in parts),
+                _other_items(item, _OPERATOR_KEYS, where, faults),
+            )
+        )
+    current = _integer(top, "current_stage", "$", faults)
+    return _strategy(faults, layouts, tuple(operators), current, _other_items(top, _TOP_KEYS, "$", faults))
+
+
+def _objects(top: Json, key: str, faults: Faults) -> list[tuple[str, Json]]:
+    items = top.get(key, {})
+    if not isinstance(items, dict):
+        faults.add(f"$.{key}", f"is a {type(items).__name__}; expected an object")
+        return []
+    for name, item in items.items():
+        if not is_text(name):
+            faults.add(f"$.{key}.{name!a}", "is no name; half of a surrogate pair stands alone in it")
+        if not isinstance(item, dict):
+            faults.add(f"$.{key}.{name}", f"is a {type(item).__name__}; expected an object")
+    return [(name, item) for name, item in items.items() if isinstance(item, dict)]
+
+
+def _integers(item: Json, key: str, where: str, faults: Faults, *, required: bool) -> list[int] | None:
+    if key not in item:
+        if required:
+            faults.add(f"{where}.{key}", "is missing")
+        return None if required else []
+    return _checked_list(item[key], key, f"{where}.{key}", faults)
+
+
+def _checked_list(value: object, key: str, where: str, faults: Faults) -> list[int] | None:
+    """Return a value that is a list of integers in their range; anything else is a fault."""
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
+        faults.add(where, f"is {value!r:.60}; expected a list of integers")
+        return None
+    for number in value:
+        if number not in _RANGES[key]:
+            faults.add(where, f"holds {number!r:.60}; expected {_RANGES[key].start} to {_RANGES[key].stop - 1}")
+            return None
+    return value
+
+
+def _integer(item: Json, key: str, where: str, faults: Faults) -> int:
+    value = item.get(key, 0)
+    if type(value) is not int:
+        faults.add(f"{where}.{key}", f"is {value!r:.60}; expected an integer")
+    elif value not in _RANGES[key]:
+        faults.add(f"{where}.{key}", f"is {value!r:.60}; expected {_RANGES[key].start} to {_RANGES[key].stop - 1}")
+    else:
+        return value
+    return 0
+
+
+def _other_items(item: Json, known: set[str], where: str, faults: Faults) -> bytes | tuple[tuple[str, object], ...]:
+    """Return what is not known; a key that is like a known one, which is missing, is a fault."""
+    others = tuple((key, value) for key, value in item.items() if key not in known)
+    missing = sorted(known - item.keys())
+    for key, _ in others:
+        if meant := difflib.get_close_matches(key.lower(), missing, n=1, cutoff=_ALIKE):
+            faults.add(f"{where}.{key}", f"is not known; did you mean {meant[0]!r}?")
+    return others or b""
+
+
+def _to_json(strategy: Strategy) -> bytes:
+    layouts = {}
+    for name, placed in _in_file_order(strategy):
+        layout = placed.layout
+        item: Json = {
+            "dev_matrix": list(layout.dev_matrix),
+            "field": layout.field,
+            "opt_weight_shard_size": layout.opt_weight_shard_size,
+            "opt_weight_shard_step": layout.opt_weight_shard_step,
+        }
+        item["tensor_map"], shape = _expanded(name, layout, placed.shape)
+        if shape is not None:
+            item["tensor_shape"] = list(shape)
+        if layout.param_split_shape:
+            item["param_split_shape"] = list(layout.param_split_shape)
+        if layout.indices_offset:
+            item["indices_offset"] = list(layout.indices_offset)
+        layouts[name] = item | _known_items(placed.unknown)
+    operators: dict[str, Json] = {
+        operator.name: {
+            "parallel_strategy": [list(dims) for dims in operator.strategy],
+            "stage": operator.stage,
+        }
+        | _known_items(operator.unknown)
+        for operator in strategy.operators
+    }
+    if not operators and strategy.tensors:
+        operators["reshard"] = {"parallel_strategy": [], "stage": strategy.stages.start}
+    top = {
+        "current_stage": strategy.current_stage,
+        "parallel_layout_item": layouts,
+        "parallel_strategy_item": operators,
+    }
+    return json.dumps(top | _known_items(strategy.unknown)).encode()
+
+
+def _known_items(unknown: object) -> Json:
+    return dict(unknown) if isinstance(unknown, tuple) else {}
+
+
+def _expanded(name: str, layout: Layout, shape: Shape | None) -> tuple[list[int], Shape | None]:
+    """Return a layout's map and shape as JSON has them: all but the last axis of an entry a dimension of its own."""
+    if all(len(axes) <= 1 for axes in layout.tensor_map):
+        return _flat(layout.tensor_map), shape
+    if shape is None:
+        raise UsageError(
+            f"tensor {name!r} has nested entries ({layout}), which JSON writes expanded, and its shape is not known; "
+            "write protobuf (a name that does not end with .json)"
+        )
+    if len(shape) != len(layout.tensor_map):
+        raise UsageError(f"tensor {name!r}: its shape is {shape_text(shape)}, which its layout {layout} does not fit")
+    tensor_map: list[int] = []
+    sizes: list[int] = []
+    for axes, extent in zip(layout.tensor_map, shape, strict=True):
+        outer = [layout.axis_extent(value) for value in axes[:-1]]
+        tensor_map += axes or (-1,)
+        sizes += [*outer, extent // prod(outer)]
+    return tensor_map, tuple(sizes)

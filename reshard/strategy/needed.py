@@ -1,0 +1,254 @@
+"""Which source ranks a target rank needs: the least set of them, known from two strategies without any file.
+
+1. For a tensor that both strategies name, take a shape that both layouts cut evenly. It stands for the real one, as
+   the edges of equal parts lie at the same fractions of every shape.
+2. Every source block that overlaps the target rank's block is needed. The ranks that hold it are a *group*: one of
+   them suffices.
+3. The least set of ranks that has one of every group is looked for: what is forced first, then a search, which
+   ends at a bound or, in the rare hard case, after a fixed number of steps with the best that was found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import product
+from math import lcm
+from typing import TYPE_CHECKING
+
+from reshard.errors import LayoutError, UsageError
+from reshard.layout.block import Block
+from reshard.layout.layout import foldings, grid
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from reshard.layout.block import Shape
+    from reshard.layout.layout import Layout
+    from reshard.strategy.strategy import Placed, Strategy
+
+Group = frozenset[int]
+
+_MOST_COMPARED = 512  # groups or ranks, up to which each is compared with each
+_MOST_STEPS = 20_000
+
+
+def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[int, ...]:
+    """Return the least set of source ranks that have all that a target rank gets of the tensors that both name.
+
+    A tensor that several pipeline stages hold is taken from the lowest, as `reshard.open` does: the files of later ones
+    may lack it. Of sets of the same size, one with the target rank's own number is taken if there is one, so that
+    what each rank has a value of its own for stays with its number. There is at least one rank, from which copies come.
+
+    Args:
+        source: the strategy of the files.
+        target: the strategy wanted; None for whole tensors.
+        rank: the target rank; of whole tensors there is only one, whatever its number.
+
+    Returns:
+        source ranks, ascending.
+
+    Raises:
+        UsageError: the target has no such rank.
+        LayoutError: two layouts of a tensor cannot be of the same shape.
+
+    >>> from reshard.layout.layout import Layout
+    >>> from reshard.strategy.strategy import Strategy
+    >>> rows = Strategy.of({"w": Layout.of([2, 2], [1, -1])})
+    >>> columns = Strategy.of({"w": Layout.of([4], [-1, 0])})
+    >>> rows.grid("w", (8, 8)).ranks, needed_ranks(rows, columns, 0), needed_ranks(columns, rows, 0)
+    (((0, 1), (2, 3)), (0, 2), (0, 1, 2, 3))
+    """
+    groups = {group for _, of_stages in _needs(source, target, rank) for group in of_stages[0]}
+    own = rank if rank in source.ranks else source.ranks.start
+    return tuple(sorted(_least(groups, own))) or (own,)
+
+
+def lacking_ranks(
+    source: Strategy, target: Strategy | None, rank: int, present: Collection[int]
+) -> dict[int, list[str]]:
+    """Return source ranks that a target rank needs beside those present, each with the tensors that it would supply.
+
+    Args:
+        source: the strategy of the files.
+        target: the strategy wanted; None for whole tensors.
+        rank: the target rank.
+        present: the source ranks whose files are there.
+
+    Raises:
+        UsageError: the target has no such rank.
+        LayoutError: two layouts of a tensor cannot be of the same shape.
+
+    >>> from reshard.layout.layout import Layout
+    >>> from reshard.strategy.strategy import Strategy
+    >>> lacking_ranks(Strategy.of({"w": Layout.of([2, 2], [1, -1])}), None, 0, {0, 1})
+    {2: ['w']}
+    """
+    held = frozenset(present)
+    needing: dict[Group, list[str]] = defaultdict(list)
+    for name, of_stages in _needs(source, target, rank):
+        unmet = [[group for group in groups if not group & held] for groups in of_stages]
+        if all(unmet):
+            for group in unmet[0]:
+                needing[group].append(name)
+    found = sorted(_least(set(needing), rank))
+    return {
+        lacking: list(dict.fromkeys(name for group, some in needing.items() if lacking in group for name in some))
+        for lacking in found
+    }
+
+
+def _needs(source: Strategy, target: Strategy | None, rank: int) -> Iterable[tuple[str, list[frozenset[Group]]]]:
+    """Yield each tensor that both name and the rank gets, with the groups that it needs of each source stage."""
+    if target is not None and rank not in target.ranks:
+        raise UsageError(
+            f"rank {rank} is asked for; the target has ranks {target.ranks.start} to {target.ranks.stop - 1}"
+        )
+    stage = target.stage_of(rank) if target else 0
+    local = rank % target.devices if target else 0
+    known: dict[object, frozenset[Group]] = {}
+    for name, places in source.tensors.items():
+        wanted = None
+        if target is not None:
+            wanted = next((placed for placed in target.tensors.get(name, ()) if placed.stage == stage), None)
+            if wanted is None:
+                continue
+        found = []
+        for placed in places:
+            key = (placed, wanted)
+            if key not in known:
+                try:
+                    known[key] = _groups(placed, wanted, placed.stage * source.devices, local)
+                except LayoutError as error:
+                    raise LayoutError(f"tensor {name!r}: {error}") from None
+            found.append(known[key])
+        yield name, found
+
+
+def _groups(source: Placed, target: Placed | None, first_rank: int, local: int) -> frozenset[Group]:
+    """Return the groups of source ranks that a target rank needs for one tensor."""
+    found: set[Group] = set()
+    for before, after, shape in _readings(source, target):
+        held = grid(shape, ((before, first_rank),))
+        block = Block.whole(shape) if after is None else grid(shape, ((after, 0),)).by_rank()[local]
+        found.update(frozenset(ranks) for other, ranks in zip(held.blocks, held.ranks, strict=True) if other & block)
+    return frozenset(found)
+
+
+def _readings(source: Placed, target: Placed | None) -> list[tuple[Layout, Layout | None, Shape]]:
+    """Return the layouts of both sides with a shape that both cut evenly, for each shape that they may mean.
+
+    Only JSON strategies, which write nested entries expanded, may mean several.
+    """
+    if target is None:
+        return [(source.layout, None, source.shape or _shape(source.layout))]
+    found: list[tuple[Layout, Layout | None, Shape]] = []
+    ndims = range(1 + max(len(source.layout.tensor_map), len(target.layout.tensor_map)))
+    for ndim in ndims:
+        for (before, size), (after, other) in product(_folded(source, ndim), _folded(target, ndim)):
+            if size is None or other is None or size == other:
+                found.append((before, after, size or other or _shape(before, after)))
+    if not found:
+        raise LayoutError(f"the source's layout {source.layout} and the target's {target.layout} fit no common shape")
+    return found
+
+
+def _folded(placed: Placed, ndim: int) -> list[tuple[Layout, Shape | None]]:
+    """Return what a layout may be for a tensor of so many dimensions, with its shape where that is known."""
+    if placed.expanded and placed.shape is not None:
+        return [*foldings(placed.layout, placed.shape, ndim)]
+    return [(placed.layout, placed.shape)] if len(placed.layout.tensor_map) == ndim else []
+
+
+def _shape(*layouts: Layout) -> Shape:
+    """Return the smallest shape that some layouts of as many dimensions cut evenly."""
+    sizes = [lcm(*ways) for ways in zip(*(layout.splits for layout in layouts), strict=True)]
+    for layout in layouts:
+        if layout.param_split_shape:  # uneven slices tell the size
+            sizes[0] = sum(layout.param_split_shape)
+    return tuple(sizes)
+
+
+# --- the least set that has one of every group ---
+
+
+def _least(groups: set[Group], own: int) -> set[int]:
+    """Return as few ranks as possible of which every group has one; `own` is among them if that costs nothing."""
+    chosen: set[int] = set()
+    while groups:
+        forced = {rank for group in groups if len(group) == 1 for rank in group}
+        chosen |= forced
+        groups = {group for group in groups if not group & forced}
+        smaller = _reduced(groups, own)
+        if not forced and smaller == groups:
+            break
+        groups = smaller
+    return chosen | _searched(sorted(groups, key=lambda group: (len(group), sorted(group))), own)
+
+
+def _reduced(groups: set[Group], own: int) -> set[Group]:
+    """Leave out ranks that another can stand for, and groups that another implies."""
+    member_of: dict[int, list[int]] = defaultdict(list)
+    for number, group in enumerate(groups):
+        for rank in group:
+            member_of[rank].append(number)
+    best: dict[Group, int] = {}
+    for rank in sorted(member_of, key=lambda rank: (rank != own, rank)):
+        best.setdefault(frozenset(member_of[rank]), rank)
+    if len(best) <= _MOST_COMPARED:
+        best = {some: rank for some, rank in best.items() if not any(some < others for others in best)}
+    kept = frozenset(best.values())
+    found = {group & kept for group in groups}
+    if len(found) <= _MOST_COMPARED:
+        found = {group for group in found if not any(other < group for other in found)}
+    return found
+
+
+def _searched(groups: list[Group], own: int) -> set[int]:
+    """Return the smallest set that a search of bounded length finds."""
+    best = _greedy(groups, own)
+    steps = 0
+
+    def search(left: list[Group], taken: frozenset[int]) -> None:
+        nonlocal best, steps
+        steps += 1
+        if not left:
+            if len(taken) < len(best):
+                best = set(taken)
+            return
+        if steps > _MOST_STEPS or len(taken) + _disjoint(left) >= len(best):
+            return
+        for rank in sorted(left[0], key=lambda rank: (-sum(rank in group for group in left), rank != own, rank)):
+            search([group for group in left if rank not in group], taken | {rank})
+
+    if len(groups) <= _MOST_COMPARED:  # of more, the greedy choice is taken
+        search(groups, frozenset())
+    return best
+
+
+def _greedy(groups: Iterable[Group], own: int) -> set[int]:
+    """Take the rank that is in most of the groups left, again and again."""
+    member_of: dict[int, list[Group]] = defaultdict(list)
+    for group in groups:
+        for rank in group:
+            member_of[rank].append(group)
+    left = set(groups)
+    count = Counter({rank: len(some) for rank, some in member_of.items()})
+    taken: set[int] = set()
+    while left:
+        rank = min(count, key=lambda rank: (-count[rank], rank != own, rank))
+        taken.add(rank)
+        for group in left.intersection(member_of[rank]):
+            left.discard(group)
+            count.subtract(group)
+    return taken
+
+
+def _disjoint(groups: Iterable[Group]) -> int:
+    """Count groups of which no two have a rank in common: so many ranks are needed at least."""
+    seen: set[int] = set()
+    count = 0
+    for group in groups:
+        if not group & seen:
+            seen |= group
+            count += 1
+    return count

@@ -1,0 +1,231 @@
+"""What the strategies of operators say of the layouts of their parameters, as MindSpore compiles them.
+
+The tutorials shard operators: `ops.MatMul().shard(((2, 1), (1, 2)))` cuts the rows of the input in 2 and the columns of
+the weight in 2. Over 8 devices MindSpore makes of it, for the weight, `dev_matrix [2, 2, 2]` and `tensor_map [-1, 1]`:
+
+1. An operator has dimensions of its own: `m, k, n` of a MatMul. Each is cut into as many parts as its inputs say.
+2. They are the axes of the device matrix, in the operator's order: batch, m, k, n of a (Batch)MatMul; those of the
+   output of Add, Mul and the like; those of the indices, then of the table, of Gather; n, c, h, w, o of Conv2D.
+3. Devices that are not used compute the same again. They are the innermost axis; the outermost one where Gather cuts
+   the rows of its table.
+4. Axes of extent 1 are left out. If none is left, the device matrix is `[devices]`.
+5. A dimension of the parameter that is cut names its axis; one that is not, -1.
+
+An operator without a strategy is cut along its batch: the parameter is whole everywhere, `[devices]` and -1s. (For this
+the batch must divide by the number of devices, else axes of other extents appear, of the same blocks. The parameter of
+a BatchMatMul or an Add that itself has the batch dimension is cut there, too: give its operator.) Strategies in layouts
+(`Layout((2, 2, 2), ("dp", "sp", "mp"))`) need none of this: the weight's layout is `rules` over that mesh as it is.
+
+Source: compilations by MindSpore 2.10.0, listed in `test_operators.py`, and its strategy files in `tests/data`.
+What cannot be known so: the strategies that a search finds (`auto_parallel`), and which of its operators decides for a
+parameter that has several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from reshard.errors import LayoutError
+from reshard.layout.layout import MOST_DEVICES, Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reshard.layout.block import Shape
+
+Strategies = tuple[tuple[int, ...], ...]
+"""For each input of an operator, into how many parts each of its dimensions is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorStrategy:
+    """What an operator's strategy says of one of its parameters.
+
+    Attributes:
+        parts: into how many parts each of the operator's own dimensions is cut, outermost device axis first.
+        dims: for each dimension of the parameter, the operator's dimension that it is; None where it is not cut.
+        rows_gathered: the parameter is a table that Gather takes rows from, and its rows are cut.
+    """
+
+    parts: Shape
+    dims: tuple[int | None, ...]
+    rows_gathered: bool = False
+
+    def layout(self, devices: int) -> Layout:
+        """Return the parameter's layout over the devices of a stage.
+
+        Raises:
+            LayoutError: the strategy uses more devices than there are, or a number that does not divide it.
+
+        >>> print(matmul(((2, 1), (1, 2))).layout(8), "|", matmul(((2, 1), (1, 2))).layout(4))
+        [2, 2, 2] map [-1, 1] | [2, 2] map [-1, 0]
+        """
+        used = prod(self.parts)
+        if devices % used:
+            raise LayoutError(f"the strategy uses {used} devices, which does not divide the {devices} of a stage")
+        if self.rows_gathered and used < devices and sum(part > 1 for part in self.parts) > 1:
+            raise LayoutError(
+                f"the strategy of Gather cuts rows and more, and uses {used} of {devices} devices; MindSpore refuses it"
+            )
+        repeats = (devices // used,)
+        extents = repeats + self.parts if self.rows_gathered else self.parts + repeats
+        kept = [axis for axis, extent in enumerate(extents) if extent > 1]
+        axes = [None if dim is None else dim + self.rows_gathered for dim in self.dims]
+        tensor_map = [len(kept) - 1 - kept.index(axis) if axis in kept else -1 for axis in axes]
+        return Layout.of([extents[axis] for axis in kept] or [1], tensor_map)
+
+
+def matmul(
+    strategies: Strategies, *, transpose_a: bool = False, transpose_b: bool = False, parameter: int = 1
+) -> OperatorStrategy:
+    """Return what the strategy of a MatMul says of a weight.
+
+    Args:
+        strategies: of the two inputs, as given to `shard`.
+        transpose_a: as the operator has it; `nn.Dense` has `transpose_b=True`.
+        transpose_b: likewise.
+        parameter: which of the inputs the weight is.
+
+    Raises:
+        LayoutError: the strategies do not fit such an operator.
+
+    >>> print(matmul(((2, 2), (4, 2)), transpose_b=True).layout(16))
+    [2, 2, 4] map [0, 1]
+    """
+    if any(len(cuts) != 2 for cuts in strategies):
+        raise LayoutError(f"strategy {strategies} is none of MatMul, whose inputs have 2 dimensions")
+    return _matmul("MatMul", strategies, transpose_a, transpose_b, parameter)
+
+
+def batch_matmul(
+    strategies: Strategies, *, transpose_a: bool = False, transpose_b: bool = False, parameter: int = 1
+) -> OperatorStrategy:
+    """Return what the strategy of a BatchMatMul says of a weight, which may have fewer batch dimensions.
+
+    Args and errors are those of `matmul`.
+
+    >>> print(batch_matmul(((4, 1, 1), (4, 1, 2))).layout(8))
+    [4, 2] map [1, -1, 0]
+    """
+    return _matmul("BatchMatMul", strategies, transpose_a, transpose_b, parameter)
+
+
+def _matmul(
+    kind: str, strategies: Strategies, transpose_a: bool, transpose_b: bool, parameter: int
+) -> OperatorStrategy:
+    _check(kind, strategies, inputs=(2,), least=2)
+    batch = max(map(len, strategies)) - 2
+    labels = [f"b{number}" for number in range(batch)]
+    ends = (["k", "m"] if transpose_a else ["m", "k"], ["n", "k"] if transpose_b else ["k", "n"])
+    inputs = [labels[batch - len(cuts) + 2 :] + end for cuts, end in zip(strategies, ends, strict=True)]
+    return _operator(kind, [*labels, "m", "k", "n"], inputs, strategies, parameter, stretched=labels)
+
+
+def add(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
+    """Return what the strategy of Add, BiasAdd, Mul, Sub and the like says of a parameter (broadcast as in numpy).
+
+    >>> print(add(((4, 2), (2,))).layout(8), "|", add(((4, 1), (1,))).layout(8))
+    [4, 2] map [0] | [4, 2] map [-1]
+    """
+    _check("Add", strategies, inputs=(2,))
+    ndim = max(map(len, strategies))
+    labels = [f"d{number}" for number in range(ndim)]
+    return _operator("Add", labels, [labels[ndim - len(s) :] for s in strategies], strategies, parameter, labels)
+
+
+def layer_norm(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
+    """Return what the strategy of LayerNorm or RmsNorm says of its gamma and its beta, which are never cut.
+
+    >>> print(layer_norm(((4, 1), (1,), (1,))).layout(8))
+    [4, 2] map [-1]
+    """
+    _check("LayerNorm", strategies, inputs=(2, 3))
+    labels = [f"d{number}" for number in range(len(strategies[0]))]
+    if any(cut > 1 for cuts in strategies[1:] for cut in cuts):
+        raise LayoutError(f"strategy {strategies} cuts the dimensions that LayerNorm normalizes; MindSpore refuses it")
+    inputs = [labels[len(labels) - len(s) :] for s in strategies]
+    return _operator("LayerNorm", labels, inputs, strategies, parameter)
+
+
+def gather(strategies: Strategies, *, parameter: int = 0) -> OperatorStrategy:
+    """Return what the strategy of Gather along axis 0, which embeddings are, says of the table.
+
+    Raises:
+        LayoutError: also where MindSpore refuses: rows cut, more of table or indices cut, and devices left over.
+
+    >>> print(gather(((2, 1), (4,))).layout(8), "|", gather(((2, 1), (1,))).layout(8))
+    [4, 2] map [0, -1] | [4, 2] map [0, -1]
+    """
+    _check("Gather", strategies, inputs=(2,))
+    table = [f"t{number}" for number in range(len(strategies[0]))]
+    indices = [f"i{number}" for number in range(len(strategies[1]))]
+    found = _operator("Gather", indices + table, [table, indices], strategies, parameter)
+    return replace(found, rows_gathered=strategies[0][0] > 1)
+
+
+def conv2d(strategies: Strategies, *, parameter: int = 1) -> OperatorStrategy:
+    """Return what the strategy of a Conv2D (input n, c, h, w; weight o, c, height, width) says of its weight.
+
+    >>> print(conv2d(((2, 2, 1, 1), (2, 2, 1, 1))).layout(8))
+    [2, 2, 2] map [0, 1, -1, -1]
+    """
+    return _operator("Conv2D", [*"nchwoyx"], [[*"nchw"], [*"ocyx"]], strategies, parameter)
+
+
+OPERATORS: dict[str, Callable[..., OperatorStrategy]] = {
+    "matmul": matmul,
+    "batch_matmul": batch_matmul,
+    "add": add,
+    "layer_norm": layer_norm,
+    "gather": gather,
+    "conv2d": conv2d,
+}
+"""The operators by the names that rules files use."""
+
+
+def _check(kind: str, strategies: Strategies, *, inputs: tuple[int, ...], least: int = 1) -> None:
+    """Refuse what has the form of no strategy of an operator with so many inputs of at least so many dimensions."""
+    if len(strategies) not in inputs or any(len(cuts) < least for cuts in strategies):
+        raise LayoutError(f"strategy {strategies} is none of {kind}; expected {inputs[0]} inputs")
+    if any(type(cut) is not int or not 1 <= cut <= MOST_DEVICES for cuts in strategies for cut in cuts):
+        raise LayoutError(f"strategy {strategies!r:.200} of {kind} has to be of integers from 1 to {MOST_DEVICES}")
+
+
+def _operator(
+    kind: str,
+    order: Sequence[str],
+    inputs: Sequence[Sequence[str]],
+    strategies: Strategies,
+    parameter: int,
+    stretched: Sequence[str] = (),
+) -> OperatorStrategy:
+    """Join the strategies of an operator's inputs by the labels of their dimensions.
+
+    Args:
+        kind: for messages.
+        order: the operator's own dimensions, outermost device axis first.
+        inputs: the labels of each input's dimensions.
+        strategies: the parts of each input's dimensions.
+        parameter: which input is meant.
+        stretched: labels of dimensions that are broadcast, so that one input may be cut there and the other not.
+    """
+    _check(kind, strategies, inputs=(len(inputs),))
+    if [len(cuts) for cuts in strategies] != [len(labels) for labels in inputs] or parameter not in range(len(inputs)):
+        expected = ", ".join(str(len(labels)) for labels in inputs)
+        raise LayoutError(f"strategy {strategies} is none of {kind}; expected inputs of {expected} dimensions")
+    cuts_of: dict[str, set[int]] = {label: set() for label in order}
+    for labels, cuts in zip(inputs, strategies, strict=True):
+        for label, cut in zip(labels, cuts, strict=True):
+            cuts_of[label].add(cut)
+    for label, found in cuts_of.items():
+        if len(found - {1} if label in stretched else found) > 1:
+            raise LayoutError(
+                f"strategy {strategies} of {kind} cuts dimension {label} in {sorted(found)}; expected one number"
+            )
+    dims = [
+        order.index(label) if cut > 1 else None
+        for label, cut in zip(inputs[parameter], strategies[parameter], strict=True)
+    ]
+    return OperatorStrategy(tuple(max(cuts_of[label], default=1) for label in order), tuple(dims))

@@ -1,0 +1,412 @@
+"""Strategies without compiling a network: from a mesh and rules, or from the strategies of operators.
+
+What the tutorials compile a target network for is its strategy file, and little of the network shows in it:
+
+1. Each weight gets a layout: of the first rule whose glob matches its name, in the order given. A weight that no rule
+   matches is whole on every device of its stage.
+2. Optimizer states (and `accu_grads.*`) get what their weight gets, whatever the rules would say of their names: a
+   state's name ends with a dot and its weight's. One of another shape than its weight goes by the rules, as does a
+   tensor whose full name is a rule.
+3. With optimizer parallel, each weight's block is cut again along dimension 0 over the devices that share it. As
+   MindSpore 2.10.0 compiles it, this is left out where nothing shares the block; where the whole weight is smaller than
+   `parallel_optimizer_threshold` x 1024 bytes; and where the block's rows do not divide by the number of pieces. There
+   are as many pieces as devices share the block, or `optimizer_weight_shard_size` if that is less and more than 1;
+   if that does not divide their number, it is left out, too.
+4. In a pipeline the mesh is that of one stage; globs say in which stage, or stages, each weight lives.
+
+A tensor of no dimensions, and one whose rule is None, is not in the strategy, and is copied as it is (`global_step`).
+
+Against MindSpore's own files (`test_rules.py` counts) every block agrees. What only a compilation tells: layouts
+that a search chose or propagated (`auto_parallel`), so give those as rules; which weights are frozen, which
+`only_trainable_params` leaves out of a file; and which have `parallel_optimizer=False`, so name those in
+`optimizer_parallel_except`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from reshard.dtypes import DType, by_name
+from reshard.errors import Faults, LayoutError, UsageError, names
+from reshard.layout.layout import MOST_DEVICES, Layout, whole
+from reshard.strategy.names import optimizer_states
+from reshard.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from reshard.layout.block import Shape
+    from reshard.strategy.operators import OperatorStrategy
+
+AxisEntry = str | tuple[str, ...] | None
+"""What splits a dimension: a mesh axis, several (major first), or nothing."""
+
+Rule = Sequence[AxisEntry] | None
+"""An entry for each dimension, the rest not split; None: not in the strategy."""
+
+
+class Options(TypedDict, total=False):
+    """What strategies from rules and from operators have in common.
+
+    Attributes:
+        dtypes: of the tensors, by name, for the threshold; float32 where it is not told.
+        optimizer_parallel: cut blocks again over the devices that share them (`enable_parallel_optimizer`).
+        optimizer_weight_shard_size: into at most so many pieces; -1 for all devices that share a block.
+        parallel_optimizer_threshold: weights smaller than this are not cut by it, in KB of 1024 bytes; 64.
+        optimizer_parallel_except: globs of weights that are not cut by it (`Parameter.parallel_optimizer = False`).
+        pipeline: globs of weights to the stage that each is in, or the stages; the first match counts.
+        only_by_rule: names of tensors that are left out unless a rule matches them, as MindSpore does `global_step`.
+        predict: leave out optimizer states and `accu_grads.*`, as `infer_predict_layout` does.
+    """
+
+    dtypes: Mapping[str, DType | str]
+    optimizer_parallel: bool
+    optimizer_weight_shard_size: int
+    parallel_optimizer_threshold: int
+    optimizer_parallel_except: Sequence[str]
+    pipeline: Mapping[str, int | Sequence[int]] | None
+    only_by_rule: Collection[str]
+    predict: bool
+
+
+_MOST_STAGES = 1 << 16
+
+OPTIONS = frozenset(Options.__annotations__) - {"dtypes", "only_by_rule", "predict"}
+"""The options that a rules file may have."""
+
+
+def from_rules(
+    shapes: Mapping[str, Shape],
+    mesh: Mapping[str, int],
+    rules: Mapping[str, Rule],
+    options: Options,
+    faults: Faults | None = None,
+) -> Strategy:
+    """Build a strategy from a mesh and rules; see `Strategy.from_rules`.
+
+    Args:
+        shapes: the whole shape of every tensor.
+        mesh: the extents of the axes by name, outermost first: the device matrix.
+        rules: globs of tensor names to what splits their dimensions; the first match counts.
+        options: see `Options`.
+        faults: collects what is wrong, under the name of a file.
+
+    Raises:
+        UsageError: all faults at once, each with its place.
+    """
+    faults = faults or Faults("rules")
+    extents = _mesh(mesh, faults)
+    made = {
+        glob: _mesh_rule(rule, extents, _at("rules", glob), faults) for glob, rule in _items(rules, "rules", faults)
+    }
+    _check_options(options, faults)
+    faults.raise_if_any(UsageError)
+    unsplit = Layout(tuple(extents.values()), ())
+    return _build(shapes, made, lambda ndim: replace(unsplit, tensor_map=((),) * ndim), "rules", options, faults)
+
+
+def from_operators(
+    shapes: Mapping[str, Shape],
+    operators: Mapping[str, OperatorStrategy | Layout | None],
+    devices: int,
+    options: Options,
+    faults: Faults | None = None,
+) -> Strategy:
+    """Build a strategy from the strategies of operators; see `Strategy.from_operators`.
+
+    Args:
+        shapes: the whole shape of every tensor.
+        operators: globs of tensor names to the strategy of the operator that uses them, or to a layout as it is.
+        devices: ranks in each stage.
+        options: see `Options`.
+        faults: collects what is wrong, under the name of a file.
+
+    Raises:
+        UsageError: all faults at once, each with its place.
+    """
+    faults = faults or Faults("operators")
+    _check_options(options, faults)
+    if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
+        faults.add("$.devices", f"is {devices!r:.60}; expected a number from 1 to {MOST_DEVICES}")
+        faults.raise_if_any(UsageError)
+    made: dict[str, Any] = {}
+    for glob, operator in _items(operators, "operators", faults):
+        try:
+            layout = operator if operator is None or isinstance(operator, Layout) else operator.layout(devices)
+        except LayoutError as error:
+            faults.add(_at("operators", glob), str(error))
+            continue
+        if layout is not None and layout.devices != devices:
+            faults.add(_at("operators", glob), f"is a layout of {layout.devices} devices; a stage has {devices}")
+        made[glob] = layout and _exactly(layout)
+    faults.raise_if_any(UsageError)
+    return _build(shapes, made, lambda ndim: whole(ndim, devices), "operators", options, faults)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------
+
+
+def _at(key: str, name: str) -> str:
+    return f"$.{key}[{name!r}]"
+
+
+def _items(value: object, key: str, faults: Faults) -> list[tuple[str, Any]]:
+    """Return the items of a mapping of strings; anything else is a fault."""
+    if not isinstance(value, Mapping):
+        faults.add(f"$.{key}", f"is {value!r:.60}; expected a mapping")
+        return []
+    for name in value:
+        if not isinstance(name, str) or not name:
+            faults.add(f"$.{key}", f"has the key {name!r:.60}; expected text")
+    return [(name, item) for name, item in value.items() if isinstance(name, str) and name]
+
+
+def _mesh(mesh: object, faults: Faults) -> dict[str, int]:
+    extents = {}
+    for axis, extent in _items(mesh, "mesh", faults):
+        if type(extent) is not int or not 1 <= extent <= MOST_DEVICES:
+            faults.add(f"$.mesh.{axis}", f"is {extent!r:.60}; expected a number from 1 to {MOST_DEVICES}")
+        else:
+            extents[axis] = extent
+    try:
+        Layout(tuple(extents.values()), ())
+    except LayoutError as error:
+        faults.add("$.mesh", str(error).replace("dev_matrix", "mesh"))
+    return extents
+
+
+def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults) -> Callable[[int], Layout] | None:
+    """Return what gives a rule's layout for a number of dimensions; a rule that is none is a fault."""
+    if rule is None:
+        return None
+    values = {axis: len(mesh) - 1 - place for place, axis in enumerate(mesh)}
+    tensor_map: list[tuple[int, ...]] = []
+    if isinstance(rule, str) or not isinstance(rule, Sequence):
+        faults.add(where, f"is {rule!r:.60}; expected a list of axes, one entry a dimension, or nothing at all")
+        return None
+    used: set[str] = set()
+    for dim, entry in enumerate(rule):
+        axes = () if entry in (None, "None", []) else (entry,) if isinstance(entry, str) else entry
+        if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+            faults.add(f"{where}[{dim}]", f"is {entry!r:.60}; expected an axis, several, or none (null)")
+            continue
+        for axis in axes:
+            if axis not in mesh:
+                faults.add(f"{where}[{dim}]", f"names the axis {axis!r}; the mesh has {names(mesh)}")
+            elif axis in used:
+                faults.add(f"{where}[{dim}]", f"uses the axis {axis!r} a second time")
+            used.add(axis)
+        tensor_map.append(tuple(values.get(axis, 0) for axis in axes))
+    extents = tuple(mesh.values())
+
+    def layout(ndim: int) -> Layout:
+        if len(tensor_map) > ndim:
+            raise LayoutError(f"has {len(tensor_map)} entries; a tensor that it is for has {ndim} dimensions")
+        return Layout(extents, (*tensor_map, *((),) * (ndim - len(tensor_map))))
+
+    return layout
+
+
+def _exactly(layout: Layout) -> Callable[[int], Layout]:
+    def of(ndim: int) -> Layout:
+        if len(layout.tensor_map) != ndim:
+            raise LayoutError(f"is for {len(layout.tensor_map)} dimensions; a tensor that it is for has {ndim}")
+        return layout
+
+    return of
+
+
+# --- from rules to layouts --------------------------------------------------------------------------------------
+
+
+def _build(
+    shapes: Mapping[str, Shape],
+    rules: Mapping[str, Callable[[int], Layout] | None],
+    unmatched: Callable[[int], Layout],
+    key: str,
+    options: Options,
+    faults: Faults,
+) -> Strategy:
+    """Apply rules, pipeline and optimizer parallel to every tensor (the steps above)."""
+    homes: dict[str, str] = {}  # the weight of each tensor, and itself for a weight
+    owners: dict[str, str] = {}  # that whose rule counts
+    states = optimizer_states(shapes)
+    for name, shape in shapes.items():
+        if name in states and name not in rules and options.get("predict", False):
+            continue
+        weight = None if name in rules else _weight(name, states, shapes)
+        homes[name] = weight or name
+        owners[name] = weight if weight is not None and tuple(shapes[weight]) == tuple(shape) else name
+    ruled = _first_matches(rules, dict.fromkeys(owners.values()), key, shapes, faults)
+    by_rule = frozenset(options.get("only_by_rule", ()))
+    listed = {
+        name: tuple(shapes[name])
+        for name, glob in ruled.items()
+        if (rules[glob] is not None if glob is not None else shapes[name] and name not in by_rule)
+    }
+    layouts = _layouts(listed, rules, ruled, unmatched, key, faults)
+    if options.get("optimizer_parallel", False):
+        layouts = _optimizer_parallel(listed, layouts, options, faults)
+    stages = _stages([homes[name] for name in listed], shapes, options.get("pipeline"), faults)
+    faults.raise_if_any(UsageError)
+    found: dict[str, Layout | Mapping[int, Layout]] = {
+        name: dict.fromkeys(stages[homes[name]], layouts[owner]) for name, owner in owners.items() if owner in layouts
+    }
+    if not found:
+        raise UsageError(f"{faults.subject}: no tensor is left for a strategy; expected shapes of at least one weight")
+    return Strategy.of(found, shapes={name: tuple(shapes[name]) for name in found})
+
+
+def _weight(name: str, states: Mapping[str, str], known: Collection[str]) -> str | None:
+    """Return the weight of an optimizer state, also of a state of a state (`accu_grads.adam_m.w`)."""
+    weight = states.get(name)
+    while weight is not None and weight in states:
+        weight = states[weight]
+    return weight if weight in known else None
+
+
+def _first_matches(
+    patterns: Collection[str], weights: Collection[str], key: str, every: Collection[str], faults: Faults
+) -> dict[str, str | None]:
+    """Return each weight's first matching glob, or None. A glob that is never the first is a fault."""
+    found = {name: next((glob for glob in patterns if fnmatchcase(name, glob)), None) for name in weights}
+    used = set(found.values())
+    for glob in (glob for glob in patterns if glob not in used):
+        matched = [name for name in every if fnmatchcase(name, glob)]
+        what = f"matches no tensor; there are {names(every)}"
+        if matched:
+            what = (
+                f"is never used: what it matches ({names(matched)}) is taken by a pattern before it (the first match "
+                "counts), or is an optimizer state, which goes with its weight"
+            )
+        faults.add(_at(key, glob), what)
+    return found
+
+
+def _layouts(
+    shapes: Mapping[str, Shape],
+    rules: Mapping[str, Callable[[int], Layout] | None],
+    ruled: Mapping[str, str | None],
+    unmatched: Callable[[int], Layout],
+    key: str,
+    faults: Faults,
+) -> dict[str, Layout]:
+    """Return the layout that the rules give to each weight; those that do not fit are faults, told once a rule."""
+    layouts: dict[str, Layout] = {}
+    wrong: dict[tuple[str, str], list[str]] = {}
+    for name, shape in shapes.items():
+        glob = ruled[name]
+        try:
+            layout_of = unmatched if glob is None else rules[glob] or unmatched
+            layouts[name] = layout_of(len(shape))
+            splits = layouts[name].splits
+        except LayoutError as error:
+            wrong.setdefault((glob or "", str(error)), []).append(name)
+            continue
+        for dim, (extent, ways) in enumerate(zip(shape, splits, strict=True)):
+            if extent % ways:
+                what = f"splits dimension {dim} of size {extent} {ways} ways, which does not divide it"
+                wrong.setdefault((glob or "", what), []).append(name)
+    for (glob, what), found in wrong.items():
+        faults.add(_at(key, glob), f"{what}: {names(found)}")
+    return layouts
+
+
+# --- optimizer parallel and pipelines ---------------------------------------------------------------------------
+
+
+def optimizer_sharded(layout: Layout, shape: Shape, nbytes: int, *, size: int = -1, threshold: int = 64) -> Layout:
+    """Cut a weight's blocks again over the devices that share them, where MindSpore does (step 3 above).
+
+    Args:
+        layout: the weight's, without optimizer parallel.
+        shape: of the whole weight.
+        nbytes: of the whole weight.
+        size: at most so many pieces; -1 or 1 for no limit.
+        threshold: smaller weights are left alone, in KB of 1024 bytes.
+
+    >>> rows = Layout.of([2, 4], [0, -1])
+    >>> print(optimizer_sharded(rows, (128, 128), 65536)), print(optimizer_sharded(rows, (127, 128), 65024))
+    [2, 4] map [0, -1] opt -1
+    [2, 4] map [0, -1]
+    (None, None)
+    """
+    sharing = prod(layout.dev_matrix[axis] for axis in layout.unused_axes)
+    pieces = min(size, sharing) if size > 1 else sharing
+    if layout.opt_weight_shard_size or sharing == 1 or not shape or nbytes < threshold * 1024:
+        return layout
+    if sharing % pieces or shape[0] // layout.splits[0] % pieces:
+        return layout
+    cut = replace(layout, opt_weight_shard_size=pieces if size > 1 else -1)
+    return replace(cut, opt_weight_shard_step=cut.shard_step())
+
+
+def _optimizer_parallel(
+    shapes: Mapping[str, Shape], layouts: Mapping[str, Layout], options: Options, faults: Faults
+) -> dict[str, Layout]:
+    excepted = options.get("optimizer_parallel_except", ())
+    for place, glob in enumerate(excepted):
+        if not any(fnmatchcase(name, glob) for name in layouts):
+            faults.add(
+                f"$.optimizer_parallel_except[{place}]", f"{glob!r} matches no weight; there are {names(layouts)}"
+            )
+    dtypes = options.get("dtypes") or {}
+    found = {}
+    for name, layout in layouts.items():
+        dtype = dtypes.get(name, "float32")
+        itemsize = (by_name(dtype, UsageError) if isinstance(dtype, str) else dtype).itemsize
+        found[name] = layout
+        if not any(fnmatchcase(name, glob) for glob in excepted):
+            found[name] = optimizer_sharded(
+                layout,
+                shapes[name],
+                prod(shapes[name]) * itemsize,
+                size=options.get("optimizer_weight_shard_size", -1),
+                threshold=options.get("parallel_optimizer_threshold", 64),
+            )
+    return found
+
+
+def _stages(weights: Collection[str], every: Collection[str], pipeline: object, faults: Faults) -> dict[str, list[int]]:
+    """Return the stages of each weight; a weight in none and a stage without any are faults."""
+    if pipeline is None:
+        return {name: [0] for name in weights}
+    by_glob: dict[str, list[int]] = {}
+    for glob, value in _items(pipeline, "pipeline", faults):
+        stages = [value] if type(value) is int else value
+        if (
+            not isinstance(stages, Sequence)
+            or not stages
+            or any(type(n) is not int or not 0 <= n < _MOST_STAGES for n in stages)
+        ):
+            faults.add(_at("pipeline", glob), f"is {value!r:.60}; expected a stage, counted from 0, or several")
+            stages = []
+        by_glob[glob] = list(stages)
+    first = _first_matches(by_glob, weights, "pipeline", every, faults)
+    homeless = [name for name, glob in first.items() if glob is None]
+    if homeless:
+        faults.add("$.pipeline", f"says no stage of {names(homeless)}")
+    found = {name: by_glob[glob] for name, glob in first.items() if glob is not None}
+    used = {stage for stages in found.values() for stage in stages}
+    if missing := set(range(max(used, default=0))) - used:
+        faults.add("$.pipeline", f"has no tensor for stage {names(sorted(missing))}, though for stage {max(used)}")
+    return found
+
+
+def _check_options(options: Options, faults: Faults) -> None:
+    for option in ("optimizer_parallel", "predict"):
+        if not isinstance(value := options.get(option, False), bool):
+            faults.add(f"$.{option}", f"is {value!r:.60}; expected true or false")
+    size = options.get("optimizer_weight_shard_size", -1)
+    if type(size) is not int or size < -1 or size == 0:
+        faults.add("$.optimizer_weight_shard_size", f"is {size!r:.60}; expected -1, or a number of at least 1")
+    threshold = options.get("parallel_optimizer_threshold", 64)
+    if type(threshold) is not int or threshold < 0:
+        faults.add("$.parallel_optimizer_threshold", f"is {threshold!r:.60}; expected a number of KB, at least 0")
+    excepted = options.get("optimizer_parallel_except", ())
+    if isinstance(excepted, str) or not isinstance(excepted, Sequence) or not all(isinstance(g, str) for g in excepted):
+        faults.add("$.optimizer_parallel_except", f"is {excepted!r:.60}; expected a list of patterns")

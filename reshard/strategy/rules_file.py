@@ -1,0 +1,158 @@
+"""Rules files: YAML that says how the tensors of a target are cut, for `reshard strategy make`.
+
+    mesh: {dp: 2, mp: 4}              # the devices of a stage, outermost axis first
+    rules:                            # globs of names; the first match counts
+      "*.wq.weight": [mp]             # dimension 0 by mp, the others whole
+      "*.wo.weight": [null, [dp, mp]] # dimension 1 by both, dp major
+      "learning_rate*": null          # not in the strategy: copied as it is
+    optimizer_parallel: true
+    optimizer_weight_shard_size: -1   # these two are MindSpore's defaults
+    parallel_optimizer_threshold: 64  # KB
+    optimizer_parallel_except: ["embedding*"]
+    pipeline: {"layers.[0-3].*": 0, "layers.[4-7].*": 1, "embedding*": [0, 1]}
+
+Or, instead of mesh and rules, the strategies that the network's operators are given, over so many devices a stage:
+
+    devices: 8
+    operators:
+      "layer1.weight": {matmul: [[2, 1], [1, 2]], transpose_b: false}
+      "layer1.bias": {add: [[2, 2], [2]]}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import Faults, LayoutError, UsageError, names
+from reshard.storage.untrusted import read_small
+from reshard.strategy.operators import OPERATORS, OperatorStrategy
+from reshard.strategy.rules import OPTIONS, from_operators, from_rules
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Iterator, Mapping
+
+    from reshard.dtypes import DType
+    from reshard.layout.block import Shape
+    from reshard.strategy.strategy import Strategy
+
+_LARGEST_FILE = 1 << 20  # PyYAML takes some 10 s for so much
+_LONGEST_SCALAR = 2000  # also keeps numbers below 4,300 digits, which is as many as Python writes
+
+
+def strategy_from_file(
+    path: str | os.PathLike[str],
+    shapes: Mapping[str, Shape],
+    *,
+    dtypes: Mapping[str, DType | str] | None = None,
+    only_by_rule: Collection[str] = (),
+    predict: bool = False,
+) -> Strategy:
+    """Build the strategy that a rules file describes.
+
+    Args:
+        path: a YAML file.
+        shapes: the whole shape of every tensor.
+        dtypes: of the tensors, for the threshold of optimizer parallel.
+        only_by_rule: names of tensors that are left out unless a rule matches them.
+        predict: leave out the states of the optimizer.
+
+    Raises:
+        UsageError: the file cannot be read, or is no rules file for such tensors; all faults at once, each with its
+            place in the file.
+    """
+    faults = Faults(str(path))
+    top = _load(Path(path), faults)
+    options = {key: top.pop(key) for key in OPTIONS & top.keys()}
+    kinds = [{"mesh", "rules"}, {"devices", "operators"}]
+    kind = next((keys for keys in kinds if keys & top.keys()), kinds[0])
+    for key in top.keys() - kind:
+        faults.add(
+            f"$.{key}", f"is none of the keys known beside {names(sorted(kind))}: {names(sorted(OPTIONS), most=9)}"
+        )
+    for key in sorted(kind - top.keys()):
+        faults.add(f"$.{key}", f"is missing; expected {names(sorted(kinds[0]))}, or {names(sorted(kinds[1]))}")
+    operators = _operators(top.get("operators"), faults)
+    faults.raise_if_any(UsageError)
+    given: Any = {**options, "dtypes": dtypes or {}, "only_by_rule": only_by_rule, "predict": predict}
+    if kind is kinds[0]:
+        return from_rules(shapes, top["mesh"], top["rules"], given, faults)
+    return from_operators(shapes, operators, top["devices"], given, faults)
+
+
+def _load(path: Path, faults: Faults) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds; a key that stands twice is a fault, though YAML takes the last."""
+    import yaml  # used by no other command
+
+    class Loader(yaml.SafeLoader):
+        """YAML without aliases, ten lines of which make more values than any memory holds."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            mark: Any = event.start_mark
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.YAMLError(f"line {mark.line + 1} has the alias *{event.anchor}; write it out")
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_SCALAR:
+                raise yaml.YAMLError(f"line {mark.line + 1} has a text of {len(event.value)} characters")
+            return super().compose_node(parent, index)
+
+    content = read_small(path, "rules file", _LARGEST_FILE, UsageError)
+    loader = None
+    try:
+        loader = Loader(content)
+        node = loader.get_single_node()
+        for key in _repeated(node):
+            faults.add(f"line {key.start_mark.line + 1}", f"has the key {key.value!r} a second time")
+        top = loader.construct_document(node) if node else None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: is not YAML: it is nested too deeply") from None
+    except (LookupError, TypeError, AttributeError):  # as PyYAML finds out
+        raise UsageError(f"{path}: is not YAML: a value does not fit the tag before it") from None
+    finally:
+        if loader:
+            loader.dispose()
+    if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
+        raise UsageError(f"{path}: is a YAML {type(top).__name__}; expected a mapping with the keys mesh and rules")
+    return top
+
+
+def _repeated(node: Any) -> Iterator[Any]:
+    """Yield the keys that stand twice in one mapping below a YAML node."""
+    if getattr(node, "id", "") == "sequence":
+        for item in node.value:
+            yield from _repeated(item)
+    if getattr(node, "id", "") == "mapping":
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                yield key
+            seen.add(str(key.value))
+            yield from _repeated(value)
+
+
+def _operators(given: object, faults: Faults) -> dict[str, OperatorStrategy | None]:
+    """Return the operators of a rules file: `{matmul: [[2, 1], [1, 2]], transpose_b: true}`."""
+    if not isinstance(given, dict):
+        if given is not None:
+            faults.add("$.operators", f"is {given!r:.60}; expected a mapping")
+        return {}
+    found: dict[str, OperatorStrategy | None] = {}
+    for glob, item in given.items():
+        where = f"$.operators[{glob!r}]"
+        kinds = [key for key in item if key in OPERATORS] if isinstance(item, dict) else []
+        if item is None:
+            found[glob] = None
+        elif len(kinds) != 1:
+            faults.add(where, f"is {item!r:.60}; expected one of {names(OPERATORS, most=9)} with its strategy")
+        else:
+            more = {key: value for key, value in item.items() if key != kinds[0]}
+            try:
+                found[glob] = OPERATORS[kinds[0]](tuple(map(tuple, item[kinds[0]])), **more)
+            except LayoutError as error:
+                faults.add(where, str(error))
+            except TypeError:
+                faults.add(where, f"is {item!r:.60}; expected such as {{matmul: [[2, 1], [1, 2]], transpose_b: true}}")
+    return found

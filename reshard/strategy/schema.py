@@ -1,0 +1,130 @@
+"""What a JSON file of this program's own must hold, checked before anything of it is used.
+
+A schema is plain data: a `Kind` of value; `[kind]` for a list of them; `(kind, kind)` for a list of exactly these; an
+object's keys and their kinds, all of them needed and no other known; `{TEXT: kind}` for an object of any keys; and
+`Maybe(kind)` where there may be null instead.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.storage.untrusted import is_text, parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Kind(NamedTuple):
+    """A kind of value: what it is called in messages, and what tells it."""
+
+    called: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """A value of some schema, or null."""
+
+    schema: object
+
+
+def _is_text(value: object) -> bool:
+    """Tell text that can be a name; half of a surrogate pair, which JSON can say, or a null byte cannot."""
+    return isinstance(value, str) and "\0" not in value and is_text(value)
+
+
+def _is_line(value: object) -> bool:
+    """Tell text that, shown to a user, cannot look like a line of its own."""
+    return _is_text(value) and len(str(value).splitlines()) <= 1 and "\n" not in str(value)
+
+
+def _is_inner_path(value: object) -> bool:
+    return _is_line(value) and bool(value) and is_inner_path(str(value))
+
+
+def is_inner_path(path: str) -> bool:
+    """Tell a path that, below a directory, leads to something inside of it; links are not resolved.
+
+    >>> [is_inner_path(path) for path in ("rank_0/a.ckpt", "a/../../b", "/etc/passwd")]
+    [True, False, False]
+    """
+    parts = PurePosixPath(path)
+    return not parts.is_absolute() and ".." not in parts.parts
+
+
+ANY = Kind("anything", lambda _: True)
+COUNT = Kind("a whole number, from 0 on", lambda value: type(value) is int and 0 <= value < 1 << 63)
+NUMBER = Kind("a whole number", lambda value: type(value) is int and -1 << 63 <= value < 1 << 63)
+FLAG = Kind("true or false", lambda value: type(value) is bool)
+TEXT = Kind("text", _is_text)
+LINE = Kind("text without a line break", _is_line)
+INNER_PATH = Kind("a path that stays below its directory", _is_inner_path)
+
+
+def parse(content: bytes) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: it is not JSON, nested absurdly deep, or an object has a key twice.
+    """
+    repeated: list[str] = []
+    try:
+        found = parse_json(content, repeated)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if repeated:
+        raise ValueError(f"the key {repeated[0]!r:.60} is there twice in an object")
+    return found
+
+
+def check(value: object, schema: object, where: str = "$") -> None:
+    """Hold a value of JSON against a schema.
+
+    Raises:
+        ValueError: it does not fit; the message tells the first place, what is there and what is expected.
+
+    >>> check({"a": [1, 2]}, {"a": [COUNT], "b": Maybe(TEXT)})
+    Traceback (most recent call last):
+    ...
+    ValueError: $ has no 'b'
+    >>> check({"a": [1, -2]}, {"a": [COUNT]})
+    Traceback (most recent call last):
+    ...
+    ValueError: $.a[1] is -2; expected a whole number, from 0 on
+    """
+    if isinstance(schema, Kind):
+        if not schema.holds(value):
+            raise ValueError(f"{where} is {value!r:.60}; expected {schema.called}")
+    elif isinstance(schema, Maybe):
+        if value is not None:
+            check(value, schema.schema, where)
+    elif isinstance(schema, list | tuple):
+        if not isinstance(value, list) or (isinstance(schema, tuple) and len(value) != len(schema)):
+            many = f"of {len(schema)} items" if isinstance(schema, tuple) else "of any length"
+            raise ValueError(f"{where} is {value!r:.60}; expected a list {many}")
+        schemas = schema if isinstance(schema, tuple) else schema * len(value)
+        for number, (item, kind) in enumerate(zip(value, schemas, strict=True)):
+            check(item, kind, f"{where}[{number}]")
+    elif isinstance(schema, dict):
+        _check_object(value, schema, where)
+
+
+def _check_object(value: object, schema: dict[Any, object], where: str) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {value!r:.60}; expected an object")  # noqa: TRY004 -- the file's fault
+    if TEXT in schema:
+        for key, item in value.items():
+            check(key, TEXT, f"a key of {where}")
+            check(item, schema[TEXT], f"{where}[{key!r:.60}]")
+        return
+    for key in schema:
+        if key not in value:
+            raise ValueError(f"{where} has no {key!r}")
+    for key, item in value.items():
+        if key not in schema:
+            raise ValueError(f"{where} has {key!r:.60}, which is not known")
+        check(item, schema[key], f"{where}.{key}")

@@ -1,0 +1,398 @@
+"""Strategies: a layout for every tensor of a model, over its pipeline stages.
+
+The global number of a rank is stage x devices per stage + its number in the stage. One tensor may live in several
+stages (tied embeddings); as a source it is read whole from the lowest stage that holds it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import Faults, LayoutError, StrategyError, names
+from reshard.layout.block import shape_text
+from reshard.layout.layout import Grid, Layout, foldings, grid
+from reshard.upward import upward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Unpack
+
+    from reshard.layout.block import Shape
+    from reshard.strategy.operators import OperatorStrategy
+    from reshard.strategy.rules import Options, Rule
+    from reshard.view.picture import Picture
+
+
+MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
+"""A tensor's name in a file that has several pipeline stages: the stage, a dash, the name."""
+
+
+class Placed(NamedTuple):
+    """A tensor's layout in one pipeline stage.
+
+    Attributes:
+        stage: the pipeline stage, from 0.
+        layout: how the tensor is cut over the devices of that stage.
+        shape: the whole tensor's shape, where it is known.
+        expanded: layout and shape may have more dimensions than the tensor: JSON writes nested entries expanded.
+        unknown: what the file says beyond the format known here, kept for writing: protobuf bytes or JSON items.
+    """
+
+    stage: int
+    layout: Layout
+    shape: Shape | None = None
+    unknown: bytes | tuple[tuple[str, object], ...] = b""
+    expanded: bool = False
+
+
+class Operator(NamedTuple):
+    """An operator's strategy, kept for writing; only its stage matters here."""
+
+    name: str
+    stage: int
+    strategy: tuple[Shape, ...]
+    unknown: bytes | tuple[tuple[str, object], ...] = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Which layout each tensor has, in each pipeline stage that holds it.
+
+    Attributes:
+        tensors: for each tensor name, its layouts by stage, ascending.
+        stages: the stages described; `range(1, 2)` for the file of one stage of a longer pipeline.
+        devices: ranks in each stage.
+        operators: operators' strategies, as the file gives them.
+        merged: the file has stage numbers in its names, which pipelines have after merging.
+        current_stage: as the file gives it; it says nothing.
+        unknown: what the file says beyond the format known here, kept for writing.
+        others: the pipeline is known to have more stages than those described: the file says so (stage 1 and higher),
+            the files beside it do, or one stage was chosen of several. No part of what strategies are compared by.
+
+    >>> strategy = Strategy.of({"w": Layout.of([4], [0, -1])})
+    >>> strategy.ranks, strategy.grid("w", (8, 2)).ranks
+    (range(0, 4), ((0,), (1,), (2,), (3,)))
+    """
+
+    tensors: Mapping[str, tuple[Placed, ...]]
+    stages: range
+    devices: int
+    operators: tuple[Operator, ...] = ()
+    merged: bool = False
+    current_stage: int = 2
+    unknown: bytes | tuple[tuple[str, object], ...] = field(default=b"")
+    others: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.stages.start:
+            object.__setattr__(self, "others", True)
+
+    @classmethod
+    def of(
+        cls,
+        layouts: Mapping[str, Layout | Mapping[int, Layout]],
+        *,
+        shapes: Mapping[str, Shape] | None = None,
+    ) -> Strategy:
+        """Build a strategy from layouts by name, or by name and stage.
+
+        Raises:
+            StrategyError: layouts disagree on the number of devices; each is named.
+        """
+        tensors = {}
+        for name, value in layouts.items():
+            by_stage = {0: value} if isinstance(value, Layout) else value
+            shape = shapes.get(name) if shapes else None
+            tensors[name] = tuple(Placed(stage, by_stage[stage], shape) for stage in sorted(by_stage))
+        stages = {placed.stage for places in tensors.values() for placed in places}
+        last = max(stages, default=0)
+        faults = Faults("strategy")
+        devices = agreed_devices(tensors, faults)
+        faults.raise_if_any(StrategyError)
+        return cls(tensors, range(last + 1), devices, merged=last > 0, current_stage=1 if last else 2)
+
+    @classmethod
+    def from_rules(
+        cls,
+        shapes: Mapping[str, Shape],
+        mesh: Mapping[str, int],
+        rules: Mapping[str, Rule],
+        **options: Unpack[Options],
+    ) -> Strategy:
+        """Build the strategy of a network that is not compiled, from a device mesh and rules.
+
+        Args:
+            shapes: the whole shape of every tensor.
+            mesh: the extents of the axes of a stage's device mesh by name, outermost first.
+            rules: globs of tensor names to what splits each dimension: an axis, several (major first), or None.
+                The first match counts; a shorter rule leaves the other dimensions whole, as no rule does all.
+                Optimizer states go with their weights. A rule that is None leaves tensors out of the strategy.
+            options: `dtypes`, `optimizer_parallel`, `optimizer_weight_shard_size`, `parallel_optimizer_threshold`,
+                `optimizer_parallel_except`, `pipeline`, `only_by_rule`, `predict`; see `strategy.rules.Options`.
+
+        Raises:
+            UsageError: a rule is never used, names an unknown axis, does not divide a tensor; all faults at once.
+
+        >>> mesh = {"dp": 2, "mp": 4}
+        >>> made = Strategy.from_rules({"h.0.wq.weight": (512, 256), "ln": (256,)}, mesh, {"*.wq.*": ("mp", None)},
+        ...                            optimizer_parallel=True)
+        >>> print(made.tensors["h.0.wq.weight"][0].layout, "|", made.tensors["ln"][0].layout)
+        [2, 4] map [0, -1] opt -1 | [2, 4] map [-1]
+        """
+        from reshard.strategy.rules import from_rules
+
+        return from_rules(shapes, mesh, rules, options)
+
+    @classmethod
+    def from_operators(
+        cls,
+        shapes: Mapping[str, Shape],
+        operators: Mapping[str, OperatorStrategy | Layout | None],
+        devices: int,
+        **options: Unpack[Options],
+    ) -> Strategy:
+        """Build the strategy of a network that is not compiled, from the strategies of its operators.
+
+        Args:
+            shapes: the whole shape of every tensor.
+            operators: globs of parameter names to what the operator that uses them says (`reshard.operators`), or
+                to a layout; the first match counts. Of others the operator is cut along its batch: they are whole.
+            devices: ranks in each stage.
+            options: as for `from_rules`.
+
+        Raises:
+            UsageError: a pattern is never used, a strategy does not fit a tensor; all faults at once.
+
+        >>> from reshard.strategy.operators import matmul
+        >>> layer = {"layer1.weight": (784, 512), "layer1.bias": (512,)}
+        >>> made = Strategy.from_operators(layer, {"layer1.weight": matmul(((2, 1), (1, 2)))}, 8)
+        >>> print(made.tensors["layer1.weight"][0].layout, "|", made.tensors["layer1.bias"][0].layout)
+        [2, 2, 2] map [-1, 1] | [8] map [-1]
+        """
+        from reshard.strategy.rules import from_operators
+
+        return from_operators(shapes, operators, devices, options)
+
+    @property
+    def ranks(self) -> range:
+        """The global numbers of the ranks described."""
+        return range(self.stages.start * self.devices, self.stages.stop * self.devices)
+
+    def stage_of(self, rank: int) -> int:
+        """Return the pipeline stage of a global rank."""
+        return rank // self.devices
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """Return the stages that hold a tensor; none if the strategy does not name it."""
+        return tuple(placed.stage for placed in self.tensors.get(name, ()))
+
+    def names_of(self, stage: int) -> list[str]:
+        """Return the tensors of one stage, in the file's order."""
+        return [name for name, places in self.tensors.items() if any(p.stage == stage for p in places)]
+
+    def grid(self, name: str, shape: Shape, *, stage: int | None = None) -> Grid:
+        """Return which global ranks hold which block of a tensor, in every stage or in one.
+
+        Args:
+            name: a tensor that the strategy names.
+            shape: the whole tensor's shape, as the files store it.
+            stage: only this stage's ranks.
+
+        Raises:
+            LayoutError: the layout does not fit the shape; the message names tensor, dimension and sizes.
+        """
+        places = [p for p in self.tensors[name] if stage is None or p.stage == stage]
+        try:
+            return grid(shape, tuple((_unfolded(p, shape), p.stage * self.devices) for p in places))
+        except LayoutError as error:
+            raise LayoutError(f"tensor {name!r}: {error}") from None
+
+    def whole_shape(self, name: str, shard: Shape, *, stage: int) -> Shape:
+        """Return a tensor's whole shape, from the shape that the ranks of a stage store.
+
+        Raises:
+            LayoutError: the layout has another number of dimensions, or an expanded JSON layout could stand for
+                two shapes.
+        """
+        placed = next(p for p in self.tensors[name] if p.stage == stage)
+        try:
+            if placed.shape is None or not placed.expanded or len(placed.layout.tensor_map) == len(shard):
+                return placed.layout.full_shape(shard)
+            shapes = {
+                shape
+                for layout, shape in foldings(placed.layout, placed.shape, len(shard))
+                if layout.full_shape(shard) == shape
+            }
+        except LayoutError as error:
+            raise LayoutError(f"tensor {name!r}: {error}") from None
+        if len(shapes) == 1:
+            return shapes.pop()
+        found = " or ".join(shape_text(shape) for shape in sorted(shapes)) or "no shape of that many dimensions"
+        raise LayoutError(
+            f"tensor {name!r}: the files store {shape_text(shard)}; the JSON layout {placed.layout} of expanded shape "
+            f"{shape_text(placed.shape)} stands for {found}; use the protobuf strategy file, or give its layout "
+            f"with --layout '{name}=RULE'"
+        )
+
+    def by_stage(self) -> list[tuple[str, Placed]]:
+        """Return every tensor of every stage with its name, stage after stage, in the file's order."""
+        placed = [(name, placed) for name, places in self.tensors.items() for placed in places]
+        return sorted(placed, key=lambda item: item[1].stage)
+
+    def of_stage(self, stage: int) -> Strategy:
+        """Return what this strategy says of one stage of a pipeline.
+
+        The strategy file of one stage need not say which one it is: one that says 0 is taken for the stage asked for.
+
+        Raises:
+            StrategyError: there is no such stage.
+        """
+        if len(self.stages) == 1 and not self.merged and not self.stages.start:
+            moved = {name: (places[0]._replace(stage=stage),) for name, places in self.tensors.items()}
+            operators = tuple(operator._replace(stage=stage) for operator in self.operators)
+            return replace(self, tensors=moved, stages=range(stage, stage + 1), operators=operators, others=True)
+        if stage not in self.stages:
+            raise StrategyError(f"stage {stage} is asked for; the strategy has stages {names(self.stages)}")
+        here = {name: tuple(p for p in places if p.stage == stage) for name, places in self.tensors.items()}
+        tensors = {name: places for name, places in here.items() if places}
+        return replace(
+            self,
+            tensors=tensors,
+            stages=range(stage, stage + 1),
+            operators=tuple(operator for operator in self.operators if operator.stage == stage),
+            merged=False,
+            others=self.others or len(self.stages) > 1,
+        )
+
+    def with_layout(self, name: str, layout: Layout | None) -> Strategy:
+        """Return a copy in which a tensor has this layout in every stage, or is not named (None).
+
+        Raises:
+            StrategyError: the layout is for another number of devices.
+        """
+        if layout is not None and layout.devices != self.devices:
+            raise StrategyError(
+                f"tensor {name!r}: the layout {layout} is for {layout.devices} devices; a stage has {self.devices}"
+            )
+        tensors = dict(self.tensors)
+        if layout is None:
+            tensors.pop(name, None)
+        else:
+            stages = self.stages_of(name) or tuple(self.stages)
+            tensors[name] = tuple(Placed(stage, layout) for stage in stages)
+        return replace(self, tensors=tensors)
+
+    def picture(self, name: str, shape: Shape | None = None, target: Strategy | None = None) -> Picture:
+        """Draw which rank holds which block of a tensor, and beside it the same for another strategy.
+
+        Args:
+            name: a tensor that the strategies name.
+            shape: the whole tensor's; by default what the strategy says, else the least that the layouts divide.
+            target: the strategy to be drawn beside it.
+
+        Raises:
+            UsageError: a strategy does not name the tensor.
+            LayoutError: the shape does not divide.
+        """
+        drawn: Picture = upward("picture")(self, name, shape, target)
+        return drawn
+
+    def _repr_html_(self) -> str:
+        return str(upward("html")(self))
+
+    def __repr__(self) -> str:
+        """Describe the strategy on one line.
+
+        >>> Strategy.of({"w": Layout.of([4], [0, -1])})
+        <Strategy: 1 tensor over 4 ranks>
+        """
+        stages = "" if len(self.stages) == 1 else f" in {len(self.stages)} pipeline stages"
+        one_stage = f" (stage {self.stages.start} of a pipeline)" if self.others else ""
+        count = len(self.tensors)
+        return f"<Strategy: {count} tensor{'s' * (count != 1)} over {len(self.ranks)} ranks{stages}{one_stage}>"
+
+
+def _unfolded(placed: Placed, shape: Shape) -> Layout:
+    """Return a layout with as many dimensions as the tensor; JSON writes nested entries expanded."""
+    if placed.shape is None or not placed.expanded or len(placed.layout.tensor_map) == len(shape):
+        return placed.layout
+    for layout, folded in foldings(placed.layout, placed.shape, len(shape)):
+        if folded == shape:
+            return layout
+    raise LayoutError(
+        f"shape {shape_text(shape)} is not what the layout {placed.layout} of expanded shape "
+        f"{shape_text(placed.shape)} stands for"
+    )
+
+
+def agreed_devices(tensors: Mapping[str, Iterable[Placed]], faults: Faults) -> int:
+    """Return the number of devices in each stage; tensors that disagree with the first become faults."""
+    devices = 0
+    for name, places in tensors.items():
+        for placed in places:
+            devices = devices or placed.layout.devices
+            if placed.layout.devices != devices:
+                faults.add(
+                    f"{name}.dev_matrix",
+                    f"{shape_text(placed.layout.dev_matrix)} has {placed.layout.devices} devices; "
+                    f"the tensors before it have {devices}",
+                )
+    return devices
+
+
+def merge(parts: Sequence[tuple[str, Strategy]]) -> Strategy:
+    """Join the files of the ranks of a pipeline into one strategy, as `merge_pipeline_strategys` does.
+
+    Files of the same stage must agree; every stage from 0 to the last must be there.
+
+    Args:
+        parts: each file's name, for messages, and what it says.
+
+    Raises:
+        StrategyError: all faults at once.
+    """
+    faults = Faults("merging strategies")
+    by_stage: dict[int, tuple[str, Strategy]] = {}
+    for path, part in parts:
+        if not part.tensors:
+            faults.add(
+                path,
+                "names no tensor; every rank's file must (MindSpore leaves an empty one after a failed run)",
+            )
+        elif part.merged:
+            faults.add(path, "is merged already; give the files of the single ranks")
+        else:
+            first_path, first = by_stage.setdefault(part.stages.start, (path, part))
+            if first.tensors != part.tensors:
+                different = [
+                    n for n in {**first.tensors, **part.tensors} if first.tensors.get(n) != part.tensors.get(n)
+                ]
+                faults.add(
+                    path,
+                    f"disagrees with {first_path} of the same stage {part.stages.start} on {names(different)}",
+                )
+            elif first.devices != part.devices:
+                faults.add(path, f"has {part.devices} devices a stage; {first_path} has {first.devices}")
+    count = max(by_stage, default=-1) + 1
+    for stage in sorted(set(range(count)) - set(by_stage)):
+        faults.add(
+            f"stage {stage}",
+            f"has no file; {count} stages are expected because {by_stage[count - 1][0]} is stage {count - 1}",
+        )
+    devices = {part.devices for _, part in by_stage.values()}
+    if len(devices) > 1:
+        faults.add("stages", f"have different numbers of devices: {names(sorted(devices))}")
+    if not parts:
+        faults.add("directory", "holds no strategy file")
+    faults.raise_if_any(StrategyError)
+    stages = [by_stage[stage][1] for stage in range(count)]
+    if count == 1:
+        return stages[0]
+    tensors: dict[str, tuple[Placed, ...]] = {}
+    for part in stages:
+        for name, places in part.tensors.items():
+            tensors[name] = tensors.get(name, ()) + places
+    operators = tuple(operator for part in stages for operator in part.operators)
+    return Strategy(tensors, range(count), devices.pop(), operators, merged=True, current_stage=1)

@@ -1,0 +1,1 @@
+"""One checkpoint compared with another, with its strategy, or with a manifest."""

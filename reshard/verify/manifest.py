@@ -1,0 +1,258 @@
+"""Manifests: the size of every file of a checkpoint, a checksum of every tensor's part in it, and one of all else.
+
+A manifest goes with files that leave the machine: they can be checked by it alone, without a strategy. As JSON it is
+
+    {"reshard_manifest": 2,
+     "files": {
+       "rank_0/checkpoint_0.ckpt": {
+         "nbytes": 8237, "crc32c": "0d4f5e11", "tensors": {"w": ["float32", [2, 8], "8a9136aa"]}},
+       "param_name_map.json": {"nbytes": 312, "crc32c": "62a8ab43"}}}
+
+with paths below the directory, and the CRC-32C of the contents of each tensor in the file, row-major, little-endian;
+of the UTF-8 bytes of a `str` entry. The file's own `crc32c` is that of all its bytes that are not contents of tensors,
+from first to last: of the header with all notes, of `str` entries as they are stored, of padding and trailers; so that
+no bit of a file is without a checksum. A file without tensors (the index of a set) has this one only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.dtypes import BY_NAME
+from reshard.errors import Faults, SourceError, names
+from reshard.layout.block import LONGEST_NAME
+from reshard.storage.small import refuse_existing, write_whole
+from reshard.storage.untrusted import parse_json, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from reshard.dtypes import DType
+    from reshard.layout.block import Shape
+
+VERSION = 2
+
+_VERSION_KEY = "reshard_manifest"
+_LARGEST = 1 << 28
+_MOST_DIMS = 64
+_LARGEST_COUNT = 1 << 62
+_SUM = re.compile("[0-9a-f]{8}")
+
+
+class Part(NamedTuple):
+    """What a file has of a tensor: dtype, shape and the CRC-32C of the bytes."""
+
+    dtype: DType
+    shape: Shape
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileSums:
+    """What is known of a file.
+
+    Attributes:
+        nbytes: its size.
+        crc32c: of all its bytes that are not contents of tensors.
+        tensors: what it has of each tensor.
+    """
+
+    nbytes: int
+    crc32c: int
+    tensors: Mapping[str, Part] = field(default_factory=dict)
+
+    @property
+    def checksums(self) -> int:
+        """How many checksums there are: one of each tensor's part, and one of all else."""
+        return len(self.tensors) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is known of the files of a checkpoint, by their paths below its directory.
+
+    Raises:
+        SourceError: a path leads out of the directory.
+    """
+
+    files: Mapping[str, FileSums]
+
+    def __post_init__(self) -> None:
+        check_paths(self.files)
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, Mapping[str, tuple[DType, Shape, int]]],
+        nbytes: Mapping[str, int],
+        crc32c: Mapping[str, int],
+    ) -> Manifest:
+        """Build a manifest from the checksums of blocks, such as those that the receipts of a run combine to.
+
+        Args:
+            tensors: for each checkpoint file, and each tensor in it, dtype, shape and CRC-32C.
+            nbytes: the size of each file.
+            crc32c: of each file, the CRC-32C of all that is not contents of tensors.
+
+        >>> from reshard.dtypes import BFLOAT16
+        >>> made = Manifest.of({"a.ckpt": {"w": (BFLOAT16, (2,), 7)}}, {"a.ckpt": 100, "i": 3}, {"a.ckpt": 8, "i": 9})
+        >>> made.files["a.ckpt"].tensors["w"].crc32c, made.files["i"]
+        (7, FileSums(nbytes=3, crc32c=9, tensors={}))
+        """
+        files = {
+            path: FileSums(size, crc32c[path], {name: Part(*part) for name, part in tensors.get(path, {}).items()})
+            for path, size in nbytes.items()
+        }
+        return cls(dict(sorted(files.items())))
+
+    @property
+    def checksums(self) -> int:
+        """How many checksums there are, of all files."""
+        return sum(file.checksums for file in self.files.values())
+
+    def __repr__(self) -> str:
+        """Describe the manifest on one line.
+
+        >>> Manifest({"a": FileSums(8, 0x62A8AB43)})
+        <Manifest: 1 file, 8 bytes, 0 checksums of tensors>
+        """
+        count = len(self.files)
+        sums = sum(len(file.tensors) for file in self.files.values())
+        nbytes = sum(file.nbytes for file in self.files.values())
+        return f"<Manifest: {count} file{'s' * (count != 1)}, {nbytes} bytes, {sums} checksums of tensors>"
+
+
+def write_manifest(
+    manifest: Manifest | Iterable[tuple[str, FileSums]], path: str | os.PathLike[str], *, overwrite: bool = False
+) -> int:
+    """Write a manifest as JSON, a line for each file; the same manifest gives the same bytes.
+
+    Args:
+        manifest: what is known of the files; or that of one file after the other, in the order of their paths.
+        path: where it goes. It appears there only when it is complete.
+        overwrite: replace a file that is there.
+
+    Returns:
+        how many checksums it has.
+
+    Raises:
+        SourceError: a path leads out of the directory.
+        TargetError: the file exists, or cannot be written.
+    """
+    count = 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal count
+        yield f'{{"{_VERSION_KEY}": {VERSION},\n"files": {{\n'.encode()
+        between = ""
+        for name, file in manifest.files.items() if isinstance(manifest, Manifest) else manifest:
+            check_paths([name])
+            count += file.checksums
+            yield f"{between}{json.dumps(name)}: {json.dumps(_file_data(file))}".encode()
+            between = ",\n"
+        yield b"\n}}\n"
+
+    refuse_existing(path, overwrite=overwrite)
+    write_whole(Path(path), lines())
+    return count
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Raise `SourceError` where a manifest cannot have a path: it leads out, is too long, or has control characters."""
+    faults = Faults("manifest")
+    _check_paths(paths, faults)
+    faults.raise_if_any(SourceError)
+
+
+def _file_data(file: FileSums) -> dict[str, object]:
+    data: dict[str, object] = {"nbytes": file.nbytes, "crc32c": f"{file.crc32c:08x}"}
+    if file.tensors:
+        data["tensors"] = {
+            name: [part.dtype.name, list(part.shape), f"{part.crc32c:08x}"] for name, part in file.tensors.items()
+        }
+    return data
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Read a manifest, and check that it is one.
+
+    Raises:
+        SourceError: it cannot be read, is no manifest, of another version, or names paths outside of a directory;
+            all faults at once.
+    """
+    faults = Faults(f"manifest {os.fspath(path)}")
+    repeated: list[str] = []
+    raw = read_small(path, "manifest", _LARGEST, SourceError)
+    try:
+        content = parse_json(raw, repeated)
+    except ValueError as error:
+        raise SourceError(f"manifest {path}: is not JSON: {error}") from None
+    if repeated:
+        faults.add("$", f"has {names(repeated, most=3)} twice in one object")
+    if not isinstance(content, dict) or _VERSION_KEY not in content:
+        raise SourceError(f"manifest {path}: is none; expected a JSON object with the key {_VERSION_KEY!r}")
+    version = content[_VERSION_KEY]
+    if type(version) is not int or version != VERSION:
+        advice = "make it anew from files that are sound" if version == 1 else "use a newer reshard"
+        raise SourceError(f"manifest {path}: is of version {version!r:.40}; expected {VERSION}; {advice}")
+    match content:
+        case {"files": dict(listed), **rest} if set(rest) == {_VERSION_KEY}:
+            files = {name: _file(item, f"$.files[{name!r:.200}]", faults) for name, item in listed.items()}
+        case _:
+            raise SourceError(f"manifest {path}: has not the key 'files' and no other, with an object of paths")
+    _check_paths(files, faults)
+    faults.raise_if_any(SourceError)
+    return Manifest({name: file for name, file in files.items() if file is not None})
+
+
+def _file(item: object, where: str, faults: Faults) -> FileSums | None:
+    match item:
+        case {"nbytes": int(nbytes), "crc32c": str(crc), **rest} if (
+            _is_count(nbytes)
+            and _SUM.fullmatch(crc)
+            and rest.keys() <= {"tensors"}
+            and isinstance(tensors := rest.get("tensors", {}), dict)
+        ):
+            parts = {
+                name: _part(name, part, f"{where}.tensors[{name!r:.200}]", faults) for name, part in tensors.items()
+            }
+            return FileSums(nbytes, int(crc, 16), {name: part for name, part in parts.items() if part is not None})
+    faults.add(where, "is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'")
+    return None
+
+
+def _part(name: str, item: object, where: str, faults: Faults) -> Part | None:
+    if not _is_short(name):
+        faults.add(where, f"is a name of {len(name)} characters; at most {LONGEST_NAME} bytes are taken")
+        return None
+    match item:
+        case [str(dtype), list(shape), str(crc)] if (
+            dtype in BY_NAME and len(shape) <= _MOST_DIMS and all(map(_is_count, shape)) and _SUM.fullmatch(crc)
+        ):
+            return Part(BY_NAME[dtype], tuple(shape), int(crc, 16))
+    faults.add(where, 'is no dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]')
+    return None
+
+
+def _is_short(name: str) -> bool:
+    return len(name) <= LONGEST_NAME and len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number < _LARGEST_COUNT
+
+
+def _check_paths(paths: Iterable[str], faults: Faults) -> None:
+    """Every path must be a plain one below a directory."""
+    for path in paths:
+        if not _is_short(path):
+            faults.add(f"path {path!r:.200}", f"has {len(path)} characters; at most {LONGEST_NAME} bytes are taken")
+            continue
+        pure = PurePosixPath(path)
+        if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name or not path.isprintable():
+            faults.add(f"path {path!r:.200}", "is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'")

@@ -1,0 +1,125 @@
+"""The manifest of what a run wrote: what the files hold is known from their layouts, the checksums from the receipts.
+
+All that is not contents of tensors is in the plan, too: the literals of a layout, one behind the other.
+
+Headers are read from the plan's own bytes, by the formats' own readers, so that the manifest is the one that the
+files themselves would give. Only a block whose receipts do not make it up (one that was written twice around a crash,
+or by a run without checksums) is read from the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+from reshard.errors import UsageError
+from reshard.formats import index_file
+from reshard.run.receipts import Checksums
+from reshard.storage.crc32c import crc32c
+from reshard.storage.small import refuse_inputs
+from reshard.verify.manifest import FileSums, Manifest, Part, write_manifest
+from reshard.verify.manifest_files import shape_of, sum_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from reshard.formats.entries import Entry, FileLayout
+    from reshard.plan.plan import TargetFile
+    from reshard.run.run import Report
+
+_MOST_THREADS = 4
+_MOST_LAYOUTS = 8  # whose headers are held
+
+
+def manifest_of(
+    report: Report, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False
+) -> Manifest | int:
+    """Return the manifest of what a run wrote; with a path, write it file by file, and return its number of checksums.
+
+    Raises:
+        UsageError: there are no checksums: of a run without them or without a journal, into a zarr store, or of files
+            that are coded.
+        SourceError: a block must be read for its sum, and cannot be.
+        TargetError: the manifest exists, cannot be written, or is a target file or a source file.
+    """
+    sums = report.checksums
+    if not isinstance(sums, Checksums):
+        raise UsageError(
+            f"{report.directory}: no checksums were made for a manifest; run with checksums=True and a journal, "
+            "or read the files with reshard.make_manifest"
+        )
+    found = sums_of_files(sums.root, sums.files, sums)
+    if path is None:
+        return Manifest(dict(found))
+    advice = "choose another name for the manifest"
+    refuse_inputs([path], sums.sources, "one of the source files", advice)
+    refuse_inputs([path], [f"{sums.root}/{file}" for file in report.files], "one of the target files", advice)
+    return write_manifest(found, path, overwrite=overwrite)
+
+
+def sums_of_files(
+    root: str, files: Iterable[TargetFile], sums: Mapping[str, Mapping[str, int]]
+) -> Iterator[tuple[str, FileSums]]:
+    """Yield the path and the sums of files that are written, in the order of their paths: what a manifest has of them.
+
+    They are made one file at a time, so that no more is held than of one.
+
+    Args:
+        root: the directory that the files are in.
+        files: those of a plan.
+        sums: for each of them, by its path, the CRC-32C of the contents of its tensors, as far as they are known.
+
+    Raises:
+        SourceError: a block must be read for its sum, and cannot be.
+    """
+    # By the identity of layouts, which ranks with equal contents share.
+    indexed: dict[int, tuple[Mapping[str, Entry], int]] = {}
+    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    for file in sorted(files, key=lambda file: file.path):
+        layout = file.layout
+        if id(layout) not in indexed:
+            if len(indexed) == _MOST_LAYOUTS:
+                indexed.clear()
+            # The index of a set is no checkpoint file; a .ckpt of nothing is one that no format is told by.
+            none = file.last or not layout.size
+            entries = {} if none else index_file(file.path, store=_OwnBytes(layout)).entries
+            indexed[id(layout)] = entries, crc32c(b"".join(content for _, content in sorted(layout.literals)))
+        entries, rest = indexed[id(layout)]
+        known = sums[file.path]
+        place = f"{root}/{file.path}"
+        left = {name: entry for name, entry in entries.items() if name not in known}
+        read = sum_entries({place: left}, threads=threads) if left else {}
+        yield (
+            file.path,
+            FileSums(
+                layout.size,
+                rest,
+                {
+                    name: Part(entry.dtype, shape_of(entry), read[place, name] if name in left else known[name])
+                    for name, entry in entries.items()
+                },
+            ),
+        )
+
+
+class _OwnBytes:
+    """A file that is read without being there: its own bytes are those of a layout, its contents are zeros."""
+
+    def __init__(self, layout: FileLayout) -> None:
+        self._size = layout.size
+        self._literals = sorted(layout.literals)
+
+    def size(self, path: str) -> int:  # noqa: ARG002 -- there is one
+        return self._size
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:  # noqa: ARG002 -- likewise
+        buffer[:] = bytes(len(buffer))
+        end = offset + len(buffer)
+        first = max(bisect_right(self._literals, offset, key=lambda literal: literal[0]) - 1, 0)
+        for begin, content in self._literals[first:]:
+            if begin >= end:
+                break
+            part = content[max(offset - begin, 0) : end - begin]
+            start = max(begin - offset, 0)
+            buffer[start : start + len(part)] = part

@@ -1,0 +1,157 @@
+"""Whether a checkpoint is all there and sound, from headers alone, and what unfinished runs left beside it.
+
+Which rank shall hold which block is known from the strategy; of what it does not name, only that all ranks of a stage
+save the same names, because they run the same network.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import prod
+from typing import TYPE_CHECKING
+
+from reshard.errors import Faults, SourceError, names
+from reshard.layout.block import shape_text
+from reshard.plan.bands import is_grid
+from reshard.source.replicas import Replicas, every_shard, in_several_stages, is_deduplicated
+from reshard.storage.local import PARTIAL
+from reshard.strategy.names import matches, optimizer_states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from reshard.layout.block import Block, Shape
+    from reshard.plan.select import Selection
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.strategy.strategy import Strategy
+
+
+def check_structure(target: Checkpoint, wishes: Selection, *, deduplicated: bool = False) -> list[str]:
+    """Check all that headers tell, beyond what was checked when the checkpoint was opened.
+
+    Args:
+        target: a checkpoint; one that has no tensors is of ranks that no strategy joins.
+        wishes: `allow_missing` has globs of tensors that need not be there, `drop` of entries that nobody can read.
+        deduplicated: each replica is stored once, whether the files say so or not.
+
+    Returns:
+        what should be known though it is no fault.
+
+    Raises:
+        SourceError: something is not sound; all faults at once.
+    """
+    faults = Faults(target.root)
+    notices = list(target.notices)
+    for number, file in enumerate(target.files):
+        for name, reason in file.index.unreadable:
+            if name in target.unreadable and not matches(name, wishes.drop):
+                faults.add(f"rank {target.ranks[number]}: {name!r}", f"{reason}; to leave it out give --drop '{name}'")
+    if not target.tensors:
+        notices.append("no strategy joins the ranks: each is sound for itself; a strategy would tell whether it is all")
+        present = set(target.ranks)
+        absent = sorted({*range(max(present))} - present)
+        if absent:
+            faults.add(f"rank {names(absent)}", f"has no file, though there are ranks up to {max(present)}")
+        empty = [r for r, file in zip(target.ranks, target.files, strict=True) if not file.index.entries]
+        if empty:
+            notices.append(f"rank {names(empty)} has a file without any tensor, and others have tensors")
+    _check_cover(target, faults)
+    if target.strategy is not None:
+        _check_names(target, target.strategy, wishes.allow_missing, faults)
+        once = deduplicated or is_deduplicated(target)
+        _check_ranks(target, wishes, faults, once=once)
+        notices += _shared(target, target.strategy)
+        if once:
+            notices.append("replicas are stored once: each block is there at least once in its stage")
+    faults.raise_if_any(SourceError)
+    return notices
+
+
+def _check_cover(target: Checkpoint, faults: Faults) -> None:
+    """Every element of a tensor must be in exactly one of its distinct blocks."""
+    known: dict[int, str | None] = {}
+    for name, tensor in target.tensors.items():
+        key = id(tensor.shards)
+        if key not in known:
+            known[key] = _cover_fault(tensor.spec.shape, [shard.block for shard in tensor.shards])
+        if fault := known[key]:
+            faults.add(f"tensor {name!r}", fault)
+
+
+def _cover_fault(shape: Shape, blocks: Sequence[Block]) -> str | None:
+    """Tell why blocks do not cover a tensor exactly once; None where they do."""
+    if is_grid(shape, blocks):
+        return None
+    for a, b in combinations(blocks, 2):
+        if a & b:
+            return f"is of shape {shape_text(shape)}, and its blocks {a} and {b} overlap"
+    held = sum(block.size for block in blocks)
+    if held != prod(shape):
+        return f"is of shape {shape_text(shape)}, and its blocks have {held} of {prod(shape)} elements"
+    return None
+
+
+def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable[str], faults: Faults) -> None:
+    """Every weight that the strategy names must be there, as far as ranks of its stages are."""
+    states = optimizer_states({**target.tensors, **strategy.tensors})
+    stages = {strategy.stage_of(rank) for rank in target.ranks}
+    for name in strategy.tensors:
+        known = name in target.tensors or name in target.unreadable or name in states
+        if not known and stages.intersection(strategy.stages_of(name)) and not matches(name, allow_missing):
+            faults.add(
+                f"tensor {name!r}",
+                f"is in the strategy and in no file; if it need not be there, give --allow-missing '{name}'",
+            )
+
+
+def _check_ranks(target: Checkpoint, wishes: Selection, faults: Faults, *, once: bool) -> None:
+    """Every rank that is there must have what the strategy gives it, as far as any rank of its stage has it."""
+    replicas = Replicas(target, once=once, converted=False)
+    told = {
+        (rank, name) for rank, file in zip(target.ranks, target.files, strict=True) for name, _ in file.index.unreadable
+    }
+    lacking: dict[int, list[str]] = {}
+    for name, tensor in target.tensors.items():
+        lacks = replicas.lacking(tensor)
+        if lacks and not matches(name, wishes.allow_missing):
+            for rank in dict.fromkeys(lack.rank for lack in lacks if (lack.rank, name) not in told):
+                lacking.setdefault(rank, []).append(name)
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, some in sorted(lacking.items()):
+        alike.setdefault(tuple(some), []).append(rank)
+    for lacked, ranks in alike.items():
+        faults.add(
+            f"rank {names(ranks)}",
+            f"has no {names(lacked, most=3)} in its file, which other ranks of the stage have; if each replica is "
+            "stored once, give --deduplicated (deduplicated=True)",
+        )
+
+
+def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
+    """Tell which stages have nothing of what they share with others."""
+    lacking: dict[str, None] = {}
+    stages: set[int] = set()
+    present = {strategy.stage_of(rank) for rank in target.ranks}
+    for name, tensor in target.tensors.items():
+        if in_several_stages(target, tensor):
+            held = {strategy.stage_of(target.ranks[n]) for s in every_shard(target, tensor) for n in s.holders}
+            if without := present.intersection(strategy.stages_of(name)) - held:
+                lacking[name] = None
+                stages |= without
+    if not lacking:
+        return []
+    told = f"stage {names(sorted(stages))} has nothing of {names(lacking, most=3)}, which it shares with others"
+    return [f"{told}: MindSpore leaves out what another stage stores"]
+
+
+def leftovers(root: Path) -> list[str]:
+    """Tell what an unfinished run, or one that goes on, has left below a directory."""
+    if not root.is_dir():
+        return []
+    unfinished = [path.relative_to(root).as_posix() for path in sorted(root.rglob(f"*{PARTIAL}"))]
+    found = []
+    if unfinished:
+        count = f"{len(unfinished)} unfinished file{'s' * (len(unfinished) != 1)}"
+        found.append(f"{root}: has {count} ({names(unfinished, most=3)}): a run was interrupted, or goes on")
+    return found

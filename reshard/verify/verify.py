@@ -1,0 +1,416 @@
+"""`reshard.verify`: is a checkpoint sound, is it that which another became, are its files those of a manifest.
+
+* Of structure alone: every rank is there and has what the strategy gives it, headers are sound, every block is there
+  and covers its tensor once, names and shapes are as the strategy says. Headers are read, contents are not.
+* Against a source: what a conversion with the same options would have written is what is there, on every rank, bit for
+  bit, and replicas agree on both sides (`compare`).
+* Against a manifest: sizes and checksums are what they were (`manifest_files`); every bit of a file is in one of them.
+
+What a way does not look at is in `Verification.unchecked`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import SystemRandom
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import BudgetError, SourceError, UsageError, names
+from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN
+from reshard.formats.sets import SET_INDEXES
+from reshard.formats.zarr import NAME as ZARR
+from reshard.plan.build import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_BAND_BYTES, THREADS
+from reshard.plan.select import Selection
+from reshard.source.checkpoint import Checkpoint
+from reshard.source.open import open as open_checkpoint
+from reshard.source.open import read_headers
+from reshard.storage.remote import is_url
+from reshard.verify.difference import Difference
+from reshard.verify.manifest import Manifest, read_manifest
+from reshard.verify.manifest_files import check_files, sum_files
+from reshard.verify.match import compares_notes, match, pairs_of_ranks
+from reshard.verify.structure import check_structure, leftovers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reshard.run.run import Progress
+    from reshard.source.open import AnyName
+    from reshard.strategy.strategy import Strategy
+    from reshard.verify.compare import Check, Compared, Mismatch
+
+    Told = Callable[[int, int], None]
+    """Gets the bytes done and the bytes to be done."""
+
+_NEVER = "checksums that files carry (crc_num), and how text entries are stored"
+_BUFFERS = 4  # of a band, for each thread: as read from either side, which elements differ, and cast
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was verified, and what is not as it should be.
+
+    Attributes:
+        target: the directory or file that was looked at.
+        against: the source that it was compared with, or the manifest; None for its structure alone.
+        ranks: ranks whose files were looked at; none for a manifest, which knows of none.
+        files: how many files of the target were looked at.
+        tensors: how many tensors were looked at.
+        copies: how many blocks in files were looked at or compared with others, replicas included.
+        bytes_read: bytes of contents read, of both sides; against a manifest, bytes of the files.
+        total_bytes: what a comparison of all rows reads.
+        differences: what is not as it should be.
+        dropped: tensors of the source that the target need not have, and has not.
+        left_out: tensors of the target that were not asked for.
+        sample: the share of rows that was compared; None for all.
+        seed: of the sample.
+        notices: what should be known though it is no difference.
+        seconds: how long it took.
+        unchecked: what of the files was not looked at, and could be anything.
+    """
+
+    target: str
+    against: str | None
+    ranks: tuple[int, ...]
+    files: int
+    tensors: int
+    copies: int
+    bytes_read: int = 0
+    total_bytes: int = 0
+    differences: tuple[Difference, ...] = ()
+    dropped: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    sample: float | None = None
+    seed: int | None = None
+    notices: tuple[str, ...] = ()
+    seconds: float = 0.0
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Everything that was looked at is as it should be."""
+        return not self.differences
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __repr__(self) -> str:
+        found = f"{len(self.differences)} differences" if self.differences else "as it should be"
+        against = f" against {self.against}" if self.against else ""
+        return f"<Verification of {self.target}{against}: {found}, {self.tensors} tensors, {self.bytes_read} bytes>"
+
+
+def verify(
+    target: AnyName | Checkpoint,
+    strategy: Strategy | AnyName | None = None,
+    *,
+    against: AnyName | Checkpoint | None = None,
+    source_strategy: Strategy | AnyName | None = None,
+    manifest: Manifest | str | os.PathLike[str] | None = None,
+    selection: Selection | None = None,
+    sample: float | None = None,
+    seed: int | None = None,
+    partial: bool = False,
+    deduplicated: bool = False,
+    memory: int | None = None,
+    threads: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Verification:
+    """Verify a checkpoint: its structure, or every bit of it against its source or a manifest.
+
+    Two checkpoints of rank directories without strategies are compared rank by rank, as `convert` leaves them.
+
+    Args:
+        target: what is verified: a path as for `reshard.open`, or a checkpoint, opened with `contents=False` so that
+            copies that differ are found here and refused there.
+        strategy: of the target, where that is a path.
+        against: the source, likewise.
+        source_strategy: of the source, likewise.
+        manifest: the manifest of the target's files, in place of a source; no strategy is needed.
+        selection: what was selected, renamed and cast on the way from source to target.
+        sample: the share of rows to compare, more than 0 and at most 1; by default all. Of every tensor something is
+            compared.
+        seed: of the random choice of rows; by default a new one, which the result tells.
+        partial: files of the manifest may be lacking; a checkpoint of some ranks only is opened so.
+        deduplicated: the target stores each replica once (`remove_redundancy`), on any of the ranks that the strategy
+            gives it to. safetensors files say so themselves; `.ckpt` files cannot.
+        memory: resident memory in bytes that it may take at its peak.
+        threads: how many; by default one for each available processor, at most 4.
+        progress: called with bytes compared (as `written`) and to be compared.
+
+    Returns:
+        what was found; true if all is as it should be.
+
+    Raises:
+        SourceError: a checkpoint that cannot be compared at all: files lacking, headers that are not sound or
+            contradict the strategy, a block in no file; of structure alone, a rank that lacks a tensor too, and an
+            entry that cannot be read; all faults at once.
+        UsageError: a selection that matches nothing, a sample that is none, an option that would do nothing.
+        BudgetError: `memory` is too little.
+    """
+    began = time.perf_counter()
+    if against is not None and manifest is not None:
+        raise UsageError("a target is held against a source or against a manifest; name one of them")
+    if deduplicated and manifest is not None:
+        raise UsageError("a manifest says what each file holds; leave deduplicated out")
+    if sample is not None and (not 0 < sample <= 1 or against is None):
+        raise UsageError(f"sample is {sample}; expected a share of what is compared with a source, up to 1")
+    threads, told = _threads(threads), _told(progress, began)
+    if manifest is not None:
+        if isinstance(target, Checkpoint):
+            raise UsageError("a manifest is of files: name the directory that they are in")
+        _refuse_url(target)
+        found = _against_manifest(Path(str(target)), manifest, partial, threads, told)
+    else:
+        checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy)
+        wishes = selection or Selection()
+        if against is None:
+            found = _structure(checkpoint, wishes, deduplicated)
+        else:
+            source = against if isinstance(against, Checkpoint) else opened(against, source_strategy, what="source")
+            found = _against_source(checkpoint, source, wishes, deduplicated, sample, seed, memory, threads, told)
+    return replace(found, seconds=time.perf_counter() - began)
+
+
+def make_manifest(
+    target: AnyName,
+    *,
+    rank_pattern: str = RANK_PATTERN,
+    suffix: str | None = None,
+    threads: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Manifest:
+    """Read the files of a checkpoint, and return their manifest; no strategy is needed.
+
+    Args:
+        target: as for `reshard.open`; paths in the manifest are below it, or beside it if it is a file.
+        rank_pattern: as for `reshard.open`.
+        suffix: likewise.
+        threads: how many; by default one for each available processor, at most 4.
+        progress: called with bytes read (as `written`) and to be read.
+
+    Raises:
+        SourceError: a file cannot be read, or is not sound.
+        UsageError: it is a zarr store, or at a URL.
+    """
+    told = _told(progress, time.perf_counter())
+    _refuse_url(target)
+    files, _, _ = read_headers(target, rank_pattern=rank_pattern, suffix=suffix)
+    if files[0].index.format == ZARR:
+        raise UsageError(f"{target}: is a zarr store; a manifest is of checkpoint files; compare it with its source")
+    root = _root(Path(str(target)))
+    others = [name for name in SET_INDEXES if Path(str(target)).is_dir() and (root / name).is_file()]
+    return sum_files(root, files, others, threads=_threads(threads), progress=told)
+
+
+def _refuse_url(target: AnyName) -> None:
+    if is_url(target):
+        raise UsageError(f"{target}: a manifest is of local files; compare what is at a URL with its source")
+
+
+def opened(
+    path: AnyName,
+    strategy: Strategy | AnyName | None,
+    *,
+    what: str = "target",
+    **reading: Any,
+) -> Checkpoint:
+    """Open a checkpoint to be verified; rank directories without a strategy become one that has no tensors.
+
+    Args:
+        path: as for `reshard.open`.
+        strategy: likewise.
+        what: `source` or `target`, for messages.
+        reading: other options of `reshard.open`.
+
+    Raises:
+        SourceError: as `reshard.open`; beside it, unfinished files that are there are told.
+    """
+    try:
+        if strategy is None and not reading.get("layouts") and reading.get("stage") is None:
+            some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix"}}
+            files, ranks, notices = read_headers(path, **some)
+            if len(set(ranks)) > 1:
+                unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
+                return Checkpoint(str(path), {}, files, ranks, notices=tuple(notices), unreadable=unreadable)
+        return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
+    except SourceError as error:
+        left = leftovers(Path(str(path)))
+        message = str(error)
+        if what == "target":
+            message = re.sub(
+                "--(?:source-)?(strategy|partial|suffix|layout|rank-pattern|stage)", r"--target-\1", message
+            )
+        raise type(error)("\n".join([message, *left])) from None
+
+
+def _threads(threads: int | None) -> int:
+    if threads is None:
+        return min(len(os.sched_getaffinity(0)), THREADS)
+    if threads < 1:
+        raise UsageError(f"{threads} threads are asked for; expected at least 1")
+    return threads
+
+
+def _told(progress: Callable[[Progress], None] | None, began: float) -> Told:
+    """Return what tells a user's callback how far it is."""
+    if progress is None:
+        return lambda _done, _total: None
+    from reshard.run.run import Progress  # it brings dask, which nothing else here needs
+
+    return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
+
+
+def _structure(target: Checkpoint, wishes: Selection, deduplicated: bool) -> Verification:
+    """Check all that headers tell; what is not sound is an error."""
+    notices = check_structure(target, wishes, deduplicated=deduplicated)
+    unnamed = () if target.strategy else ("names and shapes, which no strategy tells",)
+    return Verification(
+        target.root,
+        None,
+        tuple(sorted(set(target.ranks))),
+        len(target.files),
+        len({name for file in target.files for name in file.index.entries}),
+        sum(len(file.index.entries) for file in target.files),
+        notices=(*notices, *leftovers(Path(target.root))),
+        unchecked=("contents", *unnamed, "notes (__metadata__)", _NEVER),
+    )
+
+
+def _against_source(
+    target: Checkpoint,
+    source: Checkpoint,
+    wishes: Selection,
+    deduplicated: bool,
+    sample: float | None,
+    seed: int | None,
+    memory: int | None,
+    threads: int,
+    told: Told,
+) -> Verification:
+    """Compare what a conversion of the source would have made with what is there."""
+    from reshard.verify.compare import Comparer, checks, shared_out  # it brings numpy
+
+    if sample is not None and seed is None:
+        seed = SystemRandom().randrange(1 << 32)
+    threads, band_bytes = _within(memory, threads, (source, target))
+    every: list[Check] = []
+    differences: list[Difference] = []
+    dropped: list[str] = []
+    left_out: list[str] = []
+    notices = [*source.notices, *target.notices]
+    for one_source, one_target, rank in pairs_of_ranks(source, target):
+        matched = match(one_source, one_target, wishes, rank=rank, deduplicated=deduplicated)
+        every += checks(one_source, one_target, matched.pairs, wishes.target_dtype)
+        differences += matched.differences
+        dropped += matched.dropped
+        left_out += matched.left_out
+        notices += matched.notices
+    tasks, nbytes = shared_out(every, band_bytes, sample=sample, seed=seed or 0)
+    read = 0
+
+    def compared(one: Compared) -> None:
+        nonlocal read
+        read += one.read
+        notices.extend(
+            f"{name} differs between the ranks of the source; any of its values will do" for name in one.varying
+        )
+        told(min(read, nbytes), nbytes)
+
+    comparer = Comparer(source, target, every, band_bytes)
+    for number, mismatches in comparer.run(tasks, threads, compared).items():
+        differences += [_difference(source, target, every[number], mismatch) for mismatch in mismatches]
+    return Verification(
+        target.root,
+        source.root,
+        tuple(sorted(set(target.ranks))),
+        len(target.files),
+        len({check.name for check in every}),
+        sum(len(copies) for check in every for copies in check.copies),
+        read,
+        sum(check.nbytes for check in every if check.copies),
+        tuple(differences),
+        tuple(dict.fromkeys(dropped)),
+        tuple(dict.fromkeys(left_out)),
+        sample,
+        seed if sample is not None else None,
+        (*dict.fromkeys(notices), *leftovers(Path(target.root))),
+        unchecked=("the note `format`" if compares_notes(source, target) else "notes (__metadata__)", _NEVER),
+    )
+
+
+def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: Mismatch) -> Difference:
+    """Return a mismatch with everything that a reader wants to know of its place."""
+    side = source if mismatch.copy.side == "source" else target
+    dtype = check.dtype if mismatch.copy.side == "source" else check.target_dtype
+    found, expected = (f"{bits:0{2 * dtype.itemsize}x}" for bits in (mismatch.found, mismatch.expected))
+    return Difference(
+        "values",
+        f"{mismatch.count} of {mismatch.block.size} elements differ; the first is 0x{found}, expected 0x{expected}",
+        check.name,
+        mismatch.copy.side,
+        side.ranks[mismatch.copy.file],
+        side.files[mismatch.copy.file].path,
+        mismatch.block,
+        mismatch.index,
+        mismatch.count,
+        found,
+        expected,
+        source.files[mismatch.reference].path,
+    )
+
+
+def _within(memory: int | None, threads: int, sides: Sequence[Checkpoint]) -> tuple[int, int]:
+    """Return how many threads, and bytes in a band, keep a comparison within a budget."""
+    if memory is None:
+        return threads, BAND_BYTES
+    indexes = {id(file.index): len(file.index.entries) for side in sides for file in side.files}
+    plain = IMPORTED_BYTES + ENTRY_BYTES * sum(indexes.values())
+    for fewer in range(threads, 0, -1):
+        fixed = plain + sum(side.coding.nbytes(fewer) for side in sides if side.coding)
+        band = min(BAND_BYTES, (memory - fixed) // (fewer * _BUFFERS))
+        if band >= (BAND_BYTES // 4 if fewer > 1 else LEAST_BAND_BYTES):
+            return fewer, band
+    least = fixed + LEAST_BAND_BYTES * _BUFFERS
+    raise BudgetError(
+        f"{memory} bytes of memory are too little; the least that works is {least}: "
+        f"{fixed} for the program and what the headers say, and the rest to hold a band of either side"
+    )
+
+
+def _against_manifest(
+    target: Path, manifest: Manifest | str | os.PathLike[str], partial: bool, threads: int, told: Told
+) -> Verification:
+    """Compare files with a manifest."""
+    known = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
+    root = _root(target)
+    checked = check_files(root, known, partial=partial, threads=threads, progress=told)
+    notices = leftovers(target)
+    if target.is_dir():
+        below = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.suffix in EXTENSIONS)
+        others = [path for path in below if path not in known.files]
+        notices += [f"{names(others, most=3)}: not in the manifest, and not checked"] if others else []
+    absent = len(known.files) - len(checked.paths)
+    if absent and partial:
+        notices.append(f"{absent} of the {len(known.files)} files of the manifest are not here")
+    return Verification(
+        str(target),
+        "a manifest" if isinstance(manifest, Manifest) else os.fspath(manifest),
+        (),
+        len(checked.paths),
+        len({name for path in checked.paths for name in known.files[path].tensors}),
+        sum(len(known.files[path].tensors) for path in checked.paths),
+        checked.read,
+        checked.read,
+        checked.differences,
+        notices=tuple(notices),
+    )
+
+
+def _root(target: Path) -> Path:
+    """Return the directory that the paths of a manifest go out from."""
+    return target if target.is_dir() else target.parent

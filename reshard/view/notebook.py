@@ -1,0 +1,467 @@
+"""What a notebook shows of checkpoints, strategies, layouts, plans and reports: their `_repr_html_`.
+
+However large a thing is, its page stays small: layers are folded, long lists end with how many more there are, and
+pictures are drawn coarser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import LayoutError
+from reshard.layout.block import shape_text
+from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
+from reshard.view.checkpoints import layouts_of, shards_text
+from reshard.view.flow import plan_picture
+from reshard.view.folding import fold, fold_members, ranges_text
+from reshard.view.markup import Markup, details, heading, join, page, table, tag, tiles
+from reshard.view.picture import colour
+from reshard.view.strategies import LEGEND, groups_of, layout_text
+from reshard.view.words import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reshard.layout.layout import Layout
+    from reshard.plan.plan import Plan
+    from reshard.run.graph import Graph
+    from reshard.run.run import Report
+    from reshard.run.tasks import Receipt
+    from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
+    from reshard.strategy.strategy import Strategy
+    from reshard.view.groups import Groups
+    from reshard.view.picture import Picture
+
+_MOST_ROWS = 240
+_MOST_FILES = 24
+_MOST_GROUPS = 32
+_MOST_NAMES = 24
+_PARTS = re.compile(r"\.(?![^{}]*\})")  # dots, but for those of `{0,2,4,...}`
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def checkpoint_html(checkpoint: Checkpoint) -> str:
+    """Show a checkpoint: sizes, dtypes, the tree of its tensors, its files, and what was noticed."""
+    ranks = sorted(set(checkpoint.ranks))
+    formats = ", ".join(sorted({file.index.format for file in checkpoint.files}))
+    strategy = checkpoint.strategy
+    parts = [
+        heading("Checkpoint", checkpoint.root),
+        tiles(
+            ("tensors", f"{len(checkpoint):,}", f"{len(checkpoint.left_out):,} left out" * bool(checkpoint.left_out)),
+            ("whole tensors", bytes_text(checkpoint.nbytes), "replicas once"),
+            (
+                "files",
+                f"{len(checkpoint.files):,}",
+                f"{formats}, {bytes_text(sum(f.nbytes for f in checkpoint.files))}",
+            ),
+            ("ranks", f"{len(ranks):,}", ranges_text(ranks)),
+            ("stages", f"{len(strategy.stages)}" if strategy else "1", "" if strategy else "no strategy"),
+        ),
+        _dtypes(checkpoint),
+        details("Tensors", _tree(checkpoint), opened=True),
+        details("Files", _files(checkpoint.files, checkpoint.ranks), more=f"{len(checkpoint.files):,}"),
+    ]
+    if checkpoint.unreadable:
+        parts.append(_reasons("Not readable", checkpoint.unreadable.items()))
+    return page(*parts, *_notices(checkpoint.notices))
+
+
+def _dtypes(checkpoint: Checkpoint) -> Markup:
+    """Show how the bytes are shared out over the dtypes, as a bar and its legend."""
+    nbytes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        nbytes[tensor.spec.dtype.name] += tensor.spec.nbytes
+        counts[tensor.spec.dtype.name] += 1
+    total = sum(nbytes.values()) or 1
+    order = [name for name, _ in nbytes.most_common()]
+    fills = [colour(number, len(order))[0] for number in range(len(order))]
+    bar = [
+        tag("span", style=f"background:{fill};width:{100 * nbytes[name] / total:.3f}%")
+        for name, fill in zip(order, fills, strict=True)
+    ]
+    legend = [
+        tag(
+            "span",
+            tag("i", style=f"background:{fill}"),
+            f"{name} ",
+            tag("span", f"{count_text(counts[name], 'tensor')}, {bytes_text(nbytes[name])}", class_="more"),
+        )
+        for name, fill in zip(order, fills, strict=True)
+    ]
+    return join([tag("div", *bar, class_="bar"), tag("div", *legend, class_="legend")])
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A part of names with what is below it."""
+
+    below: dict[str, _Branch] = field(default_factory=dict)
+    tensors: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    count: int = 0
+    nbytes: int = 0
+
+
+def _tree(checkpoint: Checkpoint) -> Markup:
+    """Show the tensors by the parts of their names, folded layers as one."""
+    known: dict[int, str] = {}
+    rows = fold_members(
+        (name, (t.spec.dtype, t.spec.shape, id(t.shards), t.listed)) for name, t in checkpoint.tensors.items()
+    )
+    root = _Branch()
+    for name, _, members in rows[:_MOST_ROWS]:
+        tensor = checkpoint.tensors[members[0]]
+        *parents, last = _PARTS.split(name)
+        branch = root
+        for part in parents:
+            branch = branch.below.setdefault(part, _Branch())
+        branch.tensors.append((last, tensor, len(members)))
+    _add_up(root)
+    lines = _branch(checkpoint, root, 0, known, opened=len(rows) <= 40)
+    titles = [("name", "name"), ("dtype", ""), ("shape", ""), ("size", "size"), ("layout", ""), ("blocks x copies", "")]
+    head = tag("div", *(tag("span", title, class_=kind) for title, kind in titles), class_="row top")
+    tree = [tag("div", head, *lines, class_="tree")]
+    if len(rows) > _MOST_ROWS:
+        more = sum(len(members) for _, _, members in rows[_MOST_ROWS:])
+        tree.append(
+            _note(f"and {count_text(more, 'more tensor')}: look at some with .sel(glob), or at .groups('prefix')")
+        )
+    if checkpoint.strategy is not None:
+        tree.append(_note(LEGEND.replace("\n", " ")))
+    return join(tree)
+
+
+def _add_up(branch: _Branch) -> None:
+    for child in branch.below.values():
+        _add_up(child)
+    below = branch.below.values()
+    branch.count = sum(count for _, _, count in branch.tensors) + sum(child.count for child in below)
+    branch.nbytes = sum(t.spec.nbytes * count for _, t, count in branch.tensors) + sum(c.nbytes for c in below)
+
+
+def _branch(
+    checkpoint: Checkpoint, branch: _Branch, depth: int, known: dict[int, str], *, opened: bool
+) -> list[Markup]:
+    """Return the lines below a branch: a part that has one child only shares its line with it."""
+    lines = []
+    for part, child in branch.below.items():
+        name, node = part, child
+        while len(node.below) == 1 and not node.tensors:
+            ((more, node),) = node.below.items()
+            name += f".{more}"
+        if not node.below and len(node.tensors) == 1:
+            ((more, tensor, count),) = node.tensors
+            lines.append(_leaf(checkpoint, f"{name}.{more}", tensor, count, depth, known))
+            continue
+        summary = tag(
+            "summary",
+            tag("span", name, tag("span", f"  {count_text(node.count, 'tensor')}", class_="count"), class_="name"),
+            tag("span"), tag("span"),
+            tag("span", bytes_text(node.nbytes), class_="size"),
+            class_="row", style=f"--depth:{depth}",
+        )  # fmt: skip
+        attributes = {"open": "open"} if opened or (depth == 0 and len(branch.below) <= 4) else {}
+        lines.append(
+            tag(
+                "details",
+                summary,
+                *_branch(checkpoint, node, depth + 1, known, opened=opened),
+                class_="branch",
+                **attributes,
+            )
+        )
+    return lines + [_leaf(checkpoint, name, tensor, count, depth, known) for name, tensor, count in branch.tensors]
+
+
+def _leaf(checkpoint: Checkpoint, name: str, tensor: Tensor, count: int, depth: int, known: dict[int, str]) -> Markup:
+    layouts = layouts_of(checkpoint, tensor)
+    rule = str(layouts[0][1]) if layouts else "whole"
+    if layouts and checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1:
+        rule = f"stage {ranges_text([stage for stage, _ in layouts])}: {rule}"
+    shape = shape_text(tensor.spec.shape) if tensor.text is None else "text"
+    times = [tag("span", f"  x {count:,}", class_="count")] if count > 1 else []
+    return tag(
+        "div",
+        tag("span", name, *times, class_="name", title=tensor.spec.name),
+        tag("span", tensor.spec.dtype.name),
+        tag("span", shape, title=shape),
+        tag("span", bytes_text(tensor.spec.nbytes * count), class_="size"),
+        tag("span", rule, title=rule),
+        tag("span", shards_text(tensor, known)),
+        class_="row leaf",
+        style=f"--depth:{depth}",
+    )
+
+
+def _files(files: Sequence[SourceFile], ranks: Sequence[int]) -> Markup:
+    rows = [
+        (f"{rank}", file.path, file.index.format, f"{len(file.index.entries):,}", bytes_text(file.nbytes))
+        for file, rank in zip(files[:_MOST_FILES], ranks, strict=False)
+    ]
+    header = ("rank", "file", "format", "tensors", "bytes")
+    return join([table(header, rows, right=("rank", "tensors", "bytes")), *_more(len(files), _MOST_FILES, "file")])
+
+
+def groups_html(groups: Groups) -> str:
+    """Show sizes, counts and dtypes by group."""
+    rows = [
+        (name, f"{groups.counts[name]:,}", bytes_text(groups.sizes[name]), ", ".join(groups.dtypes[name]))
+        for name in list(groups)[:_MOST_ROWS]
+    ]
+    return page(
+        heading("Groups", groups.checkpoint.root, f"by {groups.by}", bytes_text(sum(groups.sizes.values()))),
+        table(("group", "tensors", "bytes", "dtype"), rows, right=("tensors", "bytes")),
+        *_more(len(groups), _MOST_ROWS, "group"),
+    )
+
+
+# --- layouts and strategies -------------------------------------------------------------------------------------
+
+
+def layout_html(layout: Layout) -> str:
+    """Show a layout: its numbers, what they mean, and which rank holds which block."""
+    try:
+        picture = layout_picture(layout)
+    except LayoutError as error:
+        return page(heading("Layout", str(layout)), _note(f"not possible: {error}"))
+    return page(heading("Layout", str(layout), layout_text(layout).rpartition(": ")[2]), picture.svg())
+
+
+def strategy_html(strategy: Strategy) -> str:
+    """Show a strategy: devices, stages, and the tensors of each layout."""
+    groups = groups_of(strategy)
+    several = len(strategy.stages) > 1
+    parts = []
+    for (stage, layout), members in list(groups.items())[:_MOST_GROUPS]:
+        folded = [name for name, _, _ in fold((name, None) for name in members)]
+        more = f" and {len(folded) - _MOST_NAMES:,} more" if len(folded) > _MOST_NAMES else ""
+        rule, _, meaning = layout_text(layout).partition(": ")
+        where = f"stage {stage} · " if several else ""
+        parts.append(
+            tag(
+                "div",
+                tag("div", thumbnail(layout), class_="thumb"),
+                tag(
+                    "div",
+                    tag("div", tag("b", meaning), " ", tag("span", rule, class_="rule more")),
+                    tag("div", f"{where}{count_text(len(members), 'tensor')}", class_="more"),
+                    tag("div", *_names(folded), more, class_="names"),
+                ),
+                class_="group",
+            )
+        )
+    stages = f"{strategy.stages.start} to {strategy.stages.stop - 1}" if several else f"stage {strategy.stages.start}"
+    return page(
+        heading("Strategy", "", "merged" if strategy.merged else ""),
+        tiles(
+            ("tensors", f"{len(strategy.tensors):,}", ""),
+            ("ranks", f"{len(strategy.ranks):,}", ranges_text(strategy.ranks)),
+            ("stages", f"{len(strategy.stages)}", stages),
+            ("devices in a stage", f"{strategy.devices:,}", ""),
+            ("layouts", f"{len(groups):,}", "equal ones together"),
+        ),
+        details("Layouts", *parts, *_more(len(groups), _MOST_GROUPS, "layout"), opened=True),
+        _note(LEGEND.replace("\n", " ")),
+    )
+
+
+def _names(folded: Sequence[str]) -> list[Markup]:
+    """Return the first of some names, each an element of its own, with commas between them."""
+    shown = [tag("span", name) for name in folded[:_MOST_NAMES]]
+    return [Markup(f"{', ' * (number > 0)}{name}") for number, name in enumerate(shown)]
+
+
+# --- plans, reports, graphs -------------------------------------------------------------------------------------
+
+
+def plan_html(plan: Plan) -> str:
+    """Show a plan: what it costs, what goes where, what is dropped and missing."""
+    stats = plan.stats
+    parts = [
+        heading("Plan", plan.source.root, f"to {count_text(stats.target_files, f'{plan.format} file')}"),
+        tiles(
+            ("tensors", f"{stats.tensors:,}", ""),
+            (
+                "read",
+                bytes_text(stats.bytes_read),
+                f"{stats.source_files:,} files, {stats.read_amplification:.2f} x needed",
+            ),
+            ("write", bytes_text(stats.target_bytes), f"{stats.target_files:,} files, {ranges_text(plan.ranks)}"),
+            ("tasks", f"{stats.tasks:,}", f"bands of up to {bytes_text(plan.band_bytes)}"),
+            ("memory", bytes_text(stats.peak_memory), f"at the peak, {count_text(plan.threads, 'thread')}"),
+        ),
+        details("What goes where", plan_picture(plan).svg(), opened=True),
+        details("Tensors", _moves(plan), more=f"{stats.tensors:,}"),
+        details("Target files", _target_files(plan), more=f"{len(plan.files):,}"),
+        _listing("Dropped", plan.dropped, "in the source, not in the target"),
+        _listing("Missing", plan.missing, "in the target, not in the source"),
+    ]
+    return page(*parts, *_notices(plan.notices))
+
+
+def _moves(plan: Plan) -> Markup:
+    folded = fold(
+        (
+            move.name,
+            (
+                f"{move.dtype}" if move.dtype == move.target_dtype else f"{move.dtype} → {move.target_dtype}",
+                move.recipe.shape,
+                prod(move.recipe.shape) * move.dtype.itemsize,
+                len(move.recipe.sources),
+                len(move.recipe.targets),
+                len({file for files in move.targets for file in files}),
+            ),
+        )
+        for move in plan.moves
+    )
+    rows = [
+        (
+            name,
+            f"{count:,}",
+            dtype,
+            shape_text(shape),
+            bytes_text(nbytes * count),
+            f"{sources:,} → {targets:,}",
+            f"{n:,}",
+        )
+        for name, (dtype, shape, nbytes, sources, targets, n), count in folded[:_MOST_ROWS]
+    ]
+    header = ("tensor", "count", "dtype", "shape", "bytes", "blocks", "in files")
+    return join(
+        [
+            table(header, rows, right=("count", "bytes", "blocks", "in files")),
+            *_more(len(folded), _MOST_ROWS, "row"),
+        ]
+    )
+
+
+def _target_files(plan: Plan) -> Markup:
+    rows = [
+        (f"{file.rank}", file.path, bytes_text(file.layout.size), f"link to {file.link}" if file.link else "")
+        for file in plan.files[:_MOST_FILES]
+    ]
+    header = ("rank", "file", "bytes", "")
+    return join([table(header, rows, right=("rank", "bytes")), *_more(len(plan.files), _MOST_FILES, "file")])
+
+
+def report_html(report: Report) -> str:
+    """Show what a run did."""
+    rate = report.bytes_written / report.seconds if report.seconds else 0
+    kinds: dict[str, list[Receipt]] = {}
+    for receipt in report.receipts:
+        kinds.setdefault(receipt.task.partition(" ")[0], []).append(receipt)
+    rows = [
+        (
+            kind,
+            f"{len(found):,}",
+            bytes_text(sum(receipt.read for receipt in found)),
+            bytes_text(sum(receipt.written for receipt in found)),
+            f"{sum(receipt.seconds for receipt in found):.3f} s",
+        )
+        for kind, found in kinds.items()
+    ]
+    files = [(path,) for path in report.files[:_MOST_FILES]]
+    header = ("task", "count", "read", "written", "time of all")
+    files_text = count_text(len(report.files), "file") + f", {count_text(report.links, 'link')}" * bool(report.links)
+    before = f", {bytes_text(report.resumed)} before" if report.resumed else ""
+    return page(
+        heading("Report", report.directory),
+        tiles(
+            ("tensors", f"{report.tensors:,}", f"{count_text(report.replicas, 'replica')} of blocks"),
+            ("read", bytes_text(report.bytes_read), count_text(report.source_files, "file")),
+            ("written", bytes_text(report.bytes_written), f"{files_text}{before}"),
+            ("time", f"{report.seconds:.2f} s", f"{bytes_text(rate)}/s"),
+            ("memory", bytes_text(report.peak_memory), "at the peak"),
+        ),
+        details("Files", table(("file",), files), *_more(len(report.files), _MOST_FILES, "file"),
+                more=f"{len(report.files):,}"),
+        details("Tasks", table(header, rows, right=header[1:]), more=f"{len(report.receipts):,}"),
+        _listing("Dropped", report.dropped, "in the source, not in the target"),
+        _listing("Missing", report.missing, "in the target, not in the source"),
+    )  # fmt: skip
+
+
+def graph_html(graph: Graph) -> str:
+    """Show a graph: how many tasks of which kind it has, and how to run it."""
+    kinds = graph.kinds()
+    return page(
+        heading("Graph", graph.directory, f"writes {count_text(len(graph.plan.files), 'file')} when it is computed"),
+        table(("task", "count"), [(kind, f"{count:,}") for kind, count in kinds.items()], right=("count",)),
+        details("What goes where", plan_picture(graph.plan).svg()),
+    )
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------
+
+
+def _note(text: str) -> Markup:
+    return tag("div", text, class_="note")
+
+
+def _more(count: int, shown: int, noun: str) -> list[Markup]:
+    return [_note(f"and {count_text(count - shown, f'more {noun}')}")] if count > shown else []
+
+
+def _listing(title: str, names: Sequence[str], meaning: str) -> Markup:
+    """Show names that are in one place and not in the other."""
+    folded = [name for name, _, _ in fold((name, None) for name in names)]
+    items = [tag("li", tag("code", name)) for name in folded[:_MOST_NAMES]]
+    if not names:
+        return details(title, _note(f"no tensor is {meaning}"), more="none")
+    told = tag("ul", *items)
+    return details(
+        title, told, *_more(len(folded), _MOST_NAMES, "name"), more=f"{len(names):,}, {meaning}", opened=True
+    )
+
+
+def _reasons(title: str, found: Iterable[tuple[str, str]]) -> Markup:
+    rows = list(found)
+    return details(
+        title, table(("tensor", "reason"), rows[:_MOST_NAMES]), *_more(len(rows), _MOST_NAMES, "tensor"),
+        more=f"{len(rows):,}", opened=True,
+    )  # fmt: skip
+
+
+def _notices(notices: Sequence[str]) -> list[Markup]:
+    if not notices:
+        return []
+    items = tag("ul", *(tag("li", notice) for notice in notices[:_MOST_NAMES]))
+    return [
+        details("Notices", items, *_more(len(notices), _MOST_NAMES, "notice"), more=f"{len(notices):,}", opened=True)
+    ]
+
+
+# --- whatever it is ---------------------------------------------------------------------------------------------
+
+_HTML: dict[str, Callable[[Any], str]] = {
+    "Checkpoint": checkpoint_html,
+    "Graph": graph_html,
+    "Groups": groups_html,
+    "Layout": layout_html,
+    "Plan": plan_html,
+    "Report": report_html,
+    "Strategy": strategy_html,
+}
+_PICTURES: dict[str, Callable[..., Picture]] = {
+    "Checkpoint": checkpoint_picture,
+    "Layout": layout_picture,
+    "Plan": plan_picture,
+    "Strategy": strategy_picture,
+}
+
+
+def html(subject: object) -> str:
+    """Return what a notebook shows of a checkpoint, graph, groups, layout, plan, report or strategy."""
+    return _HTML[type(subject).__name__](subject)
+
+
+def picture(subject: object, *arguments: object) -> Picture:
+    """Return the picture of a checkpoint's tensor, a layout, a plan or a strategy."""
+    return _PICTURES[type(subject).__name__](subject, *arguments)

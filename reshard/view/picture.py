@@ -1,0 +1,134 @@
+"""Pictures as SVG: the type that a notebook shows, and the colours, labels and hatches that all of them share.
+
+A picture is drawn in the colour of the text around it (`currentColor`), so that it suits light and dark pages; what is
+filled has colours that people who see fewer of them can tell apart too, and labels that stand out from each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
+
+from reshard.view.markup import Markup, join, page, tag
+from reshard.view.words import printable
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+# Paul Tol's "light" scheme (personal.sron.nl/~pault), made for filled cells with dark labels.
+_FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#dddddd")
+# Stops of the upper part of viridis: even steps to the eye, in any kind of colour vision.
+_MANY = ((59, 82, 139), (44, 113, 142), (33, 145, 140), (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37))
+_DARK_INK, _LIGHT_INK = "#1a1a1a", "#ffffff"
+
+_ALONE = """\
+<style>svg{background:#ffffff;color:#1f1f1f;font-family:system-ui,"DejaVu Sans",sans-serif}
+@media(prefers-color-scheme:dark){svg{background:#1c1c1c;color:#dddddd}}</style>"""
+
+
+Drawn = tuple[Markup, float, float]
+"""SVG elements with their width and height in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing that a notebook shows, and that `save` makes a file of its own.
+
+    Attributes:
+        title: what it shows, in words.
+        width, height: in pixels.
+        drawing: the SVG elements.
+    """
+
+    title: str
+    width: float
+    height: float
+    drawing: Markup
+
+    def svg(self, *, alone: bool = False) -> Markup:
+        """Return the picture as an `<svg>` element, or as a file that stands alone."""
+        attributes: dict[str, str | float] = {
+            "viewBox": f"0 0 {self.width:.6g} {self.height:.6g}",
+            "width": float(self.width),
+            "height": float(self.height),
+            "role": "img",
+        }
+        if alone:
+            attributes["xmlns"] = "http://www.w3.org/2000/svg"
+        style = [Markup(_ALONE)] if alone else []
+        return tag("svg", tag("title", self.title), *style, self.drawing, **attributes)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture to an SVG file, which looks right on light and dark screens."""
+        FilePath(path).write_text(self.svg(alone=True), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return page(self.svg())
+
+    def __repr__(self) -> str:
+        return f"<Picture {self.width:.0f} x {self.height:.0f}: {printable(self.title)}>"
+
+
+def colour(number: int, count: int) -> tuple[str, str]:
+    """Return the fill of one of several things, and the colour of a label on it.
+
+    >>> colour(0, 4), colour(0, 64), colour(63, 64)
+    (('#77aadd', '#1a1a1a'), ('#3b528b', '#ffffff'), ('#fde725', '#1a1a1a'))
+    """
+    if count <= len(_FEW):
+        return _FEW[number], _DARK_INK
+    place = number / (count - 1) * (len(_MANY) - 1)
+    low = min(int(place), len(_MANY) - 2)
+    rgb = [round(a + (b - a) * (place - low)) for a, b in zip(_MANY[low], _MANY[low + 1], strict=True)]
+    light = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
+    return "#{:02x}{:02x}{:02x}".format(*rgb), _DARK_INK if light > 118 else _LIGHT_INK
+
+
+def label(x: float, y: float, text: str, *, size: float = 11, anchor: str = "start", **more: str | float) -> Markup:
+    """Return text whose baseline is at `y`; `more` are attributes of its element."""
+    attributes = {"font_size": size, "text_anchor": anchor, "fill": "currentColor", **more}
+    return tag("text", text, x=float(x), y=float(y), **attributes)
+
+
+def text_width(text: str, size: float = 11) -> float:
+    """Return about how wide a label is, in pixels: fonts differ, so rather more."""
+    return len(text) * size * 0.6
+
+
+def fitting(choices: Iterable[str], room: float, size: float = 11) -> str:
+    """Return the first of some labels that fits, or nothing.
+
+    >>> fitting(["ranks 0-3", "0-3"], 40), fitting(["ranks 0-3", "0-3"], 5)
+    ('0-3', '')
+    """
+    return next((text for text in choices if text_width(text, size) <= room), "")
+
+
+def hatch(x: float, y: float, width: float, height: float, step: float = 7) -> Markup:
+    """Return diagonal lines over a rectangle.
+
+    A pattern would need an id, and a page may hold several pictures, some of them hidden.
+    """
+    lines = []
+    offset = step
+    while offset < width + height:
+        x0, y0 = (offset, 0.0) if offset <= width else (width, offset - width)
+        x1, y1 = (0.0, offset) if offset <= height else (offset - height, height)
+        lines.append(f"M{x + x0:.1f} {y + y0:.1f}L{x + x1:.1f} {y + y1:.1f}")
+        offset += step
+    return tag("path", d=Markup("".join(lines)), stroke="#000000", stroke_opacity=0.2, pointer_events="none")
+
+
+def wrapped(drawings: Iterable[Drawn], most: float, gap: float) -> Drawn:
+    """Put drawings side by side, in as many rows as a width asks for; return them as one."""
+    placed: list[Markup] = []
+    width = height = x = y = 0.0
+    for drawing, w, h in drawings:
+        if x and x + w > most:
+            x, y = 0.0, height + gap
+        placed.append(tag("g", drawing, transform=f"translate({x:.6g} {y:.6g})"))
+        width, height = max(width, x + w), max(height, y + h)
+        x += w + gap
+    return join(placed), width, height

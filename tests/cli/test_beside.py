@@ -1,0 +1,206 @@
+"""What else is in a target directory: what is refused, and what is said of the rest before a run and after it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import numbers, tree, write_file, write_ranks
+from commands import call, done
+
+import reshard
+from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
+from reshard.errors import TargetError
+from reshard.formats.sets import share_of
+from reshard.formats.target_files import Stored
+from reshard.storage.local import LocalStore
+from reshard.storage.remote import filesystem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHAPES = {"a": (8, 4), "b": (4, 8), "c": (4, 4)}
+FULL = numbers(SHAPES)
+ROWS = Strategy.of(dict.fromkeys(SHAPES, Layout.of([4], [0, -1])))
+STYLES = {"mindspore": MindSporeSet, "huggingface": HuggingFaceSet}
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    return write_file(tmp_path / "src" / "net.safetensors", FULL)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+# --- sets ---
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_no_shard_of_an_older_set_stays_beside_the_index(whole: Path, out: Path, style: str) -> None:
+    command = ["unify", whole, out, "--style", style]
+    done(*command, "--max-shard-size", "100")
+    before = tree(out)
+    assert len(before) == 4
+    for options in (["--overwrite"], ["--overwrite", "--dry-run"], ["--restart"], []):
+        refused = call(*command, *options)
+        assert refused.exit_code == 6
+        assert "of another set; choose another directory, or remove it" in refused.stderr
+        assert tree(out) == before
+    done(*command, "--max-shard-size", "100", "--overwrite")
+    for path in out.iterdir():
+        if path.is_file():
+            path.unlink()
+    done(*command)
+    assert len(tree(out)) == 2
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_nor_from_python_or_in_a_bucket(whole: Path, out: Path, style: str) -> None:
+    source = reshard.open(whole)
+    small, large = (reshard.plan(source, files=STYLES[style](size), format="safetensors") for size in (100, 10_000))
+    for place in (out, f"memory://beside/{style}"):
+        small.run(place)
+        with pytest.raises(TargetError, match="of another set"):
+            large.run(place, overwrite=True)
+        small.run(place, overwrite=True)
+        assert set(reshard.open(place)) == set(FULL)
+
+
+def test_what_a_run_that_was_killed_left_is_no_part_of_another_set(
+    whole: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some files had their names already, and no index says whose they are."""
+    small, large = (
+        reshard.plan(reshard.open(whole), files=MindSporeSet(size), format="safetensors") for size in (100, 10_000)
+    )
+    commit = LocalStore.commit
+
+    def killed(self: LocalStore, path: str, *, sync: bool) -> None:
+        if path.endswith(".json"):
+            raise KeyboardInterrupt
+        commit(self, path, sync=sync)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "commit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            small.run(out)
+    assert sorted(tree(out)) == [f"part{number}.safetensors" for number in range(3)]
+    with pytest.raises(TargetError, match="part1.safetensors, part2.safetensors of another set"):
+        large.run(out, overwrite=True)
+    small.run(out)
+    small.run(out.parent / "undisturbed")
+    assert tree(out) == tree(out.parent / "undisturbed")
+
+
+def test_what_other_processes_write_is_of_the_same_set(whole: Path, out: Path) -> None:
+    source = reshard.open(whole)
+    stored = [Stored(name, tensor.spec.nbytes, listed=True) for name, tensor in source.tensors.items()]
+    every = MindSporeSet(100).volumes(stored, ".safetensors")
+    for process in (2, 1):
+        files = share_of(every, process, 2)
+        mine = reshard.open(whole).sel(*(name for name in FULL if files.has(name)))
+        reshard.plan(mine, files=files, format="safetensors").run(out)
+    assert set(reshard.open(out)) == set(FULL)
+
+
+def test_a_single_file_would_be_loaded_in_place_of_a_set(whole: Path, out: Path) -> None:
+    """transformers looks for `model.safetensors` before it looks for an index."""
+    write_file(out / "model.safetensors", FULL)
+    refused = call("unify", whole, out, "--style", "huggingface")
+    assert refused.exit_code == 6
+    assert "has model.safetensors of another set" in refused.stderr
+
+
+# --- others ---
+
+
+def told(*command: str | Path) -> list[str]:
+    """The notices of a command: the same in words and JSON, of a dry run and of a run."""
+    dry = [line.removeprefix("notice: ") for line in call(*command, "--dry-run").stderr.splitlines()]
+    noted: list[str] = json.loads(done(*command, "--dry-run", "--json").stdout)["notices"]
+    assert [line for line in dry if " has " in line] == noted
+    assert json.loads(done(*command, "--json").stdout)["notices"] == noted
+    return noted
+
+
+def test_a_directory_of_its_own_has_nothing_beside(whole: Path, out: Path, tmp_path: Path) -> None:
+    assert told("transform", whole, out) == []
+    assert told("unify", whole, tmp_path / "set") == []
+    done("transform", whole, out)
+    assert told("unify", whole, tmp_path / "set", "--overwrite") == []
+    write_ranks(tmp_path / "ranks", FULL, ROWS)
+    assert told("convert", tmp_path / "ranks", tmp_path / "converted", "--format", "ckpt") == []
+    assert told("convert", whole, whole.with_name("net.ckpt"), "--format", "ckpt") == [], "a file was asked for"
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["rank_0/checkpoint_0.ckpt", "rank_7/checkpoint_7.ckpt", "rank_0/net-1_10.safetensors", "net.safetensors",
+     "rank_0/checkpoint_0_part1.safetensors", "part0.safetensors", "__0_0.distcp"],
+)  # fmt: skip
+def test_rank_files_beside_files_of_another_format_or_checkpoint(whole: Path, out: Path, other: str) -> None:
+    write_file(out / other, FULL, "ckpt" if other.endswith("ckpt") else "safetensors")
+    (notice,) = told("transform", whole, out)
+    assert notice == (
+        f"{out} has {other} too, of another checkpoint, and readers may take either or both; choose another directory"
+    )
+    result = done("transform", whole, out)
+    assert notice in result.stderr
+    assert "notice" not in done("transform", whole, out, "--quiet").stderr
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_set_beside_rank_files_and_rank_files_beside_a_set(
+    whole: Path, out: Path, tmp_path: Path, style: str
+) -> None:
+    done("transform", whole, out)
+    (notice,) = told("unify", whole, out, "--style", style)
+    assert "has rank_0/checkpoint_0.safetensors too, of another checkpoint" in notice
+    shutil.rmtree(out / "rank_0")
+    first, *_ = told("transform", whole, out)
+    assert "index.json" in first or "param_name_map.json" in first
+    assert "readers take that for the checkpoint" in first
+    hidden = done("transform", whole, out)
+    assert "to look at it" not in hidden.stderr, "it would show the set"
+    assert json.loads(done("transform", whole, out, "--json").stdout)["verify"] is None
+    assert "to look at it" in done("transform", whole, tmp_path / "alone").stderr
+
+
+def test_rank_files_in_a_zarr_store(whole: Path, out: Path) -> None:
+    done("unify", whole, out, "--format", "zarr")
+    assert "has a zarr store too, and readers take that" in told("transform", whole, out)[0]
+
+
+def test_files_in_a_bucket_are_seen(whole: Path) -> None:
+    fs, place = filesystem("memory://beside-ranks")
+    fs.pipe(f"{place}/rank_0/checkpoint_0.ckpt", b"theirs")
+    (notice,) = told("transform", whole, "memory://beside-ranks")
+    assert "has rank_0/checkpoint_0.ckpt too, of another checkpoint" in notice
+
+
+def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
+    whole: Path, out: Path, tmp_path: Path
+) -> None:
+    ranks = write_ranks(tmp_path / "ranks", FULL, ROWS)
+    source = reshard.open(whole)
+    reshard.plan(source, ROWS).run(out)
+    assert tree(out) == tree(ranks)
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("mesh: {dp: 4}\nrules: {'*': [dp, null]}\n")
+    done("strategy", "make", rules, "--like", whole, "-o", tmp_path / "rows.ckpt")
+    for path in out.glob("rank_[01]"):
+        shutil.rmtree(path)
+    assert told("transform", whole, out, "--target-strategy", tmp_path / "rows.ckpt", "--ranks", "0-1") == []
+    (notice,) = told("transform", whole, out, "--overwrite")
+    assert "rank_3/checkpoint_3.safetensors too, of ranks that are not this target's" in notice
+
+
+def test_conversion_in_place_says_that_both_are_there(tmp_path: Path) -> None:
+    ranks = write_ranks(tmp_path / "ranks", FULL, ROWS)
+    (notice,) = told("convert", ranks, ranks, "--format", "ckpt")
+    assert "rank_3/checkpoint_3.safetensors" in notice or "and 1 more" in notice

@@ -1,0 +1,45 @@
+"""`reshard demo`: what it prints, and how it exits when a byte is wrong or the folder is not its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from commands import call, done
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        result = done("demo")
+        assert "all 14,960 bytes of their 60 tensors are equal" in result.stdout
+        assert "What to type next" in result.stdout
+    assert (tmp_path / "reshard-demo" / "dst_checkpoints" / "rank_3" / "checkpoint_3.ckpt").is_file()
+
+
+def test_demo_exits_3_when_a_byte_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reshard.cli import demo
+
+    honest = demo.transform
+
+    def tampered(directory: Path) -> object:
+        report = honest(directory)
+        path = directory / "dst_checkpoints" / "rank_2" / "checkpoint_2.ckpt"
+        content = bytearray(path.read_bytes())
+        content[content.index(b"net.layer2.weight") + 60] ^= 1
+        path.write_bytes(content)
+        return report
+
+    monkeypatch.setattr(demo, "transform", tampered)
+    result = call("demo", tmp_path / "d")
+    assert result.exit_code == 3
+    assert "checkpoint_2.ckpt: tensor 'net.layer2.weight' differs from its slice of the whole tensor" in result.stderr
+
+
+def test_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    assert call("demo", tmp_path).exit_code == 6

@@ -1,0 +1,366 @@
+"""`reshard strategy show`, `merge`, `make`, `diff` and `check`: on the tutorial's files, by MindSpore."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import write_file
+from commands import Case, call, done
+
+import reshard
+from reshard.layout.layout import Layout
+from reshard.strategy.diff import check, diff
+from reshard.strategy.rules_file import strategy_from_file
+from reshard.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from click.testing import Result
+
+SHAPES = {"w": (8, 8), "b": (8,), "moments.w": (8, 8)}
+RULES = """
+mesh: {dp: 2, mp: 2}
+rules:
+  "*layer1.weight": [mp]
+  "*layer3.weight": [null, mp]
+optimizer_parallel: true
+parallel_optimizer_threshold: 0
+"""
+OPERATORS = """
+devices: 4
+operators:
+  "*layer1.weight": {matmul: [[2, 2], [2, 1]]}
+  "*layer3.weight": {matmul: [[2, 1], [1, 2]], transpose_b: false}
+optimizer_parallel: true
+parallel_optimizer_threshold: 0
+"""
+
+
+@pytest.fixture
+def real(mindspore_data: Path) -> Path:
+    return mindspore_data / "real"
+
+
+def source(real: Path) -> list[str | Path]:
+    return [real / "tut_src8" / "ckpt", "--source-strategy", real / "tut_src8" / "strategy_0.ckpt"]
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+# show and merge
+
+
+def test_strategy_show_of_what_is_none(case: Case, tmp_path: Path) -> None:
+    write_file(tmp_path / "x.safetensors", {"w": np.ones(2, np.float32)})
+    for path in (case.source / "rank_0" / "net.ckpt", tmp_path / "x.safetensors"):
+        refused = call("strategy", "show", path)
+        assert refused.exit_code == 4
+        assert "looks like a checkpoint, no strategy file; `reshard inspect` shows" in refused.stderr
+    refused = call("strategy", "show", "/dev/zero")
+    assert refused.exit_code == 4
+    assert "is no regular file" in refused.stderr
+    with (tmp_path / "huge.ckpt").open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    refused = call("strategy", "show", tmp_path / "huge.ckpt")
+    assert refused.exit_code == 4
+    assert "has more than 67108864 bytes" in refused.stderr
+
+
+def test_strategy_show_explains_its_words(case: Case) -> None:
+    shown = done("strategy", "show", case.target_strategy).stdout
+    assert "map [-1, 0] opt -1" in shown
+    assert "-1 none] opt N: rows are cut once more for the optimizer" in shown
+
+
+def test_strategy_show(case: Case) -> None:
+    result = done("strategy", "show", case.target_strategy)
+    assert "12 tensors over 4 ranks (0-3): 1 stage of 4 devices" in result.stdout
+    data = json.loads(done("strategy", "show", case.target_strategy, "--json").stdout)
+    assert data["ranks"] == [0, 1, 2, 3]
+    assert {tensor["layout"]["opt_weight_shard_size"] for tensor in data["tensors"]} == {-1}
+
+
+def test_strategy_merge(mindspore_data: Path, tmp_path: Path) -> None:
+    parts = mindspore_data / "strategies" / "pipe_tut8_ckpt"
+    output = tmp_path / "merged.ckpt"
+    result = done("strategy", "merge", parts, "-o", output)
+    assert result.stdout.startswith(f"wrote {output}: ")
+    assert "8 ranks in 2 stages" in result.stdout
+    reference = reshard.read_strategy(mindspore_data / "merged" / "pipe_tut8.ckpt")
+    assert reshard.read_strategy(output).tensors == reference.tensors
+    refused = call("strategy", "merge", parts, "-o", output)
+    assert refused.exit_code == 6
+    assert "--overwrite" in refused.stderr
+    done("strategy", "merge", parts, "-o", output, "--overwrite")
+
+
+def test_a_merged_file_may_not_lie_among_its_parts(mindspore_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(mindspore_data / "strategies" / "pipe_tut8_ckpt", tmp_path / "parts")
+    refused = call("strategy", "merge", tmp_path / "parts", "-o", tmp_path / "parts" / "merged.ckpt")
+    assert refused.exit_code == 2
+    assert not (tmp_path / "parts" / "merged.ckpt").exists()
+
+
+# make
+
+
+@pytest.mark.parametrize("text", [RULES, OPERATORS], ids=["rules", "operators"])
+@pytest.mark.parametrize("ending", [".ckpt", ".json"])
+def test_make_writes_what_mindspore_compiles(real: Path, tmp_path: Path, text: str, ending: str) -> None:
+    """The tutorial's target: 4 cards, another MatMul strategy, optimizer parallel. And a transform takes it."""
+    rules, output = written(tmp_path / "rules.yaml", text), tmp_path / f"dst{ending}"
+    result = done("strategy", "make", rules, "--like", *source(real), "-o", output)
+    assert result.stdout == f"wrote {output}: 12 tensors over 4 ranks in 1 stage\n"
+    compiled = real / "tut_dst4_opt" / "strategy_0.ckpt"
+    compared = done("strategy", "diff", output, compiled)
+    assert compared.stdout.splitlines()[-1] == "every rank holds the same blocks of 12 tensors"
+    if text is OPERATORS:
+        assert len(compared.stdout.splitlines()) == 1  # field for field
+    if ending == ".json":
+        layouts = json.loads(output.read_text())["parallel_layout_item"]
+        assert layouts["net.layer1.weight"]["tensor_shape"] == [16, 32]
+    done("transform", *source(real), tmp_path / "out", "--target-strategy", output)
+
+
+def test_make_for_prediction(real: Path, tmp_path: Path) -> None:
+    output = tmp_path / "dst.ckpt"
+    done("strategy", "make", written(tmp_path / "r.yaml", RULES), "--like", *source(real), "-o", output, "--predict")
+    assert sorted(reshard.read_strategy(output).tensors) == sorted(
+        f"net.layer{n}.{kind}" for n in (1, 2, 3) for kind in ("weight", "bias")
+    )
+
+
+def test_make_in_a_pipeline(real: Path, tmp_path: Path) -> None:
+    text = RULES + 'pipeline: {"*layer1.*": 0, "*": [1]}\n'
+    output = tmp_path / "dst.ckpt"
+    result = done("strategy", "make", written(tmp_path / "r.yaml", text), "--like", *source(real), "-o", output)
+    assert result.stdout == f"wrote {output}: 12 tensors over 8 ranks in 2 stages\n"
+    made = reshard.read_strategy(output)
+    assert made.stages_of("net.layer1.weight") == made.stages_of("moments.net.layer1.weight") == (0,)
+
+
+def test_make_leaves_out_what_the_source_does_not_list_but_for_rules(real: Path, tmp_path: Path) -> None:
+    rules = written(tmp_path / "r.yaml", 'mesh: {dp: 4}\nrules: {"global_step": []}\n')
+    done("strategy", "make", rules, "--like", *source(real), "-o", tmp_path / "dst.ckpt")
+    found = reshard.read_strategy(tmp_path / "dst.ckpt").tensors
+    assert "global_step" in found
+    assert not {"learning_rate", "momentum"} & found.keys()
+
+
+def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
+    rules, output = written(tmp_path / "r.yaml", RULES), written(tmp_path / "dst.ckpt", "mine")
+    result = call("strategy", "make", rules, "--like", *source(real), "-o", output)
+    assert (result.exit_code, output.read_text()) == (6, "mine")
+    assert "is there already" in result.stderr
+    done("strategy", "make", rules, "--like", *source(real), "-o", output, "--overwrite")
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("- mesh", ["is a YAML list; expected a mapping with the keys mesh and rules"]),
+        ("3: 4", ["is a YAML dict; expected a mapping"]),
+        ("", ["is a YAML NoneType"]),
+        ("mesh: {dp: 2", ["is not YAML: while parsing"]),
+        ("mesh: !!python/object:os.system {}", ["is not YAML: could not determine a constructor"]),
+        ("\0", ["is not YAML"]),
+        ("mesh: {dp: 2}", ["$.rules: is missing; expected mesh, rules, or devices, operators"]),
+        ("devices: 4", ["$.operators: is missing"]),
+        ("mesh: {dp: 4}\nrules: {}\ndevices: 4\nopimizer: 1", ["2 faults", "$.devices: is none of", "$.opimizer: is"]),
+        (
+            "mesh: {dp: 2, dp: 3}\nrules:\n  w: [dp]\n  w: []\n",
+            ["line 1: has the key 'dp' a second time", "line 4: has the key 'w' a second time"],
+        ),
+        (
+            "mesh: {dp: 0, mp: 2}\nrules: {'*.wq': [mp, tp], 3: [dp]}\npredicts: true",
+            ["$.predicts: is none of the keys known"],
+        ),
+        (
+            "mesh: {dp: 0, mp: 2}\nrules: {'*.wq': [mp, tp], 3: [dp]}\noptimizer_parallel: 1",
+            [
+                "4 faults",
+                "$.mesh.dp: is 0",
+                "$.rules['*.wq'][1]: names the axis 'tp'",
+                "$.rules: has the key 3",
+                "$.opt",
+            ],
+        ),
+        ("devices: 4\noperators: [1]", ["$.operators: is [1]; expected a mapping"]),
+        ("devices: 4\noperators: {w: [1]}", ["$.operators['w']: is [1]; expected one of matmul, batch_matmul"]),
+        ("devices: 4\noperators: {w: {matmul: 3}}", ["$.operators['w']: is {'matmul': 3}; expected such as"]),
+        ("devices: 4\noperators: {w: {matmul: [[1, 1], [1, 2]], transpose: 1}}", ["expected such as {matmul:"]),
+        ("devices: 4\noperators: {w: {matmul: [[1, 1], [2, 2]]}}", ["cuts dimension k in [1, 2]"]),
+        ("devices: 4\noperators: {w: {matmul: [[1, 1], [1, 3]]}}", ["uses 3 devices, which does not divide the 4"]),
+        ("devices: true\noperators: {}", ["$.devices: is True; expected a number from 1 to 131072"]),
+    ],
+)
+def test_rules_files_that_are_none(tmp_path: Path, text: str, messages: list[str]) -> None:
+    rules = written(tmp_path / "rules.yaml", text)
+    with pytest.raises(reshard.ReshardError) as caught:
+        strategy_from_file(rules, SHAPES)
+    assert caught.value.exit_code == 2
+    for message in [str(rules), *messages]:
+        assert message in str(caught.value)
+
+
+def test_a_rules_file_that_is_not_there(real: Path, tmp_path: Path) -> None:
+    result = call("strategy", "make", tmp_path / "no.yaml", "--like", *source(real), "-o", tmp_path / "dst.ckpt")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no.yaml: cannot be read: No such file or directory" in result.stderr
+
+
+def test_a_rule_may_leave_a_tensor_out(tmp_path: Path) -> None:
+    rules = written(tmp_path / "rules.yaml", "mesh: {dp: 2}\nrules: {b: null}\n")
+    assert list(strategy_from_file(rules, SHAPES).tensors) == ["w", "moments.w"]
+    operators = written(tmp_path / "operators.yaml", "devices: 2\noperators: {b: null}\n")
+    assert list(strategy_from_file(operators, SHAPES, predict=True).tensors) == ["w"]
+
+
+# diff
+
+
+def compared(tmp_path: Path, a: Strategy, b: Strategy, *options: str) -> Result:
+    reshard.write_strategy(a, tmp_path / "a.ckpt")
+    reshard.write_strategy(b, tmp_path / "b.ckpt")
+    return call("strategy", "diff", tmp_path / "a.ckpt", tmp_path / "b.ckpt", *options)
+
+
+def test_diff_tells_blocks_from_fields(tmp_path: Path) -> None:
+    """`[8]` and `[2, 4]` that split nothing are the same blocks; a name that one lacks, and other blocks, are not."""
+    first = {f"h.{n}.w": Layout.of([8], [0, -1]) for n in range(3)}
+    a = Strategy.of({**first, "b": Layout.of([8], [-1]), "o": Layout.of([8], [-1], -1), "only.a": Layout.of([8], [])})
+    second = {f"h.{n}.w": Layout.of([2, 4], [0, -1]) for n in range(3)}
+    b = Strategy.of({**second, "b": Layout.of([2, 4], [-1]), "o": Layout.of([8], [-1], 8)})
+    result = compared(tmp_path, a, b)
+    assert result.exit_code == 3
+    assert "are not the same strategy" in result.stderr
+    assert result.stdout.splitlines() == [
+        f"only in A ({tmp_path}/a.ckpt):",
+        "  only.a",
+        "other blocks:",
+        "  A [8] map [0, -1]: 8 x 1 blocks, each on 1 rank",
+        "  B [2, 4] map [0, -1]: 4 x 1 blocks, each on 2 ranks",
+        "    h.{0-2}.w",
+        "the same blocks, written otherwise:",
+        "  A [8] map [-1]: whole on 8 ranks",
+        "  B [2, 4] map [-1]: whole on 8 ranks",
+        "    b",
+        "the same blocks, written otherwise:",
+        "  A [8] map [-1] opt -1: 8 blocks, each on 1 rank",
+        "  B [8] map [-1] opt 8: 8 blocks, each on 1 rank",
+        "    o",
+    ]
+
+
+def test_diff_of_equal_blocks_exits_with_0(tmp_path: Path) -> None:
+    result = compared(tmp_path, Strategy.of({"w": Layout.of([8], [-1])}), Strategy.of({"w": Layout.of([2, 4], [-1])}))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == "every rank holds the same blocks of 1 tensor"
+
+
+def test_diff_of_other_numbers_of_ranks(tmp_path: Path) -> None:
+    result = compared(tmp_path, Strategy.of({"w": Layout.of([8], [-1])}), Strategy.of({"w": Layout.of([4], [-1])}))
+    assert result.exit_code == 3
+    assert result.stdout.splitlines()[0] == "A is for 8 ranks, B for 4"
+
+
+def test_diff_of_a_pipeline(tmp_path: Path) -> None:
+    rows, columns = Layout.of([2], [0, -1]), Layout.of([2], [-1, 0])
+    result = compared(tmp_path, Strategy.of({"w": {0: rows, 1: rows}, "v": {1: rows}}),
+                      Strategy.of({"w": {0: rows, 1: columns}, "v": {0: rows}}))  # fmt: skip
+    lines = result.stdout.splitlines()
+    assert lines[:2] == [f"only in A ({tmp_path}/a.ckpt):", "  v, stage 1"]
+    assert "other blocks, stage 1:" in lines
+
+
+def test_diff_as_json(tmp_path: Path) -> None:
+    a, b = Strategy.of({"w": Layout.of([2], [0]), "a": Layout.of([2], [0])}), Strategy.of({"w": Layout.of([2], [-1])})
+    found: dict[str, Any] = json.loads(compared(tmp_path, a, b, "--json").stdout)
+    assert found.keys() == {"same", "ranks_a", "ranks_b", "only_a", "only_b", "blocks", "fields"}
+    assert (found["same"], found["only_a"], found["fields"]) == (False, [{"name": "a", "stage": 0}], [])
+    assert found["blocks"][0]["a"]["tensor_map"] == [[0]]
+
+
+def test_protobuf_and_json_of_one_network_are_the_same(mindspore_data: Path) -> None:
+    """Though JSON has nested entries expanded to dimensions of their own."""
+    folder = mindspore_data / "strategies"
+    pairs = 0
+    for path in sorted(folder.glob("*.ckpt")):
+        if path.is_file() and path.with_suffix(".json").exists():
+            a, b = reshard.read_strategy(path), reshard.read_strategy(path.with_suffix(".json"))
+            assert diff(a, b).same, path
+            assert diff(b, a).same, path
+            assert diff(a, a).fields == ()
+            pairs += 1
+    assert pairs == 61
+
+
+def test_layouts_that_no_grid_has_are_compared_by_their_numbers() -> None:
+    interleaved, uneven = Layout.of([2], [0], field=2), Layout.of([2], [0], param_split_shape=[3, 5])
+    a = Strategy.of({"i": interleaved, "u": uneven, "bad": Layout.of([2], [0], 3)})
+    assert diff(a, a).same
+    b = Strategy.of({"i": Layout.of([2], [0]), "u": Layout.of([2], [0]), "bad": Layout.of([2], [0])})
+    assert [change.name for change in diff(a, b).blocks] == ["i", "u", "bad"]
+
+
+# check
+
+
+def test_check_of_a_checkpoint_s_own_strategy(real: Path) -> None:
+    own = real / "tut_src8" / "strategy_0.ckpt"
+    result = done("strategy", "check", own, real / "tut_src8" / "ckpt")
+    assert result.stdout == f"{own} fits {real}/tut_src8/ckpt: 12 tensors\n"
+
+
+def test_check_of_a_target(real: Path) -> None:
+    done("strategy", "check", real / "tut_dst4_opt" / "strategy_0.ckpt", *source(real))
+
+
+def test_check_tells_all_faults_at_once(real: Path, tmp_path: Path) -> None:
+    """Names that either lacks, and sizes that do not divide; states of the optimizer are told and no fault."""
+    opened = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
+    layouts: dict[str, Layout] = {
+        name: Layout.of([3], [-1] * len(tensor.spec.shape))
+        for name, tensor in opened.tensors.items()
+        if tensor.listed and not name.startswith("moments")
+    }
+    layouts["net.layer2.weight"] = Layout.of([3], [0, -1])
+    layouts["net.layer3.bias"] = Layout.of([3], [-1, -1])
+    layouts["net.layer9.weight"] = layouts.pop("net.layer1.weight")
+    reshard.write_strategy(Strategy.of(layouts), tmp_path / "bad.ckpt")
+    result = call("strategy", "check", tmp_path / "bad.ckpt", *source(real))
+    assert result.exit_code == 4
+    assert "has 4 faults" in result.stderr
+    for message in (
+        "tensor 'net.layer2.weight': dimension 0 of size 32 does not divide into 3",
+        "tensor 'net.layer3.bias': the tensor has 1 dimensions",
+        "tensor 'net.layer9.weight': is in the strategy and not in the files",
+        "tensor 'net.layer1.weight': is in the files and not in the strategy",
+    ):
+        assert message in result.stderr
+
+
+def test_check_tells_of_shapes_and_optimizer_states(real: Path, tmp_path: Path) -> None:
+    opened = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
+    shapes = {name: t.spec.shape for name, t in opened.tensors.items() if t.listed}
+    weights = {name: shape for name, shape in shapes.items() if not name.startswith("moments")}
+    notices = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened)
+    assert notices[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy and not in the files"
+    assert "tensor 'moments.net.layer1.bias' is in the files and not in the strategy" in notices
+    with pytest.raises(reshard.ReshardError, match=r"'net.layer1.bias': is of shape \[32\]; the strategy says \[64\]"):
+        check(Strategy.from_rules({**shapes, "net.layer1.bias": (64,)}, {"dp": 2}, {}), opened)
+
+
+def test_check_against_one_file_of_whole_tensors(real: Path, tmp_path: Path) -> None:
+    done("transform", *source(real), tmp_path / "whole")
+    file = next((tmp_path / "whole" / "rank_0").iterdir())
+    result = done("strategy", "check", real / "tut_dst4_opt" / "strategy_0.ckpt", file)
+    assert "'global_step' is in the files and not in the strategy" in result.stderr

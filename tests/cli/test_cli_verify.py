@@ -1,0 +1,185 @@
+"""`reshard verify`: what it prints, its JSON, its exit codes, and how it takes wrong options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import write_file, write_ranks
+from commands import call
+from compared import AFTER, BEFORE, FULL, flip, rank_file
+
+import reshard
+from reshard import Layout, Strategy
+
+if TYPE_CHECKING:
+    from click.testing import Result
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: src (8 ranks), dst (6 ranks, made of it), before.ckpt and after.ckpt."""
+    monkeypatch.chdir(tmp_path)
+    write_ranks(Path("src"), FULL, BEFORE, "ckpt")
+    reshard.plan(reshard.open("src", strategy=BEFORE), AFTER).run("dst", fsync=False)
+    reshard.write_strategy(BEFORE, "before.ckpt")
+    reshard.write_strategy(AFTER, "after.ckpt")
+    return tmp_path
+
+
+TARGET = ["verify", "dst", "--target-strategy", "after.ckpt"]
+BOTH = [*TARGET, "--against", "src", "--source-strategy", "before.ckpt"]
+
+
+def data(result: Result) -> Any:
+    return json.loads(result.stdout)
+
+
+def test_equal(folder: Path) -> None:
+    result = call(*BOTH)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("dst: equal to src, bit for bit\n3 tensors, ")
+    assert not result.stderr
+    assert call(*BOTH, "--quiet").stdout == ""
+    assert data(call(*BOTH, "--json"))["equal"] is True
+
+
+def test_a_difference_is_told_on_one_screen(folder: Path) -> None:
+    flip(rank_file(folder / "dst", 2), "w", 20)
+    result = call(*BOTH)
+    assert result.exit_code == 3
+    path = "rank_2/checkpoint_2.ckpt"
+    lines = result.stdout.splitlines()
+    assert lines[0] == "dst: DIFFERS from src: 1 difference"
+    assert lines[-3].startswith("  tensor w: 1 of 864 elements differ; the first is 0x")
+    assert lines[-2] == f"    target, rank 2, {path}"
+    assert lines[-1] == (
+        "    first at [1, 2] of the tensor, [1, 2] of its block [0:48, 0:18]; held against rank_0/checkpoint_0.ckpt"
+    )
+    assert result.stderr.startswith("error: dst is not what src says: 1 difference, in w, in ")
+    (found,) = data(call(*BOTH, "--json"))["differences"]
+    assert (found["tensor"], found["rank"], found["side"], found["kind"]) == ("w", 2, "target", "values")
+    assert (found["path"], found["index"], found["index_in_block"]) == (str(folder / "dst" / path), [1, 2], [1, 2])
+    assert (found["count"], found["block"]) == (1, {"start": [0, 0], "stop": [48, 18]})
+
+
+def test_everything_differs(folder: Path) -> None:
+    write_ranks(Path("dst"), {name: -array for name, array in FULL.items()}, AFTER, "ckpt")
+    result = call(*BOTH)
+    assert result.exit_code == 3
+    assert len(result.stdout.splitlines()) <= 24
+    assert "and 12 more; --json tells them all" in result.stdout
+    assert len(data(call(*BOTH, "--json"))["differences"]) == 18
+
+
+def test_names_that_a_terminal_would_obey(folder: Path) -> None:
+    one, two = (write_file(folder / f"{n}.ckpt", {"w\x1b[2J": np.full(2, n)}, "ckpt") for n in range(2))
+    result = call("verify", one, "--against", two)
+    assert result.exit_code == 3
+    assert "\x1b" not in result.stdout + result.stderr
+    assert r"tensor w\x1b[2J" in result.stdout
+
+
+def test_a_sample_tells_its_seed(folder: Path) -> None:
+    result = call(*BOTH, "--sample", "5%", "--seed", "7")
+    assert result.exit_code == 0
+    assert "bit for bit in the rows that were compared" in result.stdout
+    assert "% of the bytes; for the same again: --seed 7" in result.stdout
+    assert data(call(*BOTH, "--sample", "0.5", "--json"))["seed"] >= 0
+
+
+def test_structure(folder: Path) -> None:
+    result = call(*TARGET)
+    assert result.exit_code == 0
+    assert result.stdout == (
+        "dst: complete and sound in structure; contents were not read\n3 tensors, 18 blocks of them; "
+        "6 files of 6 ranks (0-5)\n"
+        "not looked at: contents; notes (__metadata__); checksums that files carry (crc_num), and how text entries are "
+        "stored\n"
+    )
+    Path("dst/rank_3/checkpoint_3.ckpt").rename("dst/rank_3/checkpoint_3.ckpt.partial")
+    result = call(*TARGET)
+    assert result.exit_code == 4
+    assert "rank 3" in result.stderr
+    assert "1 unfinished file (rank_3/checkpoint_3.ckpt.partial)" in result.stderr
+    result = call("verify", "dst", "--target-partial", "--target-strategy", "after.ckpt")
+    assert result.exit_code == 0
+    assert "unfinished" in result.stderr
+
+
+def test_a_manifest(folder: Path) -> None:
+    result = call("verify", "dst", "--write-manifest", "m.json")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "wrote m.json: 24 checksums of 6 files\n"
+    Path("dst").rename("moved")
+    result = call("verify", "moved", "--manifest", "m.json")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("moved: as the manifest m.json says\n3 tensors, 18 blocks of them; 6 files\n")
+    assert call("verify", "moved", "--write-manifest", "m.json").exit_code == 6
+    flip(rank_file(folder / "moved", 5), "c", 0)
+    result = call("verify", "moved", "--manifest", "m.json")
+    assert result.exit_code == 3
+    assert "tensor c: has the CRC-32C" in result.stdout
+    assert call("verify", "moved", "--write-manifest", "m.json", "--overwrite").exit_code == 0
+    assert call("verify", "moved", "--manifest", "m.json").exit_code == 0
+    before = Path("moved/rank_0/checkpoint_0.ckpt").read_bytes()
+    result = call("verify", "moved", "--write-manifest", "moved/rank_0/checkpoint_0.ckpt", "--overwrite")
+    assert result.exit_code == 6
+    assert "is one of the files of moved; choose another name for the manifest" in result.stderr
+    assert Path("moved/rank_0/checkpoint_0.ckpt").read_bytes() == before
+    Path("m.json").write_text('{"reshard_manifest": 2, "files": {"../x": {"nbytes": 1, "crc32c": "00000000"}}}')
+    result = call("verify", "moved", "--manifest", "m.json")
+    assert result.exit_code == 4
+    assert "no path below a directory" in result.stderr
+
+
+def test_options_of_a_conversion(folder: Path) -> None:
+    how = ["--exclude", "c", "--cast", "float32=bfloat16", "--name-map", "names.json"]
+    Path("names.json").write_text('{"w": "new.w"}')
+    done = call("unify", "src", "weights", "--source-strategy", "before.ckpt", "--no-fsync", *how)
+    assert done.exit_code == 0, done.stderr
+    against = ["--against", "src", "--source-strategy", "before.ckpt"]
+    assert call("verify", "weights", *against, *how).exit_code == 0
+    result = call("verify", "weights", *against)
+    assert result.exit_code == 3
+    assert "tensor new.w: is in the target, not in the source" in result.stdout
+
+
+def test_where_files_are_called_otherwise(folder: Path) -> None:
+    strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
+    reshard.write_strategy(strategy, "two.ckpt")
+    for name in ("a", "b"):
+        write_ranks(Path("many"), {"w": FULL["w"]}, strategy, name=name)
+    one = write_file(Path("one.ckpt"), {"w": FULL["w"]}, "ckpt")
+    sides = ["--target-strategy", "two.ckpt", "--target-suffix", "b"]
+    assert call("verify", "many", *sides, "--against", one).exit_code == 0
+    assert call("verify", one, "--against", "many", "--source-strategy", "two.ckpt", "--suffix", "a").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--sample", "5%"], "give --against SOURCE too"),
+        (["--source-strategy", "before.ckpt"], "give --against SOURCE too"),
+        (["--suffix", "a"], "--suffix is about SOURCE; for TARGET give --target-suffix"),
+        (["--rank-pattern", "r{rank}/*"], "for TARGET give --target-rank-pattern"),
+        (["--layout", "w=whole"], "--layout is about SOURCE"),
+        (["--against", "src", "--manifest", "m.json"], "give one of them"),
+        (["--against", "src", "--sample", "0%"], "no share"),
+        (["--against", "src", "--sample", "120%"], "no share"),
+        (["--against", "src", "--sample", "nan"], "no share"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(folder: Path, options: list[str], told: str) -> None:
+    result = call(*TARGET, *options)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_a_budget_that_is_too_little(folder: Path) -> None:
+    result = call(*BOTH, "--memory", "1MB")
+    assert result.exit_code == 5
+    assert "the least that works" in result.stderr

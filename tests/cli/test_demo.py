@@ -1,0 +1,106 @@
+"""`reshard demo`: real MindSpore files, a check that can fail, and a folder that is only ever its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reshard.cli import demo
+from reshard.errors import TargetError, VerifyError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A demo folder, transformed."""
+    demo.make(tmp_path)
+    demo.transform(tmp_path)
+    return tmp_path
+
+
+def test_it_tells_what_it_did_and_what_to_type_next(tmp_path: Path) -> None:
+    lines: list[str] = []
+    demo.demo(tmp_path / "a b", lines.append)
+    text = "\n".join(lines)
+    assert "Transformed 8 ranks to 4" in text
+    assert "Checked 4 files: all 14,960 bytes of their 60 tensors are equal to numpy slices" in text
+    assert f"reshard inspect '{tmp_path}/a b/src_checkpoints' --source-strategy" in text
+    assert "import reshard" in text
+
+
+def test_the_lines_for_python_run(tmp_path: Path) -> None:
+    lines: list[str] = []
+    demo.demo(tmp_path, lines.append)
+    code = "\n".join(lines).split("The same from Python:\n")[1]
+    exec("\n".join(line[2:] for line in code.splitlines()), {})  # noqa: S102 -- our own text
+    assert (tmp_path / "dst_again" / "rank_3" / "checkpoint_3.ckpt").is_file()
+
+
+def test_a_second_time_makes_it_anew(made: Path) -> None:
+    (made / "dst_checkpoints" / "rank_0" / "checkpoint_0.ckpt").write_bytes(b"old")
+    (made / "src_strategy.ckpt").unlink()
+    demo.demo(made, lambda _line: None)
+    assert demo.check(made).tensors == 60
+
+
+def test_the_files_are_mindspores_own(made: Path, mindspore_data: Path) -> None:
+    real = mindspore_data / "real"
+    for rank in range(8):
+        ours = made / "src_checkpoints" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
+        assert ours.read_bytes() == (real / "tut_src8" / "ckpt" / f"rank_{rank}" / "net.ckpt").read_bytes()
+    for ours, theirs in {
+        "src_strategy.ckpt": "tut_src8/strategy_0.ckpt",
+        "dst_strategy.ckpt": "tut_dst4_opt/strategy_0.ckpt",
+        "full.npz": "tut_src8/full.npz",
+    }.items():
+        assert (made / ours).read_bytes() == (real / theirs).read_bytes()
+
+
+def test_the_result_is_what_mindspore_itself_saved_on_four_ranks(made: Path, mindspore_data: Path) -> None:
+    """The target network held the same values, so its own files are a second reference, without `reshard`'s layouts."""
+    for rank in range(4):
+        ours = demo._parsed(made / "dst_checkpoints" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
+        theirs = demo._parsed(mindspore_data / "real" / "tut_dst4_opt" / "ckpt" / f"rank_{rank}" / "net.ckpt")
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("place", range(0, 4000, 397))
+def test_a_changed_byte_is_found_wherever_it_is(made: Path, place: int) -> None:
+    path = made / "dst_checkpoints" / "rank_2" / "checkpoint_2.ckpt"
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x10
+    path.write_bytes(content)
+    with pytest.raises(VerifyError, match=r"checkpoint_2\.ckpt: "):
+        demo.check(made)
+
+
+def test_the_first_byte_that_differs_is_named(made: Path) -> None:
+    path = made / "dst_checkpoints" / "rank_1" / "checkpoint_1.ckpt"
+    whole = demo._parsed(path)["net.layer2.weight"][2]
+    content = path.read_bytes()
+    assert content.count(whole) == 1
+    path.write_bytes(content.replace(whole, whole[:17] + bytes([whole[17] ^ 1]) + whole[18:]))
+    with pytest.raises(VerifyError, match=r"tensor 'net.layer2.weight' differs .* byte 17 is 0x.., expected 0x"):
+        demo.check(made)
+
+
+def test_a_missing_file_is_found(made: Path) -> None:
+    (made / "dst_checkpoints" / "rank_3" / "checkpoint_3.ckpt").unlink()
+    with pytest.raises(VerifyError, match="cannot be read back"):
+        demo.check(made)
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(TargetError, match="was not made by `reshard demo`"):
+        demo.demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(TargetError, match="cannot be written: Not a directory"):
+        demo.demo(tmp_path / "x")

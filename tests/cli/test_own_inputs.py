@@ -1,0 +1,333 @@
+"""No command and no function writes over what it reads: by no spelling, through no link, and with no option."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+from checkpoints import numbers, tree, write_ranks
+from commands import call, done
+from stopped_runs import FULL, SOURCE, TARGET
+
+import reshard
+import reshard.mindspore as ms
+from reshard import Layout, Strategy
+from reshard.cli.main import cli
+from reshard.cli.options import PathType
+from reshard.cli.terminal import OUTPUTS
+from reshard.errors import TargetError
+from reshard.storage.small import is_within, refuse_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+READ = ["--source-strategy", "source.ckpt"]
+SPLIT = [*READ, "--target-strategy", "target.ckpt"]
+MAPPED = [*SPLIT, "--name-map", "names.json"]
+MAKE = ["strategy", "make", "rules.yaml", "--like", "src", *READ]
+
+# The command, the option or argument that says what is written, and everything that is read.
+CASES: dict[str, tuple[list[str], str, list[str]]] = {
+    "transform": (
+        ["transform", "src", "out", *MAPPED, "--write-manifest"],
+        "transform",
+        ["source.ckpt", "target.ckpt", "names.json", "src/rank_1/checkpoint_1.safetensors"],
+    ),
+    "transform of a pipeline": (
+        ["transform", "stages", "out", "--source-strategy", "pipeline", "--write-manifest"],
+        "transform",
+        ["pipeline/strategy_0.ckpt", "pipeline/strategy_1.ckpt"],
+    ),
+    "unify": (
+        ["unify", "src", "out", *READ, "--name-map", "names.json", "--write-manifest"],
+        "unify",
+        ["source.ckpt", "names.json", "src/rank_1/checkpoint_1.safetensors"],
+    ),
+    "transform of a set": (
+        ["transform", "set", "out", "--write-manifest"],
+        "transform",
+        ["set/param_name_map.json", "set/part0.safetensors"],
+    ),
+    "transform of a store": (
+        ["transform", "store", "out", "--write-manifest"], "transform", ["store/zarr.json", "store/w/zarr.json"],
+    ),
+    "via a store": (
+        ["transform", "src", "out", *SPLIT, "--via-zarr", "via", "--write-manifest"],
+        "transform",
+        ["source.ckpt", "target.ckpt"],
+    ),
+    "convert": (
+        ["convert", "src", "out", "--format", "ckpt", "--write-manifest"],
+        "convert",
+        ["src/rank_1/checkpoint_1.safetensors"],
+    ),
+    "convert one file": (["convert", "one.ckpt", "out.safetensors", "--format", "safetensors", "--write-manifest"],
+        "convert", ["one.ckpt"]),
+    "run": (
+        ["run", "plan.json", "out", "--source", "src", "--write-manifest"],
+        "run",
+        ["plan.json", "src/rank_1/checkpoint_1.safetensors"],
+    ),
+    "plan": (
+        ["plan", "src", *MAPPED, "-o"],
+        "plan",
+        ["source.ckpt", "target.ckpt", "names.json", "src/rank_1/checkpoint_1.safetensors"],
+    ),
+    "plan of a store": (["plan", "store", "-o"], "plan", ["store/zarr.json", "store/w/zarr.json"]),
+    "verify": (
+        ["verify", "src", "--target-strategy", "source.ckpt", "--write-manifest"],
+        "verify",
+        ["source.ckpt", "src/rank_1/checkpoint_1.safetensors"],
+    ),
+    "verify a set": (["verify", "set", "--write-manifest"], "verify", ["set/param_name_map.json"]),
+    "merge": (["strategy", "merge", "pipeline", "-o"], "strategy merge", ["pipeline/strategy_1.ckpt"]),
+    "make": (
+        [*MAKE, "-o"], "strategy make", ["rules.yaml", "source.ckpt", "src/rank_1/checkpoint_1.safetensors"],
+    ),
+}  # fmt: skip
+
+
+def linked(path: Path) -> Path:
+    link = Path("symbolic")
+    link.symlink_to(path.absolute())
+    return link
+
+
+def hard_linked(path: Path) -> Path:
+    link = Path("hard")
+    link.unlink(missing_ok=True)
+    link.hardlink_to(path)
+    return link
+
+
+def through_a_directory(path: Path) -> Path:
+    link = Path("directory")
+    link.symlink_to(path.absolute().parent)
+    return link / path.name
+
+
+def whose_unfinished_name_it_is(path: Path) -> Path:
+    link = Path("new.partial")
+    link.hardlink_to(path)
+    return link.with_suffix("")
+
+
+SPELLINGS: dict[str, Callable[[Path], object]] = {
+    "as it is": lambda path: path,
+    "absolute": lambda path: path.absolute(),
+    "up and down": lambda path: f"src/../{path}",
+    "as a URL": lambda path: f"file://{path.absolute()}",
+    "symbolic link": linked,
+    "hard link": hard_linked,
+    "link to its directory": through_a_directory,
+    "unfinished": whose_unfinished_name_it_is,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_ranks(Path("src"), FULL, SOURCE)
+    reshard.write_strategy(SOURCE, "source.ckpt")
+    reshard.write_strategy(TARGET, "target.ckpt")
+    Path("names.json").write_text(json.dumps({name: name for name in FULL}))
+    Path("rules.yaml").write_text("mesh: {dp: 2}\nrules: {w: [dp]}\n")
+    source = reshard.open("src", strategy=SOURCE)
+    reshard.plan(source, TARGET).save("plan.json")
+    reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors").run("set", journal=False)
+    reshard.plan(source, files=reshard.ZarrGroup()).run("store")
+    reshard.plan(source, format="ckpt").run("whole", journal=False)
+    next(Path("whole/rank_0").iterdir()).rename("one.ckpt")
+    stages = Strategy.of({"a": Layout.of([2], [0])}), Strategy.of({"b": Layout.of([2], [0])})
+    Path("pipeline").mkdir()
+    for number, stage in enumerate(stages):
+        ((name, (placed,)),) = stage.tensors.items()
+        of_stage = Strategy({name: (placed._replace(stage=number),)}, range(number, number + 1), 2)
+        reshard.write_strategy(of_stage, f"pipeline/strategy_{number}.ckpt")
+    write_ranks(Path("stages"), numbers({"a": (4,), "b": (4,)}), reshard.read_strategy("pipeline"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [pytest.param(words, path, id=f"{name}: {path}") for name, (words, _, read) in CASES.items() for path in read],
+)
+def test_no_command_writes_over_what_it_reads(folder: Path, words: list[str], path: str) -> None:
+    before = tree(folder)
+    for spell in (SPELLINGS["as it is"], SPELLINGS["up and down"], SPELLINGS["hard link"]):
+        for more in ([], ["--overwrite"]):
+            refused = call(*words, str(spell(Path(path))), *more)
+            assert refused.exit_code == 6, refused.output
+            assert refused.stderr.count("\n") == 1
+        assert {name: content for name, content in tree(folder).items() if name != "hard"} == before
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_however_it_is_spelled(folder: Path, spelling: str) -> None:
+    before = {path: content for path, content in tree(folder).items() if path == "source.ckpt" or "src" in path}
+    for path in ("source.ckpt", "src/rank_1/checkpoint_1.safetensors"):
+        output = str(SPELLINGS[spelling](Path(path)))
+        refused = call("transform", "src", "out", *SPLIT, "--overwrite", "--write-manifest", output)
+        assert refused.exit_code == 6, refused.output
+        assert "; choose another" in refused.stderr
+        for link in ("symbolic", "hard", "directory", "new.partial"):
+            Path(link).unlink(missing_ok=True)
+    assert not Path("out").exists()
+    after = tree(folder)
+    assert {path: after[path] for path in before} == before
+
+
+def paths_of(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Parameter]]:
+    """Every path that a command is given, below a group of commands."""
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for one in command.list_commands(context):
+            found = command.get_command(context, one)
+            assert found is not None
+            yield from paths_of(found, f"{name} {one}".strip())
+        return
+    for parameter in command.params:
+        if isinstance(parameter.type, click.Path | click.File):
+            yield name, parameter
+
+
+def test_every_path_says_what_it_is_for() -> None:
+    """A new option cannot forget it, and a new command that writes a file is among those above."""
+    writing = set()
+    for name, parameter in paths_of(cli):
+        assert isinstance(parameter.type, PathType), f"{name}: {parameter.name}"
+        if parameter.type.role == OUTPUTS:
+            writing.add(name)
+    assert writing == {command for _, command, _ in CASES.values()}
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"], ["--overwrite", "--dry-run"], ["--restart"]])
+def test_target_files_are_not_inputs(folder: Path, more: list[str]) -> None:
+    Path("dst/rank_0").mkdir(parents=True)
+    Path("dst/rank_1").mkdir()
+    places = ["dst/rank_0/checkpoint_0.safetensors", "dst/rank_1/checkpoint_1.safetensors.partial"]
+    for place, (old, option) in zip(
+        places, [("source.ckpt", "--source-strategy"), ("names.json", "--name-map")], strict=True
+    ):
+        Path(place).write_bytes(Path(old).read_bytes())
+        refused = call("transform", "src", "dst", *MAPPED, option, place, *more)
+        assert refused.exit_code == 6, refused.output
+        assert "read by this command" in refused.stderr
+        assert Path(place).read_bytes() == Path(old).read_bytes()
+        Path(place).unlink()
+    Path("dst/param_name_map.json").write_bytes(Path("names.json").read_bytes())
+    refused = call("unify", "src", "dst", *READ, "--name-map", "dst/param_name_map.json", *more)
+    assert refused.exit_code == 6, refused.output
+    assert "read by this command" in refused.stderr
+    assert Path("dst/param_name_map.json").read_bytes() == Path("names.json").read_bytes()
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_target_file_that_is_a_source_file_by_another_name(folder: Path, link: Callable[..., None]) -> None:
+    Path("dst/rank_0").mkdir(parents=True)
+    link(Path("src/rank_1/checkpoint_1.safetensors").absolute(), "dst/rank_0/checkpoint_0.safetensors")
+    plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
+    for more in ({}, {"overwrite": True}, {"restart": True}):
+        with pytest.raises(TargetError, match="is one of the source files"):
+            plan.run("dst", **more)
+
+
+def test_functions_do_not_write_over_what_they_read(folder: Path) -> None:
+    before = tree(folder)
+    plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
+    for path in ("src/rank_1/checkpoint_1.safetensors", hard_linked(Path("src/rank_1/checkpoint_1.safetensors"))):
+        with pytest.raises(TargetError, match="is one of the source files"):
+            plan.save(path, overwrite=True)
+    Path("hard").unlink()
+    plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)  # a link more or less is a change
+    report = plan.run("out")
+    for path, what in (("src/rank_0/checkpoint_0.safetensors", "source"), (f"out/{report.files[0]}", "target")):
+        with pytest.raises(TargetError, match=f"is one of the {what} files"):
+            report.write_manifest(path, overwrite=True)
+    assert reshard.verify("out", TARGET, against=reshard.open("src", strategy=SOURCE)).equal
+    for merge in (reshard.merge_strategies, ms.merge_pipeline_strategys):
+        with pytest.raises(TargetError, match="is one of the files that are merged"):
+            merge("pipeline", "pipeline/../pipeline/strategy_1.ckpt")
+    assert {path: content for path, content in tree(folder).items() if not path.startswith("out")} == before
+
+
+def test_functions_of_mindspore_do_not_write_over_strategies(folder: Path) -> None:
+    Path("dst/rank_0").mkdir(parents=True)
+    place = Path("dst/rank_0/checkpoint_0.safetensors")
+    place.write_bytes(Path("target.ckpt").read_bytes())
+    with pytest.raises(TargetError, match="is one of the strategy files"):
+        ms.transform_checkpoints("src", "dst", "checkpoint_", "source.ckpt", str(place), output_format="safetensors")
+    part = Path("dst/part0.safetensors")
+    part.write_bytes(Path("source.ckpt").read_bytes())
+    with pytest.raises(TargetError, match="is one of the strategy files"):
+        ms.unified_safetensors("src", str(part), "dst")
+    assert place.read_bytes() == Path("target.ckpt").read_bytes()
+    assert part.read_bytes() == Path("source.ckpt").read_bytes()
+
+
+def test_what_is_beside_an_input_may_be_written(folder: Path) -> None:
+    """As often as one likes: a manifest in the directory that it is of, a plan in that of its source."""
+    for more in ([], ["--overwrite"]):
+        done("verify", "set", "--write-manifest", "set/manifest.json", *more)
+        done("plan", "src", *SPLIT, "-o", "src/plan.json", *more)
+        done(*MAKE, "-o", "src/made.ckpt", *more)
+        done("transform", "src", "out", *SPLIT, "--write-manifest", "src/out.json", *more)
+
+
+@pytest.mark.parametrize("words", [["plan", "s3://bucket/src"], [*MAKE, "-o", "s3://bucket/made.ckpt"]])
+def test_a_url_where_only_files_of_this_machine_can_be(folder: Path, words: list[str]) -> None:
+    """It made directories called `s3:`."""
+    refused = call(*words)
+    assert refused.exit_code == 2
+    assert "is a URL; expected a path on this machine" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("output", "read", "same"),
+    [
+        ("s3://bucket/a", "s3a://bucket/x/../a", True),
+        ("memory://a/b", "memory:///a//b/", True),
+        ("s3://bucket/a", "s3://bucket/b", False),
+        ("s3://bucket/a", "/bucket/a", False),
+    ],
+)
+def test_urls(output: str, read: str, same: bool) -> None:
+    assert is_within(output, read) is same
+    if same:
+        with pytest.raises(TargetError, match="is read by this command"):
+            refuse_inputs([output], [read])
+    else:
+        refuse_inputs([output], [read])
+
+
+@pytest.mark.parametrize(
+    ("store", "target"),
+    [
+        ("via", "via"),
+        ("via", "./x/../via"),
+        ("via", "via/out"),
+        ("out/via", "out"),
+        ("link/via", "out"),
+        ("src", "out"),
+        ("src/via", "out"),
+        (".", "out"),
+        ("file://{here}/out", "out"),
+        ("memory://a/via", "memory://a"),
+        ("memory://a", "memory:///a/out"),
+    ],
+)
+def test_a_store_on_the_way_is_apart(folder: Path, store: str, target: str) -> None:
+    Path("out").mkdir()
+    Path("link").symlink_to("out")
+    before = tree(folder)
+    for more in ([], ["--overwrite"], ["--dry-run"]):
+        words = ["transform", "src", target, *SPLIT, "--via-zarr", store.format(here=folder)]
+        refused = call(*words, *more)
+        assert refused.exit_code == 6, refused.output
+        assert "expected a directory of its own for the store of --via-zarr" in refused.stderr
+    assert tree(folder) == before
+    done("transform", "src", "out", *SPLIT, "--via-zarr", "outer")  # whose name only begins so

@@ -1,0 +1,436 @@
+"""What is one of several files, or another program's directory, never passes for rank files or whole tensors."""
+
+from __future__ import annotations
+
+import json
+from contextlib import chdir
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import numbers, tree, write_file, write_ranks
+from commands import call, done
+
+import reshard
+from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
+from reshard.errors import SourceError
+from reshard.storage.remote import filesystem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SHAPES = {"a": (8, 4), "b": (4, 8)}
+FULL = numbers(SHAPES)
+ROWS = Strategy.of(dict.fromkeys(SHAPES, Layout.of([4], [0, -1])))
+WHOLE = {"a": FULL["a"][:4], "b": FULL["b"]}
+"""A rank's block and a whole tensor: from inside they look alike."""
+
+METADATA = json.dumps({"state_dict_metadata": {"a": {"properties": {"dtype": "Float32"}}}, "storage_data": {}})
+PICKLE = b"\x80\x04\x95\x0f\x00\x00\x00\x00\x00\x00\x00."
+OFFSETS = json.dumps({"a": {"saved_offsets": [4, 0]}})
+
+
+def checkpoint2(root: Path) -> None:
+    for rank in range(2):
+        for kind in ("model", "opt"):
+            write_file(root / f"tiny-{kind}-{rank:07d}-0000002.safetensors", WHOLE)
+    (root / "metadata.json").write_text(METADATA)
+    (root / "common.json").write_text("{}")
+
+
+def checkpoint2_of_one(root: Path) -> None:
+    for kind in ("model", "opt"):
+        write_file(root / f"{kind}-0000000-0000001.safetensors", WHOLE)
+
+
+def checkpoint2_under_other_names(root: Path) -> None:
+    """Its own reader takes file names from the metadata, whatever they are."""
+    write_file(root / "mine.safetensors", WHOLE)
+    (root / "metadata.json").write_text(METADATA)
+
+
+def torch_dcp(root: Path) -> None:
+    """With `serialization_format=SAFETENSORS` what `.distcp` names are safetensors files."""
+    for rank in range(2):
+        write_file(root / f"__{rank}_0.distcp", WHOLE, DCP_SHARDING_INFO=OFFSETS)
+    (root / ".metadata").write_bytes(PICKLE)
+
+
+def torch_dcp_unfinished(root: Path) -> None:
+    write_file(root / "__0_0.distcp", WHOLE)
+
+
+def hyper_dcp(root: Path) -> None:
+    for rank in range(2):
+        write_file(root / f"_rank{rank}_.safetensors", WHOLE)
+    (root / ".metadata").write_bytes(PICKLE)
+
+
+def hyper_dcp_by_rank(root: Path) -> None:
+    for rank in range(2):
+        write_file(root / f"_rank{rank}_.safetensors", WHOLE)
+        (root / f".rank{rank}_metadata").write_bytes(PICKLE)
+
+
+def beside_a_pickle(root: Path) -> None:
+    write_file(root / "mine.safetensors", WHOLE)
+    (root / ".metadata").write_bytes(PICKLE)
+
+
+def blocks_for_hugging_face(root: Path) -> None:
+    for rank in range(2):
+        path = root / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        write_file(path, WHOLE, DCP_SHARDING_INFO=OFFSETS)
+
+
+def blocks_that_say_so(root: Path) -> None:
+    write_file(root / "mine.safetensors", WHOLE, DCP_SHARDING_INFO=OFFSETS)
+
+
+def shards_without_their_index(root: Path) -> None:
+    for number in range(2):
+        write_file(root / f"model-0000{number + 1}-of-00002.safetensors", WHOLE)
+
+
+def a_shard_without_the_others(root: Path) -> None:
+    write_file(root / "diffusion_model-00002-of-00011.safetensors", WHOLE)
+
+
+def parts_without_their_index(root: Path) -> None:
+    for number in range(2):
+        write_file(root / f"part{number}.safetensors", WHOLE)
+
+
+def a_part_without_the_others(root: Path) -> None:
+    write_file(root / "part0.safetensors", WHOLE)
+
+
+def hyper_parameters_alone(root: Path) -> None:
+    write_file(root / "hyper_param.safetensors", WHOLE)
+
+
+DIRECTORIES = [
+    checkpoint2, checkpoint2_of_one, checkpoint2_under_other_names, torch_dcp, torch_dcp_unfinished, hyper_dcp,
+    hyper_dcp_by_rank, beside_a_pickle, blocks_for_hugging_face, blocks_that_say_so, shards_without_their_index,
+    a_shard_without_the_others, parts_without_their_index, a_part_without_the_others, hyper_parameters_alone,
+]  # fmt: skip
+
+SAID = {
+    "checkpoint2": "Checkpoint 2.0 of MindSpore Transformers",
+    "torch_dcp": "distributed checkpoint (DCP)",
+    "hyper_dcp": "distributed checkpoint (DCP)",
+    "beside_a_pickle": "distributed checkpoint (DCP)",
+    "blocks": "blocks that PyTorch saved",
+    "shards": "shards of a unified set",
+    "a_shard": "shards of a unified set",
+    "parts": "parts of a unified set",
+    "a_part": "parts of a unified set",
+    "hyper_parameters": "parts of a unified set",
+}
+
+
+def said_of(make: Callable[[Path], None]) -> str:
+    return next(said for begin, said in SAID.items() if make.__name__.startswith(begin))
+
+
+def weights_in(root: Path) -> list[Path]:
+    return [path for path in sorted(root.iterdir()) if path.suffix in {".safetensors", ".distcp"}]
+
+
+@pytest.fixture(params=DIRECTORIES, ids=lambda make: make.__name__)
+def foreign(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A directory of another format, and what is to be said of it."""
+    root = tmp_path / "src"
+    root.mkdir()
+    request.param(root)
+    return root, said_of(request.param)
+
+
+def test_a_directory_of_another_format_is_refused_by_every_command(foreign: tuple[Path, str], tmp_path: Path) -> None:
+    root, said = foreign
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("mesh: {dp: 2}\nrules: {a: [dp, null]}\n")
+    out = tmp_path / "out"
+    for command in (
+        ["inspect", root],
+        ["transform", root, out],
+        ["unify", root, out],
+        ["convert", root, out, "--format", "ckpt"],
+        ["plan", root],
+        ["verify", root],
+        ["strategy", "make", rules, "--like", root, "-o", tmp_path / "made.ckpt"],
+    ):
+        result = call(*command)
+        assert result.exit_code == 4, (command[0], result.output)
+        assert said in result.stderr
+        assert "--suffix" not in result.stderr
+    assert not out.exists()
+
+
+def test_no_option_makes_rank_files_of_it(foreign: tuple[Path, str], tmp_path: Path) -> None:
+    """One file of each, as the error proposed; and all, by a pattern of their names."""
+    root, said = foreign
+    files = weights_in(root)
+    for path in files:
+        refused = call("unify", root, tmp_path / "out", "--suffix", path.stem)
+        assert refused.exit_code == 4
+        assert said in refused.stderr
+    for rank_pattern in {path.name.replace("0", "{rank}", 1) for path in files if "0" in path.name}:
+        if "{rank}" in rank_pattern and not rank_pattern.startswith("part"):  # `--prefix part` makes such
+            refused = call("inspect", root, "--rank-pattern", rank_pattern)
+            assert refused.exit_code == 4, rank_pattern
+            assert said in refused.stderr
+
+
+def test_one_of_its_files_is_refused_by_itself(foreign: tuple[Path, str], tmp_path: Path) -> None:
+    root, said = foreign
+    for path in weights_in(root):
+        for command in (["inspect", path], ["unify", path, tmp_path / "out"], ["verify", path],
+                        ["convert", path, tmp_path / "out.ckpt", "--format", "ckpt"]):  # fmt: skip
+            refused = call(*command)
+            assert refused.exit_code == 4, command
+            assert said in refused.stderr
+        with pytest.raises(SourceError, match="expected"):
+            reshard.open({0: path})
+        with chdir(root), pytest.raises(SourceError, match="expected"):
+            reshard.open(path.name)
+
+
+def test_it_is_recognised_at_a_url(foreign: tuple[Path, str]) -> None:
+    root, said = foreign
+    url = f"memory://directories/{root.parent.name}"
+    fs, place = filesystem(url)
+    for path in root.iterdir():
+        fs.pipe(f"{place}/{path.name}", path.read_bytes())
+    for where in (url, f"{url}/{weights_in(root)[0].name}"):
+        with pytest.raises(SourceError) as caught:
+            reshard.open(where)
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("dcp_files", "distributed checkpoint (DCP)"),
+        ("dcp_safetensors_format", "distributed checkpoint (DCP)"),
+        ("dcp_rank_local", "distributed checkpoint (DCP)"),
+        ("dcp_hf_sharded", "blocks that PyTorch saved"),
+        ("hyper_fsdp2_tp2", "distributed checkpoint (DCP)"),
+        ("hyper_by_rank", "distributed checkpoint (DCP)"),
+        ("checkpoint2_graph_1", "names an iteration of a training run"),
+        ("checkpoint2_graph_dp2_tp4", "names an iteration of a training run"),
+        ("checkpoint2_graph_1/iteration_00000004", "Checkpoint 2.0 of MindSpore Transformers"),
+        ("checkpoint2_graph_dp2_tp4/iteration_00000004", "Checkpoint 2.0 of MindSpore Transformers"),
+    ],
+)
+def test_directories_that_their_programs_wrote(mindspore_data: Path, place: str, said: str) -> None:
+    root = mindspore_data / "directories" / place
+    for path in (root, *weights_in(root)):
+        refused = call("inspect", path)
+        assert refused.exit_code == 4
+        assert said in refused.stderr
+        assert "--suffix" not in refused.stderr
+
+
+@pytest.mark.parametrize("tracker", ["latest_checkpointed_iteration.txt", "latest_checkpoint_iteration.txt"])
+def test_the_directory_above_the_iterations(tmp_path: Path, tracker: str) -> None:
+    (tmp_path / "iteration_00000004").mkdir()
+    checkpoint2(tmp_path / "iteration_00000004")
+    (tmp_path / tracker).write_text("4")
+    with pytest.raises(SourceError, match="names an iteration of a training run"):
+        reshard.open(tmp_path)
+    with pytest.raises(SourceError, match="Checkpoint 2.0"):
+        reshard.open(tmp_path, rank_pattern="iteration_00000004/tiny-model-{rank}-0000002.safetensors")
+    write_file(tmp_path / "exported.safetensors", FULL)
+    assert set(reshard.open(tmp_path)) == set(FULL)
+
+
+def test_blocks_that_an_index_names_are_refused(tmp_path: Path) -> None:
+    blocks_that_say_so(tmp_path)
+    index = {"weight_map": dict.fromkeys(WHOLE, "mine.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SourceError, match="as its header says"):
+        reshard.open(tmp_path)
+
+
+def test_files_of_other_programs_are_no_marks_by_name_alone(tmp_path: Path) -> None:
+    write_file(tmp_path / "net.safetensors", FULL)
+    (tmp_path / "metadata.json").write_text('{"name": "my model"}')
+    (tmp_path / ".metadata").write_text("version: 1")
+    assert set(reshard.open(tmp_path)) == set(reshard.open(tmp_path / "net.safetensors")) == set(FULL)
+
+
+# --- sets and their files ---
+
+
+@pytest.mark.parametrize("style", [MindSporeSet, HuggingFaceSet])
+def test_a_file_of_a_set_is_not_the_set(tmp_path: Path, style: type[MindSporeSet | HuggingFaceSet]) -> None:
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, ROWS, also={"step": np.array(7)}), strategy=ROWS)
+    reshard.plan(source, files=style(130), format="safetensors").run(tmp_path / "set")
+    files = sorted((tmp_path / "set").glob("*.safetensors"))
+    assert len(files) > 1
+    for path in files:
+        with pytest.raises(SourceError, match=rf"is one of {len(files)} files of a set, which .*json beside it names"):
+            reshard.open(path)
+    assert set(reshard.open(tmp_path / "set")) == {*FULL, "step"}
+
+
+@pytest.mark.parametrize("style", [MindSporeSet, HuggingFaceSet])
+def test_the_only_file_of_a_set_is_all_of_it(tmp_path: Path, style: type[MindSporeSet | HuggingFaceSet]) -> None:
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, ROWS), strategy=ROWS)
+    reshard.plan(source, files=style(), format="safetensors").run(tmp_path / "set")
+    (path,) = (tmp_path / "set").glob("*.safetensors")
+    assert set(reshard.open(path)) == set(FULL)
+
+
+def test_what_an_index_beside_does_not_name_is_its_own(tmp_path: Path) -> None:
+    shards_without_their_index(tmp_path)
+    index = {"weight_map": {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_file(tmp_path / "consolidated.safetensors", FULL)
+    write_file(tmp_path / "one-00001-of-00001.safetensors", FULL)
+    for name in ("consolidated", "one-00001-of-00001"):
+        assert set(reshard.open(tmp_path / f"{name}.safetensors")) == set(FULL)
+
+
+def test_one_of_the_parts_of_a_rank(tmp_path: Path) -> None:
+    for part, name in enumerate(SHAPES):
+        write_file(tmp_path / f"net_part{part}.ckpt", {name: FULL[name]}, "ckpt")
+    write_file(tmp_path / "other_part0.ckpt", FULL, "ckpt")
+    assert set(reshard.open(tmp_path, suffix="net")) == set(FULL)
+    for part in range(2):
+        with pytest.raises(SourceError, match="is one of several parts of a checkpoint"):
+            reshard.open(tmp_path / f"net_part{part}.ckpt")
+        with pytest.raises(SourceError, match="is one of several parts of a checkpoint"):
+            reshard.open(tmp_path, suffix=f"net_part{part}.ckpt")
+    assert set(reshard.open(tmp_path / "other_part0.ckpt")) == set(FULL)
+    (tmp_path / "net_part0.ckpt").unlink()
+    with pytest.raises(SourceError, match="is one of several parts of a checkpoint"):
+        reshard.open(tmp_path / "net_part1.ckpt")
+
+
+def test_ranks_whose_files_are_called_like_parts_are_read(tmp_path: Path) -> None:
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, ROWS), strategy=ROWS)
+    reshard.plan(source, ROWS, prefix="part").run(tmp_path / "out")
+    assert set(reshard.open(tmp_path / "out", strategy=ROWS)) == set(FULL)
+
+
+# --- one rank of several ---
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Path:
+    return write_ranks(tmp_path / "src", FULL, ROWS)
+
+
+@pytest.mark.parametrize("place", ["rank_0/checkpoint_0.safetensors", "rank_3/checkpoint_3.safetensors", "rank_3"])
+def test_one_rank_is_not_written_as_the_whole_model(ranks: Path, tmp_path: Path, place: str) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("mesh: {dp: 2}\nrules: {a: [dp, null]}\n")
+    write_file(tmp_path / "whole.safetensors", FULL)
+    done("strategy", "make", rules, "--like", tmp_path / "whole.safetensors", "-o", tmp_path / "two.ckpt")
+    for command in (
+        ["transform", ranks / place, tmp_path / "out"],
+        ["unify", ranks / place, tmp_path / "out"],
+        ["unify", ranks / place, tmp_path / "out", "--format", "zarr"],
+        ["plan", ranks / place],
+        ["strategy", "make", rules, "--like", ranks / place, "-o", tmp_path / "made.ckpt"],
+        ["strategy", "check", tmp_path / "two.ckpt", ranks / place],
+    ):
+        refused = call(*command)
+        assert refused.exit_code == 4, (command, refused.output)
+        assert "by its place, and rank" in refused.stderr
+        assert "--layout '*=whole'" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    with chdir(ranks / "rank_3"), pytest.raises(SourceError, match="rank 3 by its place, and rank 0, 1, 2 lies beside"):
+        reshard.plan(reshard.open("checkpoint_3.safetensors"))
+
+
+def test_one_rank_can_be_looked_at_and_converted(ranks: Path, tmp_path: Path) -> None:
+    path = ranks / "rank_3" / "checkpoint_3.safetensors"
+    seen = done("inspect", path)
+    assert "rank 3 by its place" in seen.stderr
+    assert "rank 3 by its place" in json.loads(done("inspect", path, "--json").stdout)["notices"][0]
+    assert reshard.open(path)["a"].shape == (2, 4)
+    done("convert", path, tmp_path / "one.ckpt", "--format", "ckpt")
+    done("verify", tmp_path / "one.ckpt", "--against", path)
+
+
+def test_one_rank_whose_tensors_are_said_to_be_whole(ranks: Path, tmp_path: Path) -> None:
+    path = ranks / "rank_3" / "checkpoint_3.safetensors"
+    done("transform", path, tmp_path / "out", "--layout", "*=whole")
+    assert reshard.open(tmp_path / "out")["a"].shape == (2, 4)
+
+
+def test_a_rank_of_its_own_directory_is_whole(ranks: Path, tmp_path: Path) -> None:
+    """As `transform` without a target strategy writes it; other directories beside may be empty."""
+    reshard.plan(reshard.open(ranks, strategy=ROWS)).run(tmp_path / "whole")
+    (tmp_path / "whole" / "rank_1").mkdir()
+    for place in ("", "rank_0", "rank_0/checkpoint_0.safetensors"):
+        opened = reshard.open(tmp_path / "whole" / place)
+        assert not opened.notices
+        reshard.plan(opened)
+    (tmp_path / "whole" / "rank_0").rename(tmp_path / "whole" / "rank_5")
+    for place in ("rank_5", "rank_5/checkpoint_0.safetensors"):
+        assert "is of rank 5 by its place" in reshard.open(tmp_path / "whole" / place).notices[0]
+
+
+def test_a_strategy_does_not_take_it_for_another_rank(ranks: Path) -> None:
+    with pytest.raises(SourceError, match="is of rank 3 by its place, and would be taken for rank 0"):
+        reshard.open(ranks / "rank_3" / "checkpoint_3.safetensors", strategy=ROWS, partial=True)
+    assert set(reshard.open(ranks / "rank_0" / "checkpoint_0.safetensors", strategy=ROWS, partial=True)) == set(FULL)
+
+
+def test_a_deduplicated_file_alone_is_not_the_whole_model(tmp_path: Path) -> None:
+    copies = Strategy.of(dict.fromkeys(SHAPES, Layout.of([2], [-1, -1])))
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, ROWS), strategy=ROWS)
+    reshard.plan(source, copies, remove_redundancy=True).run(tmp_path / "once")
+    path = tmp_path / "alone.safetensors"
+    (tmp_path / "once" / "rank_1" / "checkpoint_1.safetensors").rename(path)
+    some: Any
+    for some in (path, {0: path}):
+        opened = reshard.open(some)
+        assert len(opened) == 1
+        with pytest.raises(SourceError, match="is de-duplicated, as its header says"):
+            reshard.plan(opened)
+    assert "is de-duplicated" in done("inspect", path).stderr
+    done("convert", path, tmp_path / "alone.ckpt", "--format", "ckpt")
+    reshard.plan(reshard.open(path, layouts={"*": "whole"}))
+
+
+def test_rank_directories_in_a_bucket(ranks: Path) -> None:
+    url = "memory://lone-rank/src"
+    fs, place = filesystem(url)
+    for name, content in tree(ranks).items():
+        fs.pipe(f"{place}/{name}", content)
+    with pytest.raises(SourceError, match="rank 3 by its place, and rank 0, 1, 2 lies beside"):
+        reshard.plan(reshard.open(f"{url}/rank_3/checkpoint_3.safetensors"))
+
+
+def test_one_part_of_a_rank_is_not_written_as_the_model(tmp_path: Path) -> None:
+    write_file(tmp_path / "src" / "rank_0" / "net_part1.safetensors", FULL)
+    result = call("unify", tmp_path / "src", tmp_path / "out")
+    assert result.exit_code == 4
+    assert "net_part1.safetensors: is one of several parts of a checkpoint by its name" in result.stderr
+    assert "is one of several parts" in done("inspect", tmp_path / "src").stderr
+
+
+def test_a_link_to_one_of_several_is_one_of_several(tmp_path: Path) -> None:
+    shard = write_file(tmp_path / "set" / "model-00001-of-00009.safetensors", FULL)
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(shard)
+    for opened in (link, {0: link}):
+        with pytest.raises(SourceError, match="is one of the shards of a unified set"):
+            reshard.open(opened)
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "gone"])
+def test_an_index_that_does_not_name_every_shard_is_refused(tmp_path: Path, beside: bool) -> None:
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    for number, name in enumerate(names if beside else names[:2]):
+        write_file(tmp_path / name, {f"w{number}": FULL["a"]})
+    content = {"metadata": {}, "weight_map": {"w0": names[0], "w1": names[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(SourceError, match="model-…-of-00003: is named 2 times; expected 3 shards"):
+        reshard.open(tmp_path)

@@ -1,0 +1,88 @@
+"""Checkpoint formats: what a file holds by its header, and where everything of a new file goes."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import helpers
+import pytest
+import safetensors
+from format_files import CODE, SAMPLE, Held, contents_of, saved, write
+
+from reshard import formats
+from reshard.dtypes import BY_NAME, STR
+from reshard.errors import SourceError, UsageError
+from reshard.formats import ckpt, index_file
+from reshard.formats import safetensors as st_format
+from reshard.formats.entries import Content
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("format_", formats.formats(), ids=lambda format_: format_.NAME)
+def test_what_is_laid_out_is_found_again(tmp_path: Path, format_: formats.Format) -> None:
+    held = SAMPLE | CODE
+    path = saved(tmp_path, write(format_, held), "no-extension-needed")
+    index = index_file(str(path))
+    assert index.format == format_.NAME
+    assert contents_of(path, index) == held
+    assert index.entries["code"].text == "aé中😀"
+    assert helpers.read_rank_file(path) == (held if format_ is ckpt else SAMPLE)
+
+
+def test_safetensors_keeps_notes_and_says_what_it_adds(tmp_path: Path) -> None:
+    path = saved(tmp_path, write(st_format, SAMPLE | CODE, {"format": "ms"}))
+    assert index_file(str(path)).metadata == (("format", "ms"),)
+    with safetensors.safe_open(path, "np") as opened:
+        assert opened.metadata() == {
+            "format": "ms",
+            "quant": "Int4",
+            "reshard.str": '{"code": "aé中😀"}',
+        }
+
+
+def test_formats_are_found_by_name() -> None:
+    assert formats.by_name("ckpt") is ckpt
+    assert formats.by_name("safetensors").EXTENSION == ".safetensors"
+    with pytest.raises(UsageError, match="unknown format 'pickle'; known are safetensors, ckpt"):
+        formats.by_name("pickle")
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="is empty; a checkpoint was expected"):
+        index_file(str(saved(tmp_path, b"")))
+
+
+@pytest.mark.parametrize("content", [b"\x0a", b"PK\x03\x04 a zip", b"\x80\x02}q\x00.", b"{}", b"\x93NUMPY"])
+def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
+    path = saved(tmp_path, content)
+    with pytest.raises(SourceError, match=r"is of no known checkpoint format .* expected safetensors or MindSpore"):
+        index_file(str(path))
+
+
+def test_dtypes_that_a_format_does_not_have() -> None:
+    with pytest.raises(UsageError, match=r"'w': a \.ckpt file has no dtype float8_e4m3fn; write safetensors, or cast"):
+        ckpt.lay_out([Content("w", BY_NAME["float8_e4m3fn"], (1,))], {})
+    with pytest.raises(UsageError, match="'w': safetensors has no dtype str"):
+        st_format.lay_out([Content("w", STR, (1,))], {})
+
+
+def test_indexing_reads_headers_and_seeks_over_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = ("uint8", (8 << 20,), bytes(8 << 20))
+    preadv, read = os.preadv, 0
+
+    def counting(fd: int, buffers: list[memoryview], *how: int) -> int:
+        nonlocal read
+        count = preadv(fd, buffers, *how)
+        read += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    makers: list[Callable[[Held], bytes]] = [lambda held: write(ckpt, held), lambda held: write(st_format, held)]
+    for make in makers:
+        path = saved(tmp_path, make({"a": large, "b": large}))
+        assert list(index_file(str(path)).entries) == ["a", "b"]
+    assert 0 < read < 64_000

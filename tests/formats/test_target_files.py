@@ -1,0 +1,97 @@
+"""Which files a target has, and what each is called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import numbers, tree, write_file
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard
+from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
+from reshard.errors import UsageError
+from reshard.formats.target_files import NamedFile, RankFiles, Stored, TargetFiles
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIXED = [Stored("a", 10, True), Stored("b", 30, True), Stored("c", 20, True), Stored("step", 4, False),
+         Stored("text", 0, False, is_text=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("files", [RankFiles(), NamedFile("x"), MindSporeSet(25), HuggingFaceSet(25)])
+def test_every_tensor_has_one_file_that_is_there(files: TargetFiles) -> None:
+    volumes = files.volumes(MIXED, ".safetensors")
+    assert set(volumes.of) == {"a", "b", "c", "step", "text"}
+    assert set(volumes.of.values()) <= set(range(len(volumes.paths)))
+    assert len(set(volumes.paths)) == len(volumes.paths)
+
+
+def test_a_rank_has_one_file() -> None:
+    assert RankFiles("net-").volumes(MIXED, ".ckpt").paths == ("rank_{rank}/net-{rank}.ckpt",)
+    assert RankFiles("net-", "_part1").volumes(MIXED, ".ckpt").paths == ("rank_{rank}/net-{rank}_part1.ckpt",)
+
+
+def test_parts_are_even() -> None:
+    volumes = MindSporeSet(30).volumes(MIXED, ".safetensors")
+    assert volumes.paths == ("part0.safetensors", "part1.safetensors", "hyper_param.safetensors")
+    assert volumes.of == {"b": 0, "c": 1, "a": 1, "step": 2, "text": 2}
+
+
+def test_without_a_strategy_all_tensors_are_parts_and_text_is_not() -> None:
+    tensors = [Stored("a", 10, False), Stored("text", 0, False, is_text=True)]
+    volumes = MindSporeSet().volumes(tensors, ".safetensors")
+    assert volumes.of == {"a": 0, "text": 1}
+    assert volumes.paths == ("part0.safetensors", "hyper_param.safetensors")
+
+
+def test_shards_are_filled_in_order() -> None:
+    volumes = HuggingFaceSet(30).volumes(MIXED, ".safetensors")
+    assert volumes.of == {"a": 0, "b": 1, "c": 2, "step": 2, "text": 0}
+    assert volumes.paths[2] == "model-00003-of-00003.safetensors"
+
+
+@pytest.mark.parametrize("files", [MindSporeSet(1), HuggingFaceSet(1)])
+def test_tensors_without_elements_need_no_room(files: TargetFiles) -> None:
+    empty = [Stored(name, 0, True) for name in "abc"]
+    assert len(files.volumes(empty, ".safetensors").paths) == 1
+    assert len(files.volumes([Stored("w", 9, True), *empty], ".safetensors").paths) == 1
+
+
+def test_a_name_by_hand(tmp_path: Path) -> None:
+    full = numbers({"w": (4, 4)})
+    source = reshard.open(write_file(tmp_path / "x.safetensors", full))
+    strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
+    reshard.plan(source, strategy, files=NamedFile("{rank}/of two.bin")).run(tmp_path / "out")
+    assert list(tree(tmp_path / "out")) == ["0/of two.bin", "1/of two.bin"]
+    found = reshard.open({rank: tmp_path / "out" / str(rank) / "of two.bin" for rank in range(2)}, strategy=strategy)
+    assert np.array_equal(found["w"].compute(), full["w"])
+
+
+@pytest.mark.parametrize("name", ["", "/x", "../x", "a/../../x", "x\ny", ".", "a\0"])
+def test_a_name_cannot_lead_out(name: str) -> None:
+    with pytest.raises(UsageError, match="leads out of the target directory, or is none"):
+        NamedFile(name).volumes(MIXED, ".ckpt")
+
+
+def test_two_ranks_cannot_share_a_file(tmp_path: Path) -> None:
+    source = reshard.open(write_file(tmp_path / "x.safetensors", numbers({"w": (4, 4)})))
+    strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
+    with pytest.raises(UsageError, match="not one file for each rank; add {rank}"):
+        reshard.plan(source, strategy, files=NamedFile("same.bin"))
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))
+@pytest.mark.parametrize("style", [MindSporeSet, HuggingFaceSet])
+def test_no_file_holds_more_than_asked_for_but_one_tensor(
+    style: type[MindSporeSet | HuggingFaceSet], sizes: list[int], most: int
+) -> None:
+    tensors = [Stored(f"t{number}", nbytes, True) for number, nbytes in enumerate(sizes)]
+    volumes = style(most).volumes(tensors, ".safetensors")
+    for number in range(len(volumes.paths)):
+        held = [tensor.nbytes for tensor in tensors if volumes.of[tensor.name] == number and tensor.nbytes]
+        assert sum(held) <= most or len(held) == 1
+        assert held or len(volumes.paths) == 1

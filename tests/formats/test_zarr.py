@@ -1,0 +1,443 @@
+"""zarr stores: written by the band engine, and what zarr and everything here makes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+from checkpoints import tree, write_file, write_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source, tasks
+
+import reshard
+from reshard import Layout, Selection, Strategy, ZarrGroup
+from reshard.dtypes import BFLOAT16, BY_NAME
+from reshard.errors import ReshardError, SourceError, TargetError, UsageError
+from reshard.formats import by_name
+from reshard.formats import zarr as format_zarr
+from reshard.formats.entries import Content
+from reshard.plan import build as planner
+from reshard.plan.zarr import provenance
+from reshard.source.zarr import clipped
+
+if TYPE_CHECKING:
+    from reshard.run.run import Progress
+
+__all__ = ["source", "tasks"]  # fixtures, for pytest to find
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_there_and_back(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup, tasks: None) -> None:
+    """zarr reads what is written, and so do we: as arrays, and as a source that gives what the first source does."""
+    store = tmp_path / "model.zarr"
+    plan = reshard.plan(source, files=group)
+    report = plan.run(store, threads=3)
+    assert report.bytes_read == plan.stats.bytes_read == sum(v.nbytes for v in FULL.values()) + 7 * 4 + 4
+    opened, own = zarr.open_group(store, mode="r"), reshard.open(store)
+    whole = {**FULL, **{name: value for name, value in ALSO.items() if not isinstance(value, str)}}
+    assert {name for name, _ in opened.members()} == set(whole)
+    for name, value in whole.items():
+        assert_same(opened[name][...], value)
+        assert_same(own[name].compute(), value)
+        if value.ndim > 1 and value.size:
+            assert_same(own[name][1:4:2, ..., 1:3].compute(), value[1:4:2, ..., 1:3])
+    assert own.tensors["run"].text == "größe"
+    assert own.tensors["bits"].spec.dtype.name == "bfloat16"
+    assert set(own) == set(source)
+    assert {name: own.tensors[name].listed for name in own} == {name: source.tensors[name].listed for name in source}
+    reshard.plan(own, TARGET).run(tmp_path / "via")
+    reshard.plan(source, TARGET).run(tmp_path / "direct")
+    assert tree(tmp_path / "via") == tree(tmp_path / "direct")
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_the_same_bytes_whoever_writes_them(
+    source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "first"
+    reshard.plan(source, files=group).run(first, scheduler="synchronous")
+    monkeypatch.setattr(planner, "BAND_BYTES", 64)
+    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    moved = shutil.copytree(source.root, tmp_path / "elsewhere")
+    for attempt in range(4):
+        again = reshard.plan(reshard.open(moved, strategy=SOURCE), files=group)
+        again.run(tmp_path / f"{attempt}", threads=4, fsync=False)
+        assert tree(tmp_path / f"{attempt}") == tree(first)
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_metadata_are_what_zarr_itself_writes(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
+    store = tmp_path / "model.zarr"
+    reshard.plan(source, files=group).run(store)
+    theirs = zarr.open_group(tmp_path / "theirs.zarr", mode="w")
+    theirs.update_attributes(json.loads((store / "zarr.json").read_text())["attributes"])
+    for name, array in zarr.open_group(store, mode="r").members():
+        assert isinstance(array, zarr.Array)
+        theirs.create_array(
+            name, shape=array.shape, dtype=array.dtype, chunks=array.chunks, shards=array.shards,
+            compressors=array.compressors or None, filters=None, attributes=dict(array.attrs),
+            chunk_key_encoding={"name": "default", "separator": "."},
+        )  # fmt: skip
+    found = {path.relative_to(store): path.read_bytes() for path in store.rglob("zarr.json")}
+    expected = {
+        path.relative_to(theirs.store.root): path.read_bytes() for path in Path(theirs.store.root).rglob("zarr.json")
+    }  # type: ignore[attr-defined]
+    assert {path: json.loads(content) for path, content in found.items()} == {
+        path: {
+            key: value for key, value in json.loads(content).items() if (key, value) != ("consolidated_metadata", None)
+        }
+        for path, content in expected.items()
+    }  # zarr 3.0 says that there is none
+
+
+@pytest.mark.parametrize("group", [g for g in GROUPS.values() if g.compression is None])
+def test_chunks_are_what_zarr_itself_writes(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
+    """Byte for byte; of shards zarr orders the chunks otherwise, so they are read back above."""
+    store = tmp_path / "model.zarr"
+    reshard.plan(source, files=group).run(store)
+    for name, array in zarr.open_group(store, mode="r").members():
+        assert isinstance(array, zarr.Array)
+        if array.shards is None:
+            theirs = zarr.create_array(
+                tmp_path / "theirs" / name, shape=array.shape, dtype=array.dtype, chunks=array.chunks, compressors=None,
+                config={"write_empty_chunks": True}, chunk_key_encoding={"name": "default", "separator": "."},
+            )  # fmt: skip
+            theirs[...] = array[...]
+            ours = {k: v for k, v in tree(store / name).items() if k != "zarr.json"}
+            assert ours == {k: v for k, v in tree(tmp_path / "theirs" / name).items() if k != "zarr.json"}
+
+
+def test_chunks_are_the_source_blocks(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    source.to_zarr(tmp_path / "z", shard_bytes=0)
+    own = reshard.open(tmp_path / "z")
+    for name in FULL:
+        assert [shard.block for shard in own.tensors[name].shards] == [s.block for s in source.tensors[name].shards]
+    attributes = zarr.open_group(tmp_path / "z", mode="r")["layers.0.wo"].attrs["reshard"]
+    assert attributes == {"dtype": "float32", "listed": True, "layout": "[2] map [-1, 0]"}
+
+
+def test_every_dtype_survives(tmp_path: Path) -> None:
+    kinds = {name: dtype for name, dtype in BY_NAME.items() if name != "str" and dtype.safetensors is not None}
+    content = np.random.default_rng(0).bytes(8 * 24)
+    whole = {
+        name: np.frombuffer(content[: 24 * dtype.itemsize], np.uint8).reshape(4, 6, dtype.itemsize)
+        for name, dtype in kinds.items()
+    }
+    layout = by_name("safetensors").lay_out([Content(name, kind, (4, 6)) for name, kind in kinds.items()], {})
+    written = bytearray(layout.size)
+    for offset, literal in layout.literals:
+        written[offset : offset + len(literal)] = literal
+    for name, ((offset, nbytes),) in layout.places.items():
+        written[offset : offset + nbytes] = whole[name].tobytes()
+    (tmp_path / "all.safetensors").write_bytes(written)
+    for compression in (None, "zstd"):
+        store = tmp_path / f"{compression}.zarr"
+        reshard.open(tmp_path / "all.safetensors").to_zarr(store, chunk_bytes=20, compression=compression)
+        own = reshard.open(store)
+        assert {name: tensor.spec.dtype.name for name, tensor in own.tensors.items()} == {name: name for name in kinds}
+        reshard.plan(own).run(tmp_path / "back", overwrite=True)
+        assert (tmp_path / "back/rank_0/checkpoint_0.safetensors").read_bytes()[-24:] == written[-24:]
+        again = reshard.open(tmp_path / "back")
+        for name in kinds:
+            assert_same(again[name].compute(), own[name].compute())
+            assert own[name].compute().tobytes() == whole[name].tobytes()
+    assert reshard.open(store)["bfloat16"].dtype == ml_dtypes.bfloat16
+
+
+HOSTILE = ["../x", "a/b", "/etc/passwd", ".", "..", "zarr.json", "zarr.json.partial", "__reserved", "c", "%41", "ä ö",
+           "a\nb", "\x1b[31m", ".zgroup", "a\\b", "<b>"]  # fmt: skip
+
+
+def test_names_that_lead_astray_stay_in_the_store(tmp_path: Path) -> None:
+    full = {name: np.full((2, 3), number, np.float32) for number, name in enumerate(HOSTILE)}
+    path = write_file(tmp_path / "in" / "a.safetensors", full)
+    reshard.open(path).to_zarr(tmp_path / "out" / "model.zarr")
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.zarr"}
+    own = reshard.open(tmp_path / "out" / "model.zarr")
+    assert set(own) == set(HOSTILE)
+    assert all(np.array_equal(own[name].compute(), value) for name, value in full.items())
+    for name, array in zarr.open_group(tmp_path / "out" / "model.zarr", mode="r").members():
+        assert isinstance(array, zarr.Array)
+        real = array.attrs["reshard"].get("name", name)  # type: ignore[union-attr]
+        assert np.array_equal(array[...], full[real])
+
+
+def test_a_name_too_long_for_a_directory(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.safetensors", {"x" * 300: np.zeros(2, np.float32)})
+    with pytest.raises(UsageError, match="is 300 bytes as that of a directory; at most 255"):
+        reshard.open(path).to_zarr(tmp_path / "z")
+    assert not (tmp_path / "z").exists()
+
+
+@given(name=st.text(min_size=0, max_size=20), other=st.text(max_size=20))
+def test_escaped_names_are_those_of_one_directory_each(name: str, other: str) -> None:
+    text = format_zarr.escaped(name)
+    assert Path("root", text).parent == Path("root")
+    assert text
+    assert not text.startswith((".", "__", "zarr.json"))
+    assert (text == format_zarr.escaped(other)) == (name == other)
+
+
+@given(shape=st.lists(st.integers(1, 40), max_size=4).map(tuple), most=st.integers(0, 3000))
+def test_chunks_cut(shape: tuple[int, ...], most: int) -> None:
+    chunk = format_zarr.cut(shape, most)
+    assert len(chunk) == len(shape)
+    assert all(1 <= part <= extent for part, extent in zip(chunk, shape, strict=True))
+    assert np.prod(chunk) <= max(most, 1)
+    array = format_zarr.Array(shape, BFLOAT16, chunk, None, None)
+    covered = np.zeros(shape, int)
+    for block in array.blocks:
+        covered[block.within(block.whole(shape))] += 1
+    assert (covered == 1).all()
+
+
+@given(chunk=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), data=st.data())
+def test_clipped_chunks_lie_where_numpy_has_them(chunk: tuple[int, ...], data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.integers(1, extent)) for extent in chunk)
+    whole = np.arange(np.prod(chunk), dtype=np.uint16).reshape(chunk)
+    content = b"xyz" + whole.tobytes()
+    runs = clipped(3, chunk, shape, 2)
+    assert runs is not None
+    found = b"".join(content[offset : offset + nbytes] for offset, nbytes in runs)
+    assert found == np.ascontiguousarray(whole[tuple(map(slice, shape))]).tobytes()
+
+
+def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint) -> None:
+    for files, match in (({"chunk_bytes": 0}, "at least 1"), ({"shard_bytes": -1}, "at least 0"),
+                         ({"compression": "gzip"}, "expected zstd"), ({"compression": "zstd:99"}, "at most 22"),
+                         ({"compression": "zstd:fast"}, "expected zstd")):  # fmt: skip
+        with pytest.raises(UsageError, match=match):
+            ZarrGroup(**files)  # type: ignore[arg-type]
+    for options in ({"ranks": [0]}, {"remove_redundancy": True}, {"link_replicas": True}):
+        with pytest.raises(UsageError, match="holds whole tensors"):
+            reshard.plan(source, format="zarr", **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="holds whole tensors"):
+        reshard.plan(source, TARGET, format="zarr")
+    with pytest.raises(UsageError, match="do not go together"):
+        reshard.plan(source, format="ckpt", files=ZarrGroup())
+
+
+def test_selection_casts_and_names(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    wishes = Selection(include=("layers.*",), names={"layers.0.*": "model.*"}, cast={"float32": "bfloat16"})
+    source.to_zarr(tmp_path / "z", selection=wishes, compression="zstd")
+    own = reshard.open(tmp_path / "z")
+    assert set(own) == {"model.wq", "model.wo"}
+    assert_same(own["model.wo"].compute(), FULL["layers.0.wo"].astype(ml_dtypes.bfloat16))
+
+
+def test_the_rank_of_a_plan_is_whole(source: reshard.Checkpoint) -> None:
+    rank = reshard.plan(source, files=ZarrGroup()).rank(0)
+    assert_same(rank["layers.0.wo"].compute(), FULL["layers.0.wo"])
+
+
+def test_a_copy_that_differs_between_the_ranks_is_that_of_the_first(tmp_path: Path) -> None:
+    for rank in range(2):
+        state = {"w": np.zeros((2, 2), np.float32) + rank, "state": np.arange(4, dtype=np.int32) + rank}
+        write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", state)
+    strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
+    source = reshard.open(tmp_path / "src", strategy=strategy, layouts={"state": "copy"})
+    source.to_zarr(tmp_path / "z")
+    assert reshard.open(tmp_path / "z")["state"].compute().tolist() == [0, 1, 2, 3]
+
+
+def test_slices_read_their_bytes_only(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.to_zarr(tmp_path / "z")
+    own = reshard.open(tmp_path / "z")
+    read = 0
+    real = reshard.storage.local.LocalStore.read_into
+
+    def counted(self: object, path: str, offset: int, buffer: memoryview) -> None:
+        nonlocal read
+        read += len(buffer)
+        real(self, path, offset, buffer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reshard.storage.local.LocalStore, "read_into", counted)
+    assert_same(own["layers.0.wq"][2:4].compute(), FULL["layers.0.wq"][2:4])
+    assert read == 2 * 6 * 4
+
+
+def test_a_store_takes_no_strategy_and_is_not_converted(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    source.to_zarr(tmp_path / "z")
+    with pytest.raises(UsageError, match="is a zarr store of whole tensors; give no strategy"):
+        reshard.open(tmp_path / "z", strategy=SOURCE)
+    done = invoke("convert", tmp_path / "z", tmp_path / "out", "--format", "ckpt")
+    assert done.exit_code == 2
+    assert "is a zarr store; `reshard transform`" in done.output
+
+
+def test_what_a_store_is_not_made_for_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, files=ZarrGroup())
+    with pytest.raises(UsageError, match="in a local directory is written by tensor; leave ownership 'file' out"):
+        plan.run(tmp_path / "z", ownership="file")
+    plan.run(tmp_path / "z")
+    with pytest.raises(UsageError, match="a manifest is of checkpoint files"):
+        reshard.make_manifest(tmp_path / "z")
+    assert reshard.open(f"file://{tmp_path}/z").format == "zarr"
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_a_plan_file_makes_the_same_store(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
+    plan = reshard.plan(source, files=group)
+    plan.save(tmp_path / "plan.json")
+    plan.run(tmp_path / "z")
+    moved = shutil.copytree(source.root, tmp_path / "elsewhere")
+    shutil.rmtree(source.root)
+    reshard.read_plan(tmp_path / "plan.json", source=moved).run(tmp_path / "again")
+    assert tree(tmp_path / "again") == tree(tmp_path / "z")
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_a_plan_of_a_store_can_be_saved(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
+    """And does the same where the store is a copy, or is reached through a link."""
+    reshard.plan(source, files=group).run(tmp_path / "z")
+    (tmp_path / "link").symlink_to(tmp_path / "z")
+    plan = reshard.plan(reshard.open(tmp_path / "link"), TARGET, format="safetensors")
+    plan.run(tmp_path / "direct")
+    plan.save(tmp_path / "plan.json")
+    shutil.copytree(tmp_path / "z", tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "z")
+    again = reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere")
+    again.run(tmp_path / "again")
+    assert tree(tmp_path / "again") == tree(tmp_path / "direct")
+    again.save(tmp_path / "again.json")
+    first, second = (json.loads((tmp_path / name).read_bytes()) for name in ("plan.json", "again.json"))
+    assert second["source"].pop("root") != first["source"].pop("root")
+    assert second == first
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_plan_of_a_store_that_zarr_wrote_can_be_saved(tmp_path: Path, options: dict[str, Any]) -> None:
+    """With absent chunks, and a group in the group."""
+    group = zarr.create_group(tmp_path / "z")
+    for name in ("a", "inner/b"):
+        array = group.create_array(name, shape=(10, 7), dtype="float32", fill_value=2.5, **options)
+        array[3:5, 2:4] = np.arange(4).reshape(2, 2)
+    plan = reshard.plan(reshard.open(tmp_path / "z"), format="safetensors")
+    plan.run(tmp_path / "direct")
+    plan.save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "again")
+    assert tree(tmp_path / "again") == tree(tmp_path / "direct")
+
+
+def _other_contents(store: Path) -> None:
+    path = store / "layers.0.wo" / "c.0.1"
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _another_chunk(store: Path) -> None:
+    (store / "layers.0.wo" / "c.0.1").unlink()  # absent ones are zeros
+
+
+def _another_codec(store: Path) -> None:
+    path = store / "layers.0.wo" / "zarr.json"
+    before = path.read_text()
+    path.write_text(before.replace('"little"', '"big"   '))
+    assert len(path.read_text()) == len(before)
+    assert path.read_text() != before
+
+
+def _another_array(store: Path) -> None:
+    shutil.copytree(store / "norm", store / "more")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        (_other_contents, TargetError, "c.0.1: has other contents than when it was planned"),
+        (_another_chunk, SourceError, "c.0.1: cannot be found"),
+        (_another_codec, TargetError, "layers.0.wo/zarr.json: has other contents than when it was planned"),
+        (_another_array, TargetError, "more/zarr.json: was not there then"),
+        (shutil.rmtree, SourceError, "cannot be found"),
+    ],
+)
+def test_a_store_that_is_not_what_was_planned_with_is_refused(
+    source: reshard.Checkpoint, tmp_path: Path, change: Any, kind: type[ReshardError], says: str
+) -> None:
+    """Also where its sizes are what they were: how chunks are coded is in the metadata alone."""
+    store = tmp_path / "z"
+    reshard.plan(source, files=ZarrGroup(shard_bytes=0)).run(store)
+    reshard.plan(reshard.open(store), TARGET, format="safetensors").save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json")
+    change(store)
+    with pytest.raises(kind, match=re.escape(says)):
+        reshard.read_plan(tmp_path / "plan.json")
+
+
+def test_a_plan_of_a_store_at_the_command_line(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    source.to_zarr(tmp_path / "z")
+    reshard.write_strategy(TARGET, tmp_path / "target.ckpt")
+    words = [tmp_path / "z", "--target-strategy", tmp_path / "target.ckpt", "--format", "ckpt"]
+    planned = invoke("plan", *words, "-o", tmp_path / "plan.json")
+    assert planned.exit_code == 0, planned.output
+    ran = invoke("run", tmp_path / "plan.json", tmp_path / "out")
+    assert ran.exit_code == 0, ran.output
+    assert invoke(*shlex.split(ran.output.split("reshard ", 1)[1].splitlines()[0])).exit_code == 0
+    assert invoke("transform", words[0], tmp_path / "direct", *words[1:]).exit_code == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "direct")
+
+
+def test_a_plan_with_times_is_of_its_own_files(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="with the times of its source files cannot be saved"):
+        reshard.plan(source, files=ZarrGroup(times=True)).save(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_store_is_verified_against_its_source(
+    source: reshard.Checkpoint, tmp_path: Path, compression: str | None
+) -> None:
+    source.to_zarr(tmp_path / "z", compression=compression)
+    assert reshard.verify(tmp_path / "z")
+    found = reshard.verify(tmp_path / "z", against=source.root, source_strategy=SOURCE)
+    assert found, found
+    reshard.plan(reshard.open(tmp_path / "z"), TARGET).run(tmp_path / "out")
+    assert reshard.verify(tmp_path / "out", TARGET, against=tmp_path / "z")
+    changed = {**FULL, "layers.0.wo": FULL["layers.0.wo"] + np.eye(40, 30, dtype=np.float32)}
+    other = write_ranks(tmp_path / "other", changed, SOURCE, also=ALSO)
+    found = reshard.verify(tmp_path / "z", against=other, source_strategy=SOURCE)
+    assert {difference.name for difference in found.differences} == {"layers.0.wo"}
+
+
+def test_provenance_without_times_is_the_same_everywhere(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    moved = reshard.open(shutil.copytree(source.root, tmp_path / "else" / "where"), strategy=SOURCE)
+    assert provenance(moved, times=False) == provenance(source, times=False)
+    assert "mtime_ns" not in str(provenance(source, times=False))
+    assert [file["path"] for file in provenance(source, times=True)["sources"]] == [
+        f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("group", [GROUPS["odd shards"], GROUPS["zstd shards"]], ids=["plain", "zstd"])
+def test_on_a_cluster(
+    source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    reshard.plan(source, files=group).run(tmp_path / "here")
+    with (
+        distributed.LocalCluster(2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        reshard.plan(source, files=group).run(tmp_path / "there", client=client)
+        assert tree(tmp_path / "there") == tree(tmp_path / "here")
+        reshard.plan(reshard.open(tmp_path / "there"), TARGET).run(tmp_path / "out", client=client)
+    reshard.plan(source, TARGET).run(tmp_path / "direct")
+    assert tree(tmp_path / "out") == tree(tmp_path / "direct")
+
+
+def test_progress_counts_contents(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    plan = reshard.plan(source, files=ZarrGroup(compression="zstd"))
+    plan.run(tmp_path / "z", progress=told.append)
+    assert told[-1].written == told[-1].total == plan.stats.bytes_written

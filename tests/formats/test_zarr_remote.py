@@ -1,0 +1,257 @@
+"""zarr stores at URLs: an S3 server of its own on loopback, and fsspec's memory; see `test_zarr` for those on disks."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import zarr
+from checkpoints import tree, write_file, write_ranks
+from remotes import Requests, changing, get, put
+from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source
+
+import reshard
+from reshard import Layout, Strategy, ZarrGroup
+from reshard.errors import BudgetError, SourceError, TargetError, UsageError
+from reshard.plan import build as planner
+from reshard.plan.partition import owned
+from reshard.storage import remote_store
+from reshard.storage.remote_store import LEAST_PART_BYTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["source"]  # fixtures, for pytest to find
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_there_and_back(
+    source: reshard.Checkpoint,
+    root: str,
+    tmp_path: Path,
+    group: ZarrGroup,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The files are those of a local store, byte for byte; zarr reads them, and so do we, also as a source."""
+    monkeypatch.setattr(planner, "BAND_BYTES", 64)
+    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    plan = reshard.plan(source, files=group)
+    plan.run(tmp_path / "local")
+    report = plan.run(f"{root}/model.zarr", threads=3)
+    assert report.bytes_written == plan.stats.bytes_written
+    assert get(f"{root}/model.zarr") == tree(tmp_path / "local")
+    opened, own = zarr.open_group(f"{root}/model.zarr", mode="r"), reshard.open(f"{root}/model.zarr")
+    for name, value in {**FULL, **{name: value for name, value in ALSO.items() if not isinstance(value, str)}}.items():
+        assert_same(opened[name][...], value)
+        assert_same(own[name].compute(), value)
+        if value.ndim > 1 and value.size:
+            assert_same(own[name][1:4:2, ..., 1:3].compute(), value[1:4:2, ..., 1:3])
+    assert own.tensors["run"].text == "größe"
+    reshard.plan(own, TARGET).run(f"{root}/via")
+    reshard.plan(source, TARGET).run(tmp_path / "direct")
+    assert get(f"{root}/via") == tree(tmp_path / "direct")
+
+
+@pytest.mark.parametrize("options", ["shards", "zstd shards", "blosc shards", "gzip", "default"])
+def test_stores_that_zarr_wrote(root: str, tmp_path: Path, options: str) -> None:
+    """Also with absent chunks, and codecs that only zarr knows."""
+    value = np.random.default_rng(0).integers(1, 100, (10, 7)).astype("float32")
+    group = zarr.open_group(f"{root}/z", mode="w")
+    for name, rows in (("full", slice(None)), ("layers/0/sparse", slice(3, 5))):
+        array = group.create_array(name, shape=(10, 7), dtype="float32", fill_value=2.5, **OPTIONS[options])
+        array[rows] = value[rows]
+    own = reshard.open(f"{root}/z")
+    sparse = np.full((10, 7), 2.5, "float32")
+    sparse[3:5] = value[3:5]
+    assert {name: own[name].compute().tolist() for name in own} == {
+        "full": value.tolist(), "layers/0/sparse": sparse.tolist()
+    }  # fmt: skip
+    reshard.plan(own).run(tmp_path / "out")
+    assert_same(reshard.open(tmp_path / "out")["layers/0/sparse"].compute(), sparse)
+
+
+def test_a_lost_chunk_of_an_own_store(root: str, source: reshard.Checkpoint, tmp_path: Path) -> None:
+    reshard.plan(source, files=ZarrGroup(shard_bytes=0)).run(tmp_path / "z")
+    (tmp_path / "z/layers.0.wq/c.1.0").unlink()
+    put(tmp_path / "z", f"{root}/z")
+    with pytest.raises(SourceError, match=r"z/layers\.0\.wq/c\.1\.0: is not there: reshard wrote every chunk"):
+        reshard.open(f"{root}/z")
+
+
+def test_only_ranges_of_chunks_are_read(root: str, asked: Requests, tmp_path: Path) -> None:
+    full = {"w": np.arange(3 << 18, dtype=np.float32).reshape(1024, 768)}
+    path = write_file(tmp_path / "w.safetensors", full)
+    for name, group in {"plain": ZarrGroup(chunk_bytes=1 << 20), "zstd": ZarrGroup(1 << 20, 0, "zstd")}.items():
+        reshard.plan(reshard.open(path), files=group).run(f"{root}/{name}")
+    own = reshard.open(f"{root}/plain")
+    asked.ranges.clear()
+    assert_same(own["w"][300:310].compute(), full["w"][300:310])
+    assert asked.nbytes == 10 * 768 * 4
+    own = reshard.open(f"{root}/zstd")
+    stored = {name: len(content) for name, content in get(f"{root}/zstd").items() if "/c." in name}
+    assert len(stored) == 4
+    asked.ranges.clear()
+    report = reshard.plan(own).run(tmp_path / "out", scheduler="synchronous")
+    assert report.bytes_read == 3 << 20
+    assert asked.nbytes == sum(stored.values())  # each compressed chunk once
+    assert len(asked.ranges) == 4
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
+    source: reshard.Checkpoint,
+    root: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compression: str | None,
+    overwrite: bool,
+) -> None:
+    """Before its last file, the group's metadata, there is no store, also where an older one was there."""
+    store = f"{root}/model.zarr"
+    plan = reshard.plan(source, files=ZarrGroup(chunk_bytes=2000, shard_bytes=0, compression=compression))
+    plan.run(tmp_path / "local")
+    if overwrite:
+        plan.run(store)
+        with pytest.raises(TargetError, match="already; choose another"):
+            plan.run(store)
+    written: list[str] = []
+    real = remote_store.RemoteStore.stream
+    fails_at = 0
+
+    def stream(self: Any, path: str, size: int) -> Any:
+        assert "zarr.json" not in get(store)
+        written.append(path)
+        if len(written) == fails_at:
+            raise TargetError("the network is gone")
+        return real(self, path, size)
+
+    monkeypatch.setattr(remote_store.RemoteStore, "stream", stream)
+    for share in (0.1, 0.5, 1):
+        written.clear()
+        fails_at = round(share * len(plan.files))
+        with pytest.raises(TargetError, match="the network is gone"):
+            plan.run(store, overwrite=overwrite, scheduler="synchronous")
+        with pytest.raises(SourceError, match="is not there|has no checkpoint"):
+            reshard.open(store)
+        assert get(store) == {}
+    assert written[-1] == f"{store}/zarr.json"
+    monkeypatch.undo()
+    plan.run(store)
+    assert get(store) == tree(tmp_path / "local")
+
+
+def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str) -> None:
+    """Chunks of an older one would be taken for the new one's."""
+    source.to_zarr(f"{root}/z", chunk_bytes=400)
+    with pytest.raises(TargetError, match="beside; choose another directory, or remove it"):
+        source.to_zarr(f"{root}/z", selection=reshard.Selection(include=("bits",)), overwrite=True)
+    assert_same(reshard.open(f"{root}/z")["layers.0.wo"].compute(), FULL["layers.0.wo"])
+
+
+def test_a_source_that_changes_is_refused(root: str, tmp_path: Path) -> None:
+    put(write_ranks(tmp_path / "src", FULL, SOURCE), f"{root}/src")
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=SOURCE), files=ZarrGroup())
+    with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: changed since it was opened"):
+        plan.run(f"{root}/z", scheduler="synchronous", progress=changing(plan.source.files[1].path))
+    assert get(f"{root}/z") == {}
+
+
+def test_large_chunks_are_sent_in_parts(
+    bucket: str,
+    asked: Requests,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Column blocks beside one another are sent side by side, none is held whole; small chunks share a shard."""
+    full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
+    strategy = Strategy.of({"w": Layout.of([2], [-1, 0])})
+    local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
+    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    plan = reshard.plan(local, files=ZarrGroup(shard_bytes=0))
+    plan.run(f"{bucket}/z")
+    assert asked.operations.count("CompleteMultipartUpload") == 2
+    assert asked.operations.count("UploadPart") == 4
+    assert_same(zarr.open_group(f"{bucket}/z", mode="r")["w"][...], full["w"])
+
+
+def test_memory_is_predicted(tmp_path: Path) -> None:
+    """Each thread has the parts of the files that some rows meet, and in plain shards what waits for its turn."""
+    full = {"w": np.zeros((2048, 8192), np.float32)}
+    strategy = Strategy.of({"w": Layout.of([4], [-1, 0])})
+    local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
+    base = reshard.plan(local, files=ZarrGroup(shard_bytes=0)).stats.peak_memory
+    beside = owned(reshard.plan(local, files=ZarrGroup(shard_bytes=0)), None, "memory://x")
+    assert len(beside.tasks) == 1  # the four chunks have all rows
+    assert beside.stats.peak_memory - base >= 4 * 2 * LEAST_PART_BYTES
+    rows = owned(reshard.plan(local, files=ZarrGroup(chunk_bytes=8 << 20, shard_bytes=0)), None, "memory://x")
+    assert beside.stats.peak_memory - rows.stats.peak_memory >= 2 * 2 * LEAST_PART_BYTES
+    shards = owned(reshard.plan(local, files=ZarrGroup(shard_bytes=64 << 20)), None, "memory://x")
+    assert shards.stats.peak_memory - base >= 64 << 20
+    shutil.rmtree(tmp_path / "src")
+
+
+def test_what_reading_at_urls_takes_is_predicted_and_within_the_budget(tmp_path: Path) -> None:
+    """Fewer threads request less at once; no budget is met that has no room for one."""
+    path = write_file(tmp_path / "a.safetensors", {"w": np.zeros((256, 256), np.float32)})
+    put(tmp_path, "memory://predicted")
+    local, remote = reshard.open(path), reshard.open("memory://predicted/a.safetensors")
+    more = reshard.plan(remote, threads=1).stats.peak_memory - reshard.plan(local, threads=1).stats.peak_memory
+    assert more >= remote_store.LIBRARY_BYTES + 2 * remote_store.FETCH_BYTES
+    with pytest.raises(BudgetError, match="the least that works is") as caught:
+        reshard.plan(remote, memory=100_000_000, threads=4)
+    least = int(str(caught.value).split("the least that works is ")[1].split(":")[0])
+    assert reshard.plan(local, memory=100_000_000, threads=4)
+    assert reshard.plan(remote, memory=least, threads=4).threads == 1
+    assert reshard.plan(remote, memory=least, threads=4).stats.peak_memory <= least
+
+
+def test_the_commands(source: reshard.Checkpoint, root: str, tmp_path: Path) -> None:
+    reshard.write_strategy(SOURCE, tmp_path / "source.ckpt")
+    reshard.write_strategy(TARGET, tmp_path / "target.ckpt")
+    store = f"{root}/model.zarr"
+    options = ["--source-strategy", tmp_path / "source.ckpt"]
+    done = invoke("unify", source.root, store, *options, "--format", "zarr", "--chunk-size", "1kB", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["ownership"] == "file"
+    assert invoke(*shlex.split(told["verify"])[1:]).exit_code == 0
+    assert "zarr" in invoke("inspect", store).output
+    assert invoke("transform", store, tmp_path / "a", "--target-strategy", tmp_path / "target.ckpt").exit_code == 0
+    via = ["--via-zarr", f"{root}/via.zarr", "--target-strategy", tmp_path / "target.ckpt"]
+    done = invoke("transform", source.root, tmp_path / "b", *options, *via)
+    assert done.exit_code == 0, done.output
+    shutil.move(source.root, tmp_path / "gone")
+    done = invoke("transform", source.root, tmp_path / "c", *options, *via)
+    assert done.exit_code == 0, done.output
+    assert "is not there" in done.output
+    shutil.move(tmp_path / "gone", source.root)
+    reshard.plan(source, TARGET).run(tmp_path / "direct")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b") == tree(tmp_path / "c") == tree(tmp_path / "direct")
+
+
+def test_bands_of_few_rows_are_the_same(
+    source: reshard.Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks beside one another in a shard get their rows in turn; on a cluster's threads or here."""
+    group = ZarrGroup(chunk_bytes=100, shard_bytes=1 << 20)
+    reshard.plan(source, files=group).run(tmp_path / "local")
+    for band in (16, 100, 1000, 1 << 20):
+        monkeypatch.setattr(planner, "BAND_BYTES", band)
+        reshard.plan(source, files=group).run(f"memory://bands/{band}", threads=2)
+        assert get(f"memory://bands/{band}") == tree(tmp_path / "local")
+
+
+def test_a_manifest_is_of_local_files(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.safetensors", {"w": np.zeros(3, np.float32)})
+    reshard.open(path).to_zarr("memory://manifest/z")
+    for made in (lambda: reshard.make_manifest("memory://manifest/z"),
+                 lambda: reshard.verify("memory://manifest/z", manifest=tmp_path / "m.json")):  # fmt: skip
+        with pytest.raises(UsageError, match="memory://manifest/z: a manifest is of local files; compare"):
+            made()

@@ -1,0 +1,201 @@
+"""zarr stores that are not finished: the group comes last, and a run goes on where one was killed."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import tree
+from zarr_stores import FULL, GROUPS, assert_same, source
+
+import reshard
+from reshard import Selection, ZarrGroup
+from reshard.errors import BudgetError, SourceError, TargetError
+from reshard.plan import build as planner
+from reshard.run.session import Session
+from reshard.run.tasks import How, commit_files, create_files, move_task, withdraw_index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["source"]  # fixtures, for pytest to find
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_the_group_is_there_when_all_is(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
+    store = tmp_path / "z"
+    order: list[str] = []
+    real = os.replace
+
+    def replace(old: str, new: str) -> None:
+        assert old == new + ".partial"
+        order.append(new)
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    source.to_zarr(store, compression=compression)
+    assert order[-1] == f"{store}/zarr.json"
+    assert set(order) == {str(path) for path in store.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_failure_leaves_nothing(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
+    store = tmp_path / "z"
+    real, count = os.pwrite, 0
+
+    def pwrite(fd: int, content: memoryview, offset: int) -> int:
+        nonlocal count
+        count += 1
+        if count == 12:
+            raise OSError(28, "No space left on device")
+        return real(fd, content, offset)
+
+    plan = reshard.plan(source, files=ZarrGroup(chunk_bytes=400, compression=compression))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", pwrite)
+        with pytest.raises(BudgetError, match="No space left"):
+            plan.run(store)
+    assert not list(store.rglob("*"))
+    plan.run(store)  # the same plan again: nothing of the failed run is remembered
+    assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does, with no time to clean up."""
+
+
+@pytest.fixture
+def unclean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed run notes what it wrote, and leaves everything as it is."""
+    monkeypatch.setattr(Session, "failed", lambda session, _error, *_changed: session.flush())
+
+
+def killed_at(call: int, name: str, run: Callable[[], object]) -> int:
+    """Have a run end at a call of a function of `os`; return how many there were."""
+    real, count = getattr(os, name), 0
+
+    def killing(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise Killed
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, name, killing)
+        if call:
+            with pytest.raises(Killed):
+                run()
+        else:
+            run()
+    return count
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize(("name", "share"), [("pwrite", 0.7), ("pwrite", 1), ("replace", 0.3), ("replace", 1)])
+@pytest.mark.usefixtures("unclean")
+def test_a_run_goes_on_where_one_was_killed(
+    source: reshard.Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    group: ZarrGroup,
+    name: str,
+    share: float,
+) -> None:
+    """Ranges of plain files, and whole files of any kind; at the end nothing but the store is there."""
+    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    plan = reshard.plan(source, files=group)
+    count = killed_at(0, name, lambda: plan.run(tmp_path / "whole", scheduler="synchronous"))
+    store = tmp_path / "z"
+    killed_at(round(share * count), name, lambda: plan.run(store, scheduler="synchronous"))
+    assert (store / ".reshard").is_dir()
+    with pytest.raises(SourceError, match="unfinished"):
+        reshard.open(store)
+    report = plan.run(store)
+    assert report.resumed + report.bytes_written == plan.stats.bytes_written
+    if name == "replace" and (share == 1 or not plan.coding):
+        assert report.resumed == plan.stats.bytes_written
+    elif not plan.coding or name == "replace":
+        assert 0 < report.resumed < plan.stats.bytes_written
+    assert tree(store) == tree(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("unclean")
+def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """A plain chunk that has its name already, and would be at the same path compressed, is not taken for that."""
+    store = tmp_path / "z"
+    killed_at(6, "replace", lambda: source.to_zarr(store, shard_bytes=0))
+    with pytest.raises(TargetError, match="by a run of another plan"):
+        source.to_zarr(store, shard_bytes=0, compression="zstd")
+    source.to_zarr(store, shard_bytes=0, compression="zstd", restart=True)
+    assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
+    assert not (store / ".reshard").exists()
+
+
+def test_without_a_journal_nothing_of_an_unfinished_file_stays(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, files=GROUPS["chunks"])  # of which some go beyond their tensor
+    plan.run(tmp_path / "whole")
+    for file in plan.files:
+        path = tmp_path / "z" / f"{file.path}.partial"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * file.layout.size)
+    plan.run(tmp_path / "z", journal=False)
+    assert tree(tmp_path / "z") == tree(tmp_path / "whole")
+
+
+def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """As on a cluster that lost the worker with the receipts of that, while others were writing."""
+    plan = reshard.plan(source, files=GROUPS["zstd shards"])
+    plan.run(tmp_path / "whole")
+    root, how = str(tmp_path / "z"), How(fsync=False)
+    every = range(len(plan.files))
+    create_files(plan, every, root, how)
+    for number in range(len(plan.tasks)):
+        move_task(plan, number, root, how, None)
+        create_files(plan, every, root, how)
+    withdraw_index(plan, root, None)
+    commit_files(plan, every, root, how, None)
+    assert tree(tmp_path / "z") == tree(tmp_path / "whole")
+
+
+def test_an_unfinished_store_is_told(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    source.to_zarr(tmp_path / "z")
+    (tmp_path / "z" / "zarr.json").rename(tmp_path / "z" / "zarr.json.partial")
+    with pytest.raises(SourceError, match=r"unfinished: it has no zarr\.json at its root"):
+        reshard.open(tmp_path / "z")
+
+
+def test_another_store_in_the_way(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    store = tmp_path / "z"
+    source.to_zarr(store, chunk_bytes=400)
+    assert not (store / ".reshard").exists()  # zarr would warn of it
+    with pytest.raises(TargetError, match="already; choose another"):
+        source.to_zarr(store, chunk_bytes=400)
+    source.to_zarr(store, chunk_bytes=400, overwrite=True)
+    for overwrite in (False, True):  # chunks of the old one would be taken for the new one's
+        with pytest.raises(TargetError, match="beside; choose another directory, or remove it"):
+            source.to_zarr(store, selection=Selection(include=("bits",)), overwrite=overwrite)
+    assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
+
+
+def test_a_store_that_is_written_anew_has_no_group_meanwhile(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "z"
+    source.to_zarr(store)
+    real = os.replace
+
+    def replace(old: str, new: str) -> None:
+        assert not (store / "zarr.json").exists()
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    source.to_zarr(store, overwrite=True)
+    assert_same(reshard.open(store)["bits"].compute().view(np.uint16), FULL["bits"])

@@ -1,0 +1,148 @@
+"""ckpt_to_safetensors and safetensors_to_ckpt: single files and directories of ranks, names, and keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import numpy as np
+import pytest
+from ms_files import (
+    KEY,
+    MODES,
+    assert_same,
+    ms_arrays,
+    tensors,
+    warnings_logged,  # noqa: F401 -- applies to every test here
+)
+
+import reshard.mindspore as ms
+from reshard.errors import SourceError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Path:
+    for rank in range(2):
+        for name in (f"a-{rank}.ckpt", f"b-{rank}.ckpt"):
+            ms.save_checkpoint(
+                {"w": np.full(3, rank, np.float32), "v": np.full(2, 10 + rank, np.int8)},
+                tmp_path / f"src/rank_{rank}/{name}",
+                append_dict={"note": f"rank {rank}"},
+            )
+    (tmp_path / "src/rank_0/graph.meta").write_text("")
+    (tmp_path / "src/other").mkdir()
+    return tmp_path / "src"
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_rank_directories_are_converted_and_back(ranks: Path, tmp_path: Path) -> None:
+    ms.ckpt_to_safetensors(str(ranks), str(tmp_path / "st"), processes_num=3)
+    assert files(tmp_path / "st") == [f"rank_{r}/{n}-{r}.safetensors" for r in range(2) for n in "ab"]
+    for name in files(tmp_path / "st"):
+        before = ms.load_checkpoint(str(ranks / name).replace(".safetensors", ".ckpt"))
+        assert_same(ms.load_checkpoint(str(tmp_path / "st" / name), format="safetensors"), ms_arrays(before))
+    ms.safetensors_to_ckpt(tmp_path / "st", tmp_path / "back")
+    for name in files(tmp_path / "back"):
+        # in the order of names, text too, as MindSpore loads safetensors
+        assert list(ms.load_checkpoint(tmp_path / "back" / name)) == ["note", "v", "w"]
+        assert_same(ms.load_checkpoint(tmp_path / "back" / name), ms_arrays(ms.load_checkpoint(ranks / name)))
+
+
+def test_only_files_whose_names_match_are_converted_beside_their_sources(ranks: Path) -> None:
+    ms.ckpt_to_safetensors(ranks, file_name_regex="^b-")
+    assert [name for name in files(ranks) if name.endswith("s")] == [
+        "rank_0/b-0.safetensors", "rank_1/b-1.safetensors",
+    ]  # fmt: skip
+    with pytest.raises(SourceError, match="no file to convert; expected names that end with .ckpt and contain 'c-'"):
+        ms.ckpt_to_safetensors(ranks, file_name_regex="c-")
+
+
+def test_one_file_is_converted(ranks: Path, tmp_path: Path) -> None:
+    ms.ckpt_to_safetensors(str(ranks / "rank_0/a-0.ckpt"), str(tmp_path / "new"))
+    assert files(tmp_path / "new") == ["a-0.safetensors"]
+    ms.safetensors_to_ckpt(tmp_path / "new/a-0.safetensors", name_map={"w": "z"})
+    assert list(ms.load_checkpoint(tmp_path / "new/a-0.ckpt")) == ["note", "v", "z"]
+
+
+def test_names_may_be_swapped_but_not_collide(ranks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = ranks / "rank_1/a-1.ckpt"
+    ms.ckpt_to_safetensors(source, tmp_path / "st", {"w": "v", "v": "w", "x": "y"})
+    loaded = ms.load_checkpoint(tmp_path / "st/a-1.safetensors", format="safetensors")
+    assert (loaded["v"].asnumpy().tolist(), loaded["w"].asnumpy().tolist()) == ([1, 1, 1], [11, 11])
+    assert "no file has 'x'" in caplog.text
+    with pytest.raises(UsageError, match="name 'v': is that of 'w', 'v' after the name map"):
+        ms.ckpt_to_safetensors(source, tmp_path / "no", {"w": "v"})
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_encrypted_files_are_converted_with_their_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr("reshard.storage.cipher.BLOCK_BYTES", 64)
+    path = tmp_path / "x.ckpt"
+    given = tensors()
+    ms.save_checkpoint(given, path, enc_key=KEY, enc_mode=mode)
+    ms.ckpt_to_safetensors(path, dec_key=KEY, dec_mode=mode)
+    assert_same(ms.load_checkpoint(tmp_path / "x.safetensors", format="safetensors"), given)
+    for key in (None, b"another key here"):
+        with pytest.raises(ValueError, match="key"):
+            ms.ckpt_to_safetensors(path, tmp_path / "new", dec_key=key, dec_mode=mode)
+    assert not (tmp_path / "new").exists()
+
+
+def test_mindspores_own_files_are_converted_to_what_it_saved(mindspore_data: Path, tmp_path: Path) -> None:
+    """Rank files of the recorded cases, of which MindSpore saved both formats."""
+    pairs = 0
+    for source in sorted((mindspore_data / "cases").glob("*/src_ckpt")):
+        other = source.parent / "src_safetensors"
+        if other.is_dir() and not source.parent.name.startswith("lost"):
+            target = tmp_path / source.parent.name
+            ms.ckpt_to_safetensors(source, target)
+            for name in set(files(target)) & set(files(other)):
+                found, expected = (helpers.read_rank_file(root / name) for root in (target, other))
+                assert found == expected, (source, name)
+                pairs += 1
+    assert pairs > 100
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"file_path": "nothing"},
+        {"file_path": "rank_0/graph.meta"},
+        {"file_path": "other"},
+        {"file_path": "rank_0/a-0.ckpt", "file_name_regex": "b-"},
+        {"file_name_regex": "("},
+        {"save_path": "out.ckpt"},
+        {"save_path": 3},
+        {"name_map": [("w", "v")]},
+        {"name_map": {"w": 3}},
+        {"processes_num": 0},
+        {"processes_num": "2"},
+    ],
+)
+def test_wrong_arguments_to_conversion_are_value_errors(
+    ranks: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(ranks)
+    before = files(ranks)
+    with pytest.raises(ValueError):  # noqa: PT011 -- of several kinds
+        ms.ckpt_to_safetensors(**{"file_path": ".", **arguments})
+    assert files(ranks) == before
+
+
+def test_a_map_parameter_is_left_out_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    message = b"\x0a\x07\x0a\x03map\x1a\x00"  # a Value with a tag and an empty maptensor
+    ms.save_checkpoint({"w": np.zeros(1, np.float32)}, tmp_path / "x.ckpt")
+    (tmp_path / "x.ckpt").write_bytes((tmp_path / "x.ckpt").read_bytes() + message)
+    assert list(ms.load_checkpoint(tmp_path / "x.ckpt")) == ["w"]
+    ms.ckpt_to_safetensors(tmp_path / "x.ckpt")
+    assert caplog.text.count("'map' is a map parameter (a hash table), which has no layout; it is left out") == 2

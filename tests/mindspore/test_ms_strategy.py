@@ -1,0 +1,437 @@
+"""MindSpore's functions on strategy files, under its own names."""
+
+from __future__ import annotations
+
+import json
+import random
+from math import prod
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import numpy as np
+import pytest
+from checkpoints import write_file
+from generators import divisors, laid_out
+from hypothesis import given
+from test_mindspore_peer import PYTHON, mindspore
+
+import reshard
+import reshard.mindspore as ms
+from reshard.errors import StrategyError
+from reshard.layout.layout import Layout
+from reshard.mindspore.strategy import ParallelLayouts, layout_of
+from reshard.strategy.proto import message_class
+from reshard.strategy.strategy import Placed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.layout.block import Shape
+
+needs_mindspore = pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore")
+
+
+def strategy_file(path: Path, **layouts: Layout) -> str:
+    reshard.write_strategy(reshard.Strategy.of(dict(layouts)), path)
+    return str(path)
+
+
+# build_searched_strategy
+
+
+def test_layouts_are_read_by_the_fields_of_mindspores_message(tmp_path: Path) -> None:
+    layout = Layout.of([2, 4], [1, -1], 2, param_split_shape=[3, 5], indices_offset=[1], field=6)
+    found = ms.build_searched_strategy(strategy_file(tmp_path / "strategy.ckpt", w=layout))
+    assert list(found) == ["w"]
+    assert list(found["w"].dev_matrix[0].dim) == [2, 4]
+    assert list(found["w"].tensor_map[0].dim) == [1, -1]
+    assert list(found["w"].param_split_shape[0].dim) == [3, 5]
+    assert list(found["w"].indices_offset[0].dim) == [1]
+    assert (found["w"].field, found["w"].opt_weight_shard_size, found["w"].opt_weight_shard_step) == (6, 2, 1)
+
+
+def test_nested_maps_are_one_message_a_dimension(tmp_path: Path) -> None:
+    path = strategy_file(tmp_path / "s.ckpt", a=Layout.of([2, 2], [-1, (1, 0)]), b=Layout.of([2, 2], [(1, 0)]))
+    found = ms.build_searched_strategy(path)
+    assert [part.dim for part in found["a"].tensor_map] == [(-1,), (1, 0)]
+    assert [part.dim for part in found["b"].tensor_map] == [(1, 0), ()]
+
+
+def test_a_merged_file_has_its_stages_in_the_names(tmp_path: Path) -> None:
+    rows = Layout.of([2], [0])
+    reshard.write_strategy(reshard.Strategy.of({"w": {0: rows, 1: rows}, "v": {1: rows}}), tmp_path / "s.json")
+    assert list(ms.build_searched_strategy(tmp_path / "s.json")) == ["0-w", "1-w", "1-v"]
+
+
+def test_no_file_is_no_strategy() -> None:
+    assert ms.build_searched_strategy(None) is None
+
+
+def test_every_real_file_reads_as_protobuf_has_it(mindspore_data: Path) -> None:
+    for path in sorted((mindspore_data / "strategies").rglob("*.ckpt"))[:40]:
+        message: Any = message_class("mindspore.straspb.ParallelStrategyMap")()
+        message.ParseFromString(path.read_bytes())
+        found = ms.build_searched_strategy(path)
+        assert list(found) == [item.param_name for item in message.parallel_layout_item]
+        for item in message.parallel_layout_item:
+            given, ours = item.parallel_layouts, found[item.param_name]
+            for field in ("dev_matrix", "tensor_map", "param_split_shape", "indices_offset"):
+                assert [part.dim for part in getattr(ours, field)] == [
+                    tuple(part.dim) for part in getattr(given, field)
+                ]
+            for field in ("field", "opt_weight_shard_step", "opt_weight_shard_size"):
+                assert getattr(ours, field) == getattr(given, field)
+
+
+@given(laid_out())
+def test_layouts_come_back_from_mindspores_terms(pair: tuple[Layout, Shape]) -> None:
+    layout, shape = pair
+    assert layout_of(ParallelLayouts.of(Placed(0, layout, shape))) == (layout, shape)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(None, "cannot be read"), (b"", "is empty"), (b"\xff\xff", "neither"), (b"\x08\x02", "names no")],
+)
+def test_files_that_are_no_strategy_are_refused(tmp_path: Path, content: bytes | None, text: str) -> None:
+    if content is not None:
+        (tmp_path / "s.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match=f"s.ckpt: .*{text}"):
+        ms.build_searched_strategy(str(tmp_path / "s.ckpt"))
+
+
+@pytest.mark.parametrize("given", [1, ["s.ckpt"], b"s.ckpt"])
+def test_what_is_no_path_is_a_type_error(given: Any) -> None:
+    for function in (ms.build_searched_strategy, ms.restore_group_info_list):
+        with pytest.raises(TypeError, match="expected the path of a file"):
+            function(given)
+
+
+# merge_pipeline_strategys
+
+
+@pytest.mark.parametrize("network", ["pipe_noopt4", "pipe_tf8", "pipe_tut8"])
+def test_a_pipeline_is_merged_as_mindspore_merges_it(mindspore_data: Path, tmp_path: Path, network: str) -> None:
+    folder = mindspore_data / f"strategies/{network}_ckpt"
+    ms.merge_pipeline_strategys(str(folder), str(tmp_path / "dst.ckpt"))
+    ours = reshard.read_strategy(tmp_path / "dst.ckpt")
+    theirs = reshard.read_strategy(mindspore_data / f"merged/{network}.ckpt")
+    assert ours.tensors == theirs.tensors
+    assert set(ours.operators) == set(theirs.operators)
+    assert (ours.stages, ours.merged, ours.current_stage) == (theirs.stages, True, theirs.current_stage)
+
+
+def test_a_pipeline_of_json_files_is_merged_to_either_format(mindspore_data: Path, tmp_path: Path) -> None:
+    theirs = mindspore_data / "merged/pipe_noopt4.ckpt"
+    (tmp_path / "src").mkdir()
+    for path in (mindspore_data / "strategies/pipe_noopt4_ckpt").iterdir():
+        reshard.write_strategy(reshard.read_strategy(path), tmp_path / f"src/{path.stem}.json")
+    for name in ("dst.json", "dst.ckpt"):
+        ms.merge_pipeline_strategys(tmp_path / "src", tmp_path / name)
+        assert ms.build_searched_strategy(tmp_path / name) == ms.build_searched_strategy(theirs)
+
+
+def test_one_stage_gets_its_number_too(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    strategy_file(tmp_path / "src/rank_0.ckpt", w=Layout.of([2], [0]))
+    ms.merge_pipeline_strategys(str(tmp_path / "src"), str(tmp_path / "new/dst.ckpt"))
+    assert list(ms.build_searched_strategy(tmp_path / "new/dst.ckpt")) == ["0-w"]
+
+
+def test_merging_refuses_what_it_cannot_merge(tmp_path: Path) -> None:
+    with pytest.raises(NotADirectoryError, match="is not a directory"):
+        ms.merge_pipeline_strategys(str(tmp_path / "none"), str(tmp_path / "dst.ckpt"))
+    with pytest.raises(TypeError, match="src_strategy_dirs is int"):
+        ms.merge_pipeline_strategys(3, str(tmp_path / "dst.ckpt"))
+    (tmp_path / "src").mkdir()
+    with pytest.raises(ValueError, match="holds no strategy file"):
+        ms.merge_pipeline_strategys(tmp_path / "src", tmp_path / "dst.ckpt")
+    strategy_file(tmp_path / "src/a.ckpt", w=Layout.of([2], [0]))
+    strategy_file(tmp_path / "src/b.json", w=Layout.of([2], [0]))
+    with pytest.raises(ValueError, match="both formats"):
+        ms.merge_pipeline_strategys(tmp_path / "src", tmp_path / "dst.ckpt")
+    assert not (tmp_path / "dst.ckpt").exists()
+
+
+# restore_group_info_list
+
+
+def test_the_ranks_of_a_group_info_file(tmp_path: Path) -> None:
+    message: Any = message_class("mindspore.straspb.ParallelGroupMap")()
+    item = message.parallel_group_item.add(group_name="dp")
+    item.parallel_group_ranks.dim.extend([0, 1])
+    message.ckpt_restore_rank_list.dim.extend([1, 3, 5])
+    (tmp_path / "group.pb").write_bytes(message.SerializeToString())
+    assert ms.restore_group_info_list(str(tmp_path / "group.pb")) == [1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "is no group"), (b"\x1a\x00", "has no")],
+)
+def test_files_without_group_info_are_refused(tmp_path: Path, content: bytes | None, text: str) -> None:
+    if content is not None:
+        (tmp_path / "group.pb").write_bytes(content)
+    with pytest.raises(ValueError, match=f"group.pb: .*{text}"):
+        ms.restore_group_info_list(str(tmp_path / "group.pb"))
+
+
+# get_parameter_redundancy, remove_param_redundancy
+
+
+def test_groups_of_ranks_that_hold_the_same(tmp_path: Path) -> None:
+    path = strategy_file(tmp_path / "s.ckpt", w=Layout.of([2, 2], [-1, 0]), b=Layout.of([2, 2], [-1]))
+    assert ms.get_parameter_redundancy(path) == {"b": ((0, 1, 2, 3),), "w": ((0, 2), (1, 3))}
+    assert ms.get_parameter_redundancy(path, initial_rank=8)["w"] == ((8, 10), (9, 11))
+
+
+def test_ranks_are_those_of_this_process_s_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK_ID", "6")
+    assert ms.get_parameter_redundancy({"b": Layout.of([4], [-1])}) == {"b": ((4, 5, 6, 7),)}
+
+
+def test_what_is_no_layout_of_mindspore_s_is_refused() -> None:
+    with pytest.raises(StrategyError, match="lacks"):
+        ms.get_parameter_redundancy({"b": Placed(0, Layout.of([4], [-1]))}, 0)
+
+
+def test_the_stages_of_a_merged_file_have_ranks_of_their_own(tmp_path: Path) -> None:
+    whole = Layout.of([2], [-1])
+    strategy = reshard.Strategy.of({"w": {0: whole, 1: whole}, "v": {1: Layout.of([2], [0])}})
+    for name in ("s.ckpt", "s.json"):
+        reshard.write_strategy(strategy, tmp_path / name)
+        found = ms.get_parameter_redundancy(tmp_path / name, 0)
+        assert found == {"0-w": ((0, 1),), "1-v": ((2,), (3,)), "1-w": ((2, 3),)}
+
+
+def test_a_directory_is_read_as_merged(mindspore_data: Path, tmp_path: Path) -> None:
+    folder = next(path for path in sorted((mindspore_data / "strategies").glob("pipe_*")) if path.is_dir())
+    ms.merge_pipeline_strategys(folder, tmp_path / "merged.ckpt")
+    assert ms.get_parameter_redundancy(folder) == ms.get_parameter_redundancy(tmp_path / "merged.ckpt")
+
+
+def test_every_entry_of_a_nested_map_counts() -> None:
+    """MindSpore reads the first alone, takes all four ranks for replicas, and stores one of four blocks."""
+    assert ms.get_parameter_redundancy({"w": Layout.of([2, 2], [-1, (1, 0)])})["w"] == ((0,), (2,), (1,), (3,))
+    nested = ms.get_parameter_redundancy({"w": Layout.of([2, 2, 2], [(2, 1), -1])})
+    assert nested["w"] == ((0, 1), (4, 5), (2, 3), (6, 7))
+
+
+def test_a_tensor_that_the_optimizer_shards_over_some_ranks_is_not_lost() -> None:
+    """MindSpore works out 8 pieces from the step, which do not divide 4 replicas, and leaves the tensor out."""
+    layout = Layout.of([2, 4], [1, -1], -1)
+    assert layout.opt_weight_shard_step == 1
+    assert ms.get_parameter_redundancy({"w": layout})["w"] == tuple((rank,) for rank in range(8))
+
+
+def test_a_layout_as_a_compiled_network_has_it() -> None:
+    plain = ([2, 2], [-1, 0], (4, 2), 0, True, "", (4, 4))
+    sharded = ([2, 2], [-1, 0], (2, 2), 0, True, "2-group", (4, 4))
+    assert ms.get_parameter_redundancy({"w": plain, "v": sharded}) == {
+        "w": ((0, 2), (1, 3)), "v": ((0,), (2,), (1,), (3,)),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="parameter 'v': .* give the strategy file instead"):
+        ms.get_parameter_redundancy({"v": (*sharded[:2], (4, 2), *sharded[3:])})
+    with pytest.raises(ValueError, match=r"parameter 'v': its layout is \(\[2\],\); expected \(dev_matrix"):
+        ms.get_parameter_redundancy({"v": ([2],)})
+
+
+def test_a_network_that_is_not_parallel_is_whole_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK_ID", "1")
+    monkeypatch.setenv("RANK_SIZE", "3")
+    parameter = ms.Parameter(np.zeros(2), "w")
+    network = SimpleNamespace(parameters_and_names=lambda: [("w", parameter)])
+    assert ms.get_parameter_redundancy(network) == {"w": ((0, 1, 2),)}
+
+
+def test_other_kinds_of_layouts_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match="layout_obj is int; expected the name of a strategy file"):
+        ms.get_parameter_redundancy(3)
+
+
+def test_replicas_are_stored_once_by_turns() -> None:
+    redundancy = {"a": ((0, 1),), "b": ((0, 1),), "c": ((0,), (1,))}
+    assert ms.remove_param_redundancy(redundancy) == {0: {"a", "c"}, 1: {"b", "c"}}
+    assert ms.remove_param_redundancy(redundancy, keep_redundancy=2) == {0: {"a", "b", "c"}, 1: {"a", "b", "c"}}
+    assert ms.remove_param_redundancy(redundancy, 0) == {}
+    assert ms.remove_param_redundancy({}) == {}
+    with pytest.raises(ValueError, match="keep_redundancy is -1; expected the number of replicas"):
+        ms.remove_param_redundancy(redundancy, -1)
+    for wrong in (True, "2", 1.5):
+        with pytest.raises(TypeError, match="keep_redundancy is a"):
+            ms.remove_param_redundancy(redundancy, wrong)  # type: ignore[arg-type]
+
+
+def test_a_network_that_was_compiled_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK_ID", "0")
+    monkeypatch.setenv("RANK_SIZE", "4")
+
+    class Compiled:
+        parameter_layout_dict = {"w": [[2, 2], [1, -1], [2, 4], 0, True, ""], "gone": [[4], [0], [1], 0, True, ""]}  # noqa: RUF012
+
+        def parameters_and_names(self) -> list[tuple[str, ms.Parameter]]:
+            return [(name, ms.Parameter(np.zeros(2), name)) for name in ("w", "b")]
+
+    assert ms.get_parameter_redundancy(Compiled()) == {"b": ((0, 1, 2, 3),), "w": ((0, 1), (2, 3))}
+
+
+@pytest.mark.parametrize("run", ["tut_src8", "mix8_optsize2"])
+def test_the_files_that_mindspore_has_deduplicated(mindspore_data: Path, run: str) -> None:
+    redundancy = ms.get_parameter_redundancy(str(mindspore_data / f"real/{run}/strategy_0.ckpt"), 0)
+    for rank, names in ms.remove_param_redundancy(redundancy).items():
+        theirs = helpers.read_rank_file(mindspore_data / f"deduplicated/{run}/rank_{rank}/net.safetensors")
+        assert names == set(theirs) & set(redundancy)
+
+
+# get_ckpt_path_with_strategy
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sixteen ranks of which each four in a row hold the same, but for rank 2's missing file; this is rank 2."""
+    rows = Layout.of([4, 4], [1])
+    strategy_file(tmp_path / "strategy.ckpt", w=rows, **{"accu_grads.w": Layout.of([16], [0])})
+    for rank in set(range(16)) - {2}:
+        write_file(tmp_path / f"rank_{rank}/x-1_40.ckpt", {"w": np.full(2, rank // 4, np.float32)}, "ckpt")
+    monkeypatch.setenv("RANK_ID", "2")
+    return tmp_path
+
+
+def found(ranks: Path, path: str = "rank_2/x-1_40.ckpt") -> str | None:
+    result = ms.get_ckpt_path_with_strategy(str(ranks / path), str(ranks / "strategy.ckpt"))
+    return None if result is None else result.removeprefix(f"{ranks}/")
+
+
+def test_a_replica_s_checkpoint_is_found(ranks: Path) -> None:
+    assert found(ranks) == "rank_0/x-1_40.ckpt"
+    (ranks / "rank_0/x-1_40.ckpt").unlink()
+    assert found(ranks) == "rank_1/x-1_40.ckpt"
+
+
+def test_one_s_own_checkpoint_comes_first(ranks: Path) -> None:
+    write_file(ranks / "rank_2/x-1_40.ckpt", {"w": np.zeros(2, np.float32)}, "ckpt")
+    assert found(ranks) == "rank_2/x-1_40.ckpt"
+
+
+def test_a_number_that_begins_alike_is_another_rank(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindSpore finds `rank_1` in `rank_12` and loads that rank's weights."""
+    monkeypatch.setenv("RANK_ID", "1")
+    assert found(ranks, "rank_12/x-1_40.ckpt") == "rank_0/x-1_40.ckpt"
+
+
+def test_a_file_that_is_cut_short_is_passed_over(ranks: Path) -> None:
+    whole = ranks / "rank_0/x-1_40.ckpt"
+    whole.write_bytes(whole.read_bytes()[:-3])
+    with pytest.warns(UserWarning, match=r"passed over: .*rank_0/x-1_40.ckpt"):
+        assert found(ranks) == "rank_1/x-1_40.ckpt"
+
+
+def test_an_encrypted_file_is_taken_for_whole(ranks: Path) -> None:
+    (ranks / "rank_0/x-1_40.ckpt").write_bytes(0x7F3A5ED8.to_bytes(4, "little") + bytes(60))
+    assert found(ranks) == "rank_0/x-1_40.ckpt"
+
+
+def test_no_replica_is_no_path(ranks: Path) -> None:
+    for rank in (0, 1, 3):
+        (ranks / f"rank_{rank}/x-1_40.ckpt").unlink()
+    assert found(ranks) is None
+
+
+def test_a_path_without_a_rank_is_itself(ranks: Path) -> None:
+    assert found(ranks, "x.ckpt") is None
+    write_file(ranks / "x.ckpt", {"w": np.zeros(2, np.float32)}, "ckpt")
+    assert found(ranks, "x.ckpt") == "x.ckpt"
+
+
+def test_a_replica_holds_the_same_of_every_parameter(ranks: Path) -> None:
+    """Rank 2 shares one with 0, 1 and 3, the other with 0, 4, 6 and so on; MindSpore gives up, as neither has both."""
+    strategy_file(ranks / "strategy.ckpt", w=Layout.of([4, 4], [1]), v=Layout.of([8, 2], [0]))
+    assert found(ranks) == "rank_0/x-1_40.ckpt"
+    (ranks / "rank_0/x-1_40.ckpt").unlink()
+    assert found(ranks) is None
+
+
+# Beside MindSpore.
+
+REDUNDANCY = """
+import json, sys
+from mindspore.train._utils import get_parameter_redundancy, remove_param_redundancy
+results = []
+for path, first in json.loads(sys.argv[1]):
+    try:
+        found = get_parameter_redundancy(path, first)
+        kept = {copies: remove_param_redundancy(found, copies) for copies in (1, 2, 3)}
+        results.append([found, {copies: {rank: sorted(names) for rank, names in ranks.items()}
+                                for copies, ranks in kept.items()}])
+    except Exception as error:
+        results.append(repr(error))
+print("RESULT" + json.dumps(results))
+"""
+
+
+def by_mindspore(files: list[tuple[str, int]]) -> list[Any]:
+    """What MindSpore makes of strategy files: groups, and who stores what of 1, 2 and 3 copies; or an error's text."""
+    results: list[Any] = json.loads(mindspore(REDUNDANCY, json.dumps(files)).split("RESULT")[1])
+    return results
+
+
+def as_json(redundancy: dict[str, Any]) -> Any:
+    kept = {
+        copies: {rank: sorted(names) for rank, names in ms.remove_param_redundancy(redundancy, copies).items()}
+        for copies in (1, 2, 3)
+    }
+    return json.loads(json.dumps([redundancy, kept]))
+
+
+def random_layouts(rng: random.Random, devices: int) -> dict[str, Layout]:
+    """Layouts in which MindSpore is right: flat maps, and optimizer sharding of a stated size or over all ranks."""
+    found = {}
+    for number in range(rng.randint(1, 12)):
+        matrix: list[int] = []
+        while not matrix or prod(matrix) < devices:
+            matrix.append(rng.choice(divisors(devices // prod(matrix))))
+        axes = rng.sample(range(len(matrix)), len(matrix))
+        tensor_map = [axes.pop() if axes and rng.random() < 0.6 else -1 for _ in range(rng.randint(1, 3))]
+        plain = Layout.of(matrix, tensor_map)
+        replicas = prod(matrix[axis] for axis in plain.unused_axes)
+        sizes = [0, *divisors(replicas), *([-1] if 1 < replicas == devices else [])]
+        found[f"net.{number}.w"] = Layout.of(matrix, tensor_map, rng.choice(sizes))
+    return found
+
+
+@pytest.mark.mindspore
+@needs_mindspore
+def test_groups_and_turns_are_mindspores(mindspore_data: Path, tmp_path: Path) -> None:
+    rng = random.Random(3)  # noqa: S311 -- examples
+    files = []
+    for number in range(60):
+        devices = rng.choice([1, 4, 6, 8, 12, 16])
+        path = strategy_file(tmp_path / f"{number}.ckpt", **random_layouts(rng, devices))
+        files.append((path, rng.choice([0, devices])))
+    files += [(str(mindspore_data / f"real/{run}/strategy_0.ckpt"), 0) for run in ("tut_src8", "mix8_optsize2")]
+    for (path, first), theirs in zip(files, by_mindspore(files), strict=True):
+        assert as_json(ms.get_parameter_redundancy(path, first)) == theirs
+
+
+WRONG = {
+    "a nested entry that is not the first": Layout.of([2, 2, 2], [-1, (1, 0)]),
+    "an entry beside a nested one": Layout.of([2, 2, 2], [(2, 1), 0]),
+    "sharded by the optimizer over some ranks: lost": Layout.of([2, 4], [1, -1], -1),
+    "sharded by the optimizer where no rank shares": Layout.of([4], [0, -1], -1),
+    "no dimensions": Layout.of([4], []),
+    "more than 256 devices along an axis: counted in 8 bits": Layout.of([512], [0]),
+}
+
+
+@pytest.mark.mindspore
+@needs_mindspore
+def test_where_mindspore_is_wrong(tmp_path: Path) -> None:
+    """Groups that are no replicas, lost tensors, errors; should one become right, the docstrings say too much."""
+    files = [(strategy_file(tmp_path / f"{n}.ckpt", w=layout), 0) for n, layout in enumerate(WRONG.values())]
+    files.append((strategy_file(tmp_path / "s.json", w=Layout.of([4], [0])), 0))
+    whole = Layout.of([2], [-1])
+    reshard.write_strategy(reshard.Strategy.of({"v": {0: whole}, "w": {1: whole}}), tmp_path / "merged.ckpt")
+    files.append((str(tmp_path / "merged.ckpt"), 0))
+    for (path, first), result in zip(files, by_mindspore(files), strict=True):
+        assert isinstance(result, str) or result != as_json(ms.get_parameter_redundancy(path, first)), path

@@ -1,0 +1,499 @@
+"""`unified_safetensors` and `load_distributed_checkpoint`, in all their forms."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import numpy as np
+import pytest
+from checkpoints import blocks, numbers, tree, write_file, write_ranks
+from test_mindspore_peer import PYTHON, mindspore
+
+import reshard
+import reshard.mindspore as ms
+from reshard.errors import SourceError, StrategyError, UsageError
+from reshard.formats.sets import HuggingFaceSet
+from reshard.layout.layout import Layout
+from reshard.mindspore.network import NetworkError
+from reshard.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from checkpoints import Array
+
+KEY = b"0123456789ABCDEF"
+
+WEIGHTS = numbers({"net.w": (8, 12), "net.b": (8,), "net.v": (4, 4)})
+STATES = numbers({"adam_m.net.w": (8, 12)})
+FULL = {**WEIGHTS, **STATES}
+STEP = {"global_step": np.array(7, np.int32)}
+SOURCE = Strategy.of(
+    {
+        "net.w": Layout.of([2, 2], [1, 0]),
+        "net.b": Layout.of([2, 2], [1]),
+        "net.v": Layout.of([4], [-1, -1], -1),
+        "adam_m.net.w": Layout.of([4], [0, -1]),
+        "accu_grads.net.b": Layout.of([4], [0]),
+    }
+)
+PREDICT = Strategy.of({name: Layout.of([2], [0, -1][: value.ndim]) for name, value in WEIGHTS.items()})
+UNIFIED = ["hyper_param.safetensors", "param_name_map.json", "part0.safetensors"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_ranks(tmp_path / "src", {**FULL, "accu_grads.net.b": FULL["net.b"]}, SOURCE, also=STEP)
+
+
+@pytest.fixture
+def unified(source: Path, tmp_path: Path) -> Path:
+    ms.unified_safetensors(source, SOURCE, tmp_path / "unified")
+    return tmp_path / "unified"
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    with caplog.at_level(logging.WARNING, "reshard.mindspore"):
+        yield lambda: [record.message for record in caplog.records]
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def set_rank(rank: int) -> None:
+        monkeypatch.setenv("RANK_ID", str(rank))
+        monkeypatch.setenv("RANK_SIZE", "16")
+
+    return set_rank
+
+
+def network(slices: Mapping[str, Array]) -> dict[str, ms.Parameter]:
+    return {name: ms.Parameter(np.zeros_like(value), name) for name, value in slices.items()}
+
+
+def contents(*paths: Path) -> dict[str, bytes]:
+    return {name: content for path in paths for name, (_, _, content) in helpers.read_rank_file(path).items()}
+
+
+def raw(tensors: Mapping[str, Array]) -> dict[str, bytes]:
+    return {name: np.ascontiguousarray(value).tobytes() for name, value in tensors.items()}
+
+
+def values(parameters: Mapping[str, Any]) -> dict[str, bytes]:
+    return raw({name: parameter.asnumpy() for name, parameter in parameters.items()})
+
+
+# --- unified_safetensors ---
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_whole_tensors_hyper_parameters_and_a_map(tmp_path: Path, format: str) -> None:
+    """Accumulated gradients are left out; MindSpore makes a hyper-parameter of rank 0's slice of them."""
+    root = write_ranks(tmp_path / "src", {**FULL, "accu_grads.net.b": FULL["net.b"]}, SOURCE, format, STEP)
+    ms.unified_safetensors(str(root), SOURCE, str(tmp_path / "out"))
+    assert sorted(tree(tmp_path / "out")) == UNIFIED
+    assert contents(tmp_path / "out" / "part0.safetensors") == raw(FULL)
+    assert contents(tmp_path / "out" / "hyper_param.safetensors") == raw(STEP)
+    assert json.loads((tmp_path / "out" / "param_name_map.json").read_text()) == {
+        "metadata": {
+            "total_size": sum(value.nbytes for value in FULL.values()),
+            "hyper_param": "hyper_param.safetensors",  # what MindSpore's index does not say
+        },
+        "weight_map": dict.fromkeys(
+            sorted(FULL, key=lambda name: (-FULL[name].nbytes, list(FULL).index(name))), "part0.safetensors"
+        ),
+    }
+
+
+def test_hyper_parameters_come_from_all_ranks(tmp_path: Path) -> None:
+    """MindSpore takes what rank 0 has."""
+    root = write_ranks(tmp_path / "src", FULL, SOURCE)
+    write_file(
+        root / "rank_3" / "checkpoint_3.safetensors",
+        {**blocks(FULL, SOURCE, 3), "epoch_num": np.array(3), "note": "text"},
+    )
+    ms.unified_safetensors(root, SOURCE, tmp_path / "out")
+    # Beside the index it is one of several, and refused by itself.
+    found = reshard.open((tmp_path / "out" / "hyper_param.safetensors").rename(tmp_path / "own.safetensors"))
+    assert set(found) == {"epoch_num", "note"}
+    assert found.tensors["note"].text == "text"
+
+
+def test_a_function_filters_and_renames(source: Path, tmp_path: Path) -> None:
+    """It is not asked about hyper-parameters, as in MindSpore; what it leaves out is nowhere, unlike there."""
+    asked = []
+
+    def choice(name: str) -> bool | str:
+        asked.append(name)
+        return {"net.w": "net.b", "net.b": "net.w", "net.v": False}.get(name, True)  # type: ignore[return-value]
+
+    ms.unified_safetensors(source, SOURCE, tmp_path / "out", choice_func=choice)
+    assert set(asked) == set(FULL)
+    assert contents(*(tmp_path / "out").glob("*.safetensors")) == raw(
+        {"net.b": FULL["net.w"], "net.w": FULL["net.b"], **STATES, **STEP}
+    )
+    assert set(json.loads((tmp_path / "out" / "param_name_map.json").read_text())["weight_map"]) == {
+        "net.b", "net.w", "adam_m.net.w",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=r"name 'same': is given to net\.[bw], net\.[bw]"):
+        ms.unified_safetensors(
+            source, SOURCE, tmp_path / "no", choice_func=lambda n: "same" if n in {"net.w", "net.b"} else n
+        )
+    with pytest.raises(TypeError, match=r"choice_func\('.*'\) is a int; expected a bool or a new name"):
+        ms.unified_safetensors(source, SOURCE, tmp_path / "no", choice_func=lambda _: 1)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.fixture
+def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Strategy, dict[str, Array]]:
+    """Seven tensors that make five parts: a part begins with each begun 400 bytes."""
+    monkeypatch.setattr("reshard.mindspore.unified.PART_BYTES", 400)
+    full = numbers({f"w{number}": (4, 8 + 4 * number) for number in range(7)})
+    strategy = Strategy.of({name: Layout.of([4], [0, -1]) for name in full})
+    return write_ranks(tmp_path / "src", full, strategy, also=STEP), strategy, full
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 9])
+def test_processes_share_the_parts(
+    many: tuple[Path, Strategy, dict[str, Array]], tmp_path: Path, processes: int
+) -> None:
+    root, strategy, full = many
+    ms.unified_safetensors(root, strategy, tmp_path / "alone")
+    wrote = []
+    for number in range(processes, 0, -1):
+        before = set(tree(tmp_path / "shared"))
+        ms.unified_safetensors(root, strategy, tmp_path / "shared", split_dst_file=(number, processes))
+        wrote.append(sorted(set(tree(tmp_path / "shared")) - before))
+    assert tree(tmp_path / "shared") == tree(tmp_path / "alone")
+    total = sum(value.nbytes for value in full.values())
+    parts = -(-total // 400)
+    assert len(list((tmp_path / "alone").glob("part*.safetensors"))) == parts
+    every = [f"part{number}.safetensors" for number in range(parts)]
+    size, rest = divmod(parts, processes)
+    expected = [every[size * n + min(n, rest) :][: size + (n < rest)] for n in range(processes)]
+    expected[0] = [*UNIFIED[:2], *expected[0]]
+    assert wrote[::-1] == expected
+    assert contents(*(tmp_path / "shared").glob("*.safetensors")) == raw({**full, **STEP})
+
+
+def test_deduplicated_and_other_checkpoints(mindspore_data: Path, tmp_path: Path) -> None:
+    strategy = mindspore_data / "real" / "tut_src8" / "strategy_0.ckpt"
+    full = mindspore_data / "real" / "tut_src8" / "safetensors"
+    ms.unified_safetensors(full, strategy, tmp_path / "full")
+    ms.unified_safetensors(
+        mindspore_data / "deduplicated" / "tut_src8", strategy, tmp_path / "few", merge_with_redundancy=False
+    )
+    assert contents(*(tmp_path / "few").glob("*.safetensors")) == contents(*(tmp_path / "full").glob("*.safetensors"))
+    ms.unified_safetensors(full, strategy, tmp_path / "suffix", file_suffix="net", max_process_num=1)
+    assert tree(tmp_path / "suffix") == tree(tmp_path / "full")
+
+
+def test_what_unified_safetensors_refuses(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for arguments in [(5, SOURCE, out), (source, 5, out), (source, SOURCE, 5), (source, SOURCE, out, "yes")]:
+        with pytest.raises(TypeError):
+            ms.unified_safetensors(*arguments)  # type: ignore[arg-type]
+    for split in [(0, 2), (3, 2), (1,), (1, 2, 3)]:
+        with pytest.raises(ValueError, match="split_dst_file"):
+            ms.unified_safetensors(source, SOURCE, out, split_dst_file=split)
+    for split in [5, ("1", 2)]:
+        with pytest.raises(TypeError, match="split_dst_file"):
+            ms.unified_safetensors(source, SOURCE, out, split_dst_file=split)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="choice_func is a str"):
+        ms.unified_safetensors(source, SOURCE, out, choice_func="w")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="choice_func keeps none"):
+        ms.unified_safetensors(write_ranks(tmp_path / "n", FULL, SOURCE), SOURCE, out, choice_func=lambda _: False)
+    with pytest.raises(ValueError, match="max_process_num is 0"):
+        ms.unified_safetensors(source, SOURCE, out, max_process_num=0)
+    with pytest.raises(ValueError, match="is not there, or a file"):
+        ms.unified_safetensors(source / "rank_0" / "checkpoint_0.safetensors", SOURCE, out)
+    whole = Strategy.of({name: Layout.of([2], [-1] * value.ndim) for name, value in FULL.items()})
+    alike = write_ranks(tmp_path / "alike", FULL, whole)
+    with pytest.raises(StrategyError, match="names none of the tensors"):
+        ms.unified_safetensors(alike, Strategy.of({"encoder": Layout.of([2], [0])}), out)
+    (source / "rank_1" / "checkpoint_1.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"source rank 1: has no file; it is needed for target rank 0 \("):
+        ms.unified_safetensors(source, SOURCE, out)
+    write_file(source / "rank_1" / "checkpoint_1.ckpt", FULL, "ckpt")
+    with pytest.raises(ValueError, match=r"hold both \.ckpt and \.safetensors"):
+        ms.unified_safetensors(source, SOURCE, out)
+    assert not out.exists()
+
+
+# --- load_distributed_checkpoint: from a unified directory to files ---
+
+
+@pytest.mark.parametrize("output_format", ["ckpt", "safetensors"])
+def test_files_of_all_ranks(
+    unified: Path, tmp_path: Path, warnings: Callable[[], list[str]], output_format: str
+) -> None:
+    """Weights that the strategy does not name are left out; hyper-parameters are copied."""
+    done = ms.load_distributed_checkpoint(
+        None, predict_strategy=PREDICT, format="safetensors", unified_safetensors_dir=str(unified),
+        dst_safetensors_dir=str(tmp_path / "out"), output_format=output_format,
+    )  # fmt: skip
+    assert done is True
+    assert sorted(tree(tmp_path / "out")) == [f"rank_{rank}/net.{output_format}" for rank in range(2)]
+    for rank in range(2):
+        found = contents(tmp_path / "out" / f"rank_{rank}" / f"net.{output_format}")
+        assert found == raw({**blocks(WEIGHTS, PREDICT, rank), **STEP})
+    assert [message.partition(": ")[2] for message in warnings()] == [
+        "left out, as predict_strategy does not name it: adam_m.net.w"
+    ]
+
+
+def test_files_of_one_rank_or_whole(unified: Path, tmp_path: Path) -> None:
+    def to_files(folder: str, predict: Strategy | None, rank: int | None) -> list[str]:
+        ms.load_distributed_checkpoint(
+            None, predict_strategy=predict, format="safetensors", unified_safetensors_dir=unified,
+            dst_safetensors_dir=tmp_path / folder, rank_id=rank,
+        )  # fmt: skip
+        return sorted(tree(tmp_path / folder))
+
+    assert to_files("one", PREDICT, 1) == ["rank_1/net.safetensors"]
+    assert contents(tmp_path / "one/rank_1/net.safetensors") == raw({**blocks(WEIGHTS, PREDICT, 1), **STEP})
+    assert to_files("one", PREDICT, 0) == ["rank_0/net.safetensors", "rank_1/net.safetensors"]
+    assert to_files("one", PREDICT, 0) == ["rank_0/net.safetensors", "rank_1/net.safetensors"]  # replaced
+    assert to_files("whole", None, None) == ["rank_0/net.safetensors"]
+    assert contents(tmp_path / "whole/rank_0/net.safetensors") == raw({**FULL, **STEP})
+    assert to_files("third", None, 3) == ["rank_3/net.safetensors"]
+    with pytest.raises(UsageError, match="rank 2 is asked for; the target has ranks 0 to 1"):
+        to_files("none", PREDICT, 2)
+
+
+def test_every_kind_of_unified_directory(source: Path, tmp_path: Path) -> None:
+    opened = reshard.open(source, strategy=SOURCE)
+    reshard.plan(opened, format="safetensors", files=HuggingFaceSet(300)).run(tmp_path / "face")
+    write_file(tmp_path / "single" / "model.safetensors", {**FULL, **STEP})
+    for folder in ("face", "single"):
+        ms.load_distributed_checkpoint(
+            None, predict_strategy=PREDICT, format="safetensors", unified_safetensors_dir=tmp_path / folder,
+            dst_safetensors_dir=tmp_path / f"{folder}_out",
+        )  # fmt: skip
+        for rank in range(2):  # nothing says there what a hyper-parameter is
+            path = tmp_path / f"{folder}_out" / f"rank_{rank}" / "net.safetensors"
+            assert contents(path) == raw(blocks(WEIGHTS, PREDICT, rank))
+
+
+def test_names_of_the_network_for_names_in_the_files(
+    unified: Path, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    """`name_map` goes from the network to the files; two may be swapped, and states follow their weights."""
+    named = {
+        "model.w": FULL["net.w"],
+        "net.v": FULL["net.b"],
+        "net.b": FULL["net.v"],
+        "adam_m.model.w": FULL["adam_m.net.w"],
+    }
+    predict = Strategy.of({name: Layout.of([2], [0, -1][: value.ndim]) for name, value in named.items()})
+    ms.load_distributed_checkpoint(
+        None, predict_strategy=predict, format="safetensors", unified_safetensors_dir=unified,
+        dst_safetensors_dir=tmp_path / "out",
+        name_map={"model.w": "net.w", "net.b": "net.v", "net.v": "net.b", "model.lost": "net.lost"},
+    )  # fmt: skip
+    for rank in range(2):
+        found = contents(tmp_path / "out" / f"rank_{rank}" / "net.safetensors")
+        assert found == raw({**blocks(named, predict, rank), **STEP})
+    assert warnings() == ["name_map: no file has 'net.lost'"]
+    with pytest.raises(UsageError, match=r"name 'net\.w' in the files: is given to a, b"):
+        ms.load_distributed_checkpoint(
+            None, predict_strategy=predict, format="safetensors", unified_safetensors_dir=unified,
+            dst_safetensors_dir=tmp_path / "no", name_map={"a": "net.w", "b": "net.w"},
+        )  # fmt: skip
+
+
+# --- into a network ---
+
+
+def test_into_the_network_of_each_rank(unified: Path, as_rank: Callable[[int], None]) -> None:
+    for rank in range(2):
+        as_rank(rank)
+        net = network({**blocks(WEIGHTS, PREDICT, rank), "head.w": np.zeros(3)})
+        found = ms.load_distributed_checkpoint(
+            net, predict_strategy=PREDICT, format="safetensors", unified_safetensors_dir=unified
+        )
+        assert found == (["head.w"], ["global_step"])
+        del net["head.w"]
+        assert values(net) == raw(blocks(WEIGHTS, PREDICT, rank))
+
+
+def test_whole_tensors_into_a_network_by_the_ends_of_their_names(unified: Path, as_rank: Callable[[int], None]) -> None:
+    as_rank(5)  # without a strategy every process has everything
+    net = network({"w": FULL["net.w"], "net.b": FULL["net.b"]})
+    assert ms.load_distributed_checkpoint(net, format="safetensors", unified_safetensors_dir=unified)[0] == []  # type: ignore[index]
+    assert values(net) == raw({"w": FULL["net.w"], "net.b": FULL["net.b"]})
+
+
+def test_only_the_parameters_are_returned(unified: Path, as_rank: Callable[[int], None]) -> None:
+    as_rank(1)
+    net = network(WEIGHTS)
+    found = ms.load_distributed_checkpoint(
+        net, predict_strategy=PREDICT, format="safetensors", unified_safetensors_dir=unified, return_param_dict=True
+    )
+    assert isinstance(found, dict)
+    assert all(isinstance(parameter, ms.Parameter) and parameter.name == name for name, parameter in found.items())
+    assert values(found) == raw({**blocks(WEIGHTS, PREDICT, 1), **STEP})
+    assert not any(parameter.asnumpy().any() for parameter in net.values())  # nothing was loaded
+
+
+def test_kinds_that_numpy_does_not_have(tmp_path: Path, as_rank: Callable[[int], None]) -> None:
+    import ml_dtypes
+
+    half = np.arange(16, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(8, 2)
+    quarters = ms.Parameter(ms.Tensor(np.arange(-8, 8).reshape(8, 2), ms.qint4x2), "q")
+    (tmp_path / "one").mkdir()
+    ms.save_checkpoint(
+        [ms.Parameter(half, "h"), quarters], tmp_path / "one" / "m", format="safetensors", append_dict={"t": "x"}
+    )
+    as_rank(1)
+    predict = Strategy.of({"h": Layout.of([2], [0, -1]), "q": Layout.of([2], [0, -1])})
+    found: Any = ms.load_distributed_checkpoint(
+        {},
+        predict_strategy=predict,
+        format="safetensors",
+        unified_safetensors_dir=tmp_path / "one",
+        return_param_dict=True,
+    )
+    assert found["h"].dtype == ms.bfloat16
+    assert found["h"].asnumpy().tobytes() == half[4:].tobytes()
+    assert found["q"].dtype == ms.qint4x2
+    assert found["q"].asnumpy().tolist() == np.arange(-8, 8).reshape(8, 2)[4:].tolist()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_from_the_files_of_all_ranks(tmp_path: Path, as_rank: Callable[[int], None], encrypted: bool) -> None:
+    """The ckpt form: a strategy of training, one of prediction, a key."""
+    key: dict[str, Any] = {"dec_key": KEY, "dec_mode": "AES-CBC"} if encrypted else {}
+    files = []
+    for rank in SOURCE.ranks:
+        files.append(str(tmp_path / f"{rank}.ckpt"))
+        held = {**blocks({**FULL, "accu_grads.net.b": FULL["net.b"]}, SOURCE, rank), **STEP}
+        ms.save_checkpoint(held, files[-1], **({"enc_key": KEY, "enc_mode": "AES-CBC"} if encrypted else {}))
+    reshard.write_strategy(SOURCE, tmp_path / "train.ckpt")
+    layouts = {name: ([2], [0, -1][: value.ndim]) for name, value in WEIGHTS.items()}
+    reshard.write_strategy(PREDICT, tmp_path / "predict.ckpt")
+    for rank in range(2):
+        as_rank(rank)
+        for predict in (
+            PREDICT,
+            layouts,
+            tmp_path / "predict.ckpt",
+            ms.build_searched_strategy(tmp_path / "predict.ckpt"),
+        ):
+            net = network(blocks(WEIGHTS, PREDICT, rank))
+            assert ms.load_distributed_checkpoint(net, files, predict, str(tmp_path / "train.ckpt"), **key) is True
+            assert values(net) == raw(blocks(WEIGHTS, PREDICT, rank))
+    whole = network(WEIGHTS)
+    assert ms.load_distributed_checkpoint(whole, files, None, SOURCE, True, **key) is True
+    assert values(whole) == raw(WEIGHTS)
+    found = ms.load_distributed_checkpoint({}, files, None, SOURCE, return_param_dict=True, **key)
+    assert isinstance(found, dict)
+    assert set(found) == {*FULL, *STEP, "accu_grads.net.b"}
+    if encrypted:
+        with pytest.raises(ValueError, match="key"):
+            ms.load_distributed_checkpoint(whole, files, None, SOURCE, dec_key=KEY[::-1], dec_mode="AES-CBC")
+
+
+def test_what_load_distributed_refuses(
+    unified: Path, source: Path, tmp_path: Path, as_rank: Callable[[int], None]
+) -> None:
+    files = [str(source / f"rank_{rank}" / f"checkpoint_{rank}.safetensors") for rank in range(4)]
+    net = network(WEIGHTS)
+
+    def load(network: Any = net, **options: Any) -> None:
+        ms.load_distributed_checkpoint(
+            network, **{"format": "safetensors", "unified_safetensors_dir": unified, **options}
+        )
+
+    with pytest.raises(ValueError, match="format is 'npz'"):
+        load(format="npz")
+    with pytest.raises(ValueError, match="output_format is 'npz'"):
+        load(output_format="npz")
+    with pytest.raises(ValueError, match="unified_safetensors_dir is None"):
+        load(unified_safetensors_dir=None)
+    with pytest.raises(ValueError, match="dst_safetensors_dir is None"):
+        load(None)
+    for option in ({"checkpoint_filenames": files}, {"train_strategy_filename": "a"}, {"strict_load": True},
+                   {"dec_key": KEY}, {"dec_mode": "AES-CBC"}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"with format='safetensors' leave out {next(iter(option))}"):
+            load(**option)
+    with pytest.raises(TypeError, match="rank_id"):
+        load(None, dst_safetensors_dir=tmp_path / "no", rank_id="1")
+    with pytest.raises(TypeError, match="name_map"):
+        load(name_map={"a": 5})
+    with pytest.raises(
+        UsageError, match=r"name_map: no file has 'model\.w'; expected names in the network to names in"
+    ):
+        load(name_map={"net.w": "model.w"})
+    with pytest.raises(UsageError, match="rank_id is -1; expected 0 or more"):
+        load(None, dst_safetensors_dir=tmp_path / "no", rank_id=-1)
+    shutil.copytree(source / "rank_3", tmp_path / "one" / "rank_3")
+    with pytest.raises(ValueError, match="one: has rank directories and no whole tensors"):
+        load(None, dst_safetensors_dir=tmp_path / "no", unified_safetensors_dir=tmp_path / "one")
+    with pytest.raises(StrategyError, match=r"predict_strategy names none of the tensors; it has encoder"):
+        load(predict_strategy=Strategy.of({"encoder": Layout.of([2], [0])}))
+    with pytest.raises(ValueError, match="has no place for any"):
+        load({"encoder.q": ms.Parameter(np.zeros(3), "encoder.q")})
+    as_rank(2)
+    with pytest.raises(ValueError, match="rank 2 is asked for"):
+        load(predict_strategy=PREDICT)
+    with pytest.raises(NetworkError, match="has shape"):
+        load(network({"net.w": np.zeros((3, 3), np.float32)}))
+    with pytest.raises(TypeError, match="network is None; with format='ckpt' it is needed"):
+        ms.load_distributed_checkpoint(None, files)
+    with pytest.raises(TypeError, match="checkpoint_filenames is a NoneType"):
+        ms.load_distributed_checkpoint(net)
+    with pytest.raises(ValueError, match=r"checkpoint_filenames: \[1\]: nowhere\.ckpt is not there"):
+        ms.load_distributed_checkpoint(net, [files[0], "nowhere.ckpt"])
+    with pytest.raises(ValueError, match="has 3 files; the training strategy has 4 ranks"):
+        ms.load_distributed_checkpoint(net, files[:3], None, SOURCE)
+    with pytest.raises(ValueError, match="has 4 files; several need train_strategy_filename"):
+        ms.load_distributed_checkpoint(net, files)
+    with pytest.raises(ValueError, match="optimizer's group"):
+        ms.load_distributed_checkpoint(net, files, {"net.w": ([2], [0, -1], [4, 12], 0, True, "a-group")}, SOURCE)
+    assert not (tmp_path / "no").exists()
+
+
+# --- MindSpore itself ---
+
+GO_ON = """
+import sys
+import mindspore as ms
+from mindspore.parallel import load_distributed_checkpoint, unified_safetensors
+def main():
+    source, strategy, merged, unified, predict, out = sys.argv[1:7]
+    unified_safetensors(source, strategy, merged)
+    load_distributed_checkpoint(None, predict_strategy=predict, format="safetensors", unified_safetensors_dir=unified,
+                                dst_safetensors_dir=out, max_process_num=2)
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.mindspore
+@pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore")
+def test_mindspore_goes_on_from_what_is_written_here(
+    mindspore_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It unifies the files of 4 cards made here of those of 8, and cuts the five parts of a set made here."""
+    monkeypatch.setattr("reshard.mindspore.unified.PART_BYTES", 4000)
+    eight, four = (mindspore_data / "real" / run for run in ("tut_src8", "tut_dst4_opt"))
+    before, after = str(eight / "strategy_0.ckpt"), str(four / "strategy_0.ckpt")
+    ms.transform_checkpoints(eight / "ckpt", tmp_path / "four", "x", before, after, output_format="safetensors")
+    ms.unified_safetensors(eight / "safetensors", before, tmp_path / "unified")
+    assert len(list((tmp_path / "unified").glob("part*"))) > 2
+    script = tmp_path / "script.py"
+    script.write_text(GO_ON)
+    start = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    merged, unified, cut = (str(tmp_path / folder) for folder in ("merged", "unified", "cut"))
+    mindspore(start, str(script), str(tmp_path / "four"), after, merged, unified, after, cut)
+    theirs, ours = (contents(*(tmp_path / folder).glob("*.safetensors")) for folder in ("merged", "unified"))
+    assert theirs == ours
+    for rank in range(4):
+        cut = helpers.read_rank_file(tmp_path / "cut" / f"rank_{rank}" / "net.safetensors")
+        assert cut == helpers.read_rank_file(four / "safetensors" / f"rank_{rank}" / "net.safetensors")

@@ -1,0 +1,163 @@
+"""Ownership by file: the same bytes, in order, and what it reads is what the plan says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
+from generators import Model, models
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.formats import ckpt
+from reshard.plan import build as planner
+from reshard.plan import partition as ownership
+from reshard.plan.partition import owned
+from reshard.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULL = numbers({"w": (48, 48), "v": (48, 24)})
+
+
+def split(ranks: int, axis: int, names: tuple[str, ...] = ("w", "v")) -> Strategy:
+    return Strategy.of({name: Layout.of([ranks], [0 if dim == axis else -1 for dim in range(2)]) for name in names})
+
+
+def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> reshard.Plan:
+    """Plan by file, carry it out, and see that it reads what the plan says and writes what a plan by tensor does."""
+    root = write_ranks(tmp_path / "src", FULL, before)
+    plan = owned(reshard.plan(reshard.open(root, strategy=before), after), "file", str(tmp_path))
+    report = plan.run(tmp_path / "out")
+    assert report.bytes_read == plan.stats.bytes_read
+    assert_rank_files(tmp_path / "out", FULL, after)
+    return plan
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(model=models(), most=st.sampled_from([1, 2, 64]), format=st.sampled_from(["ckpt", "safetensors"]))
+def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most: int, format: str) -> None:
+    root = tmp_path_factory.mktemp("model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ownership, "FILES_AT_ONCE", most)
+        patch.setattr(planner, "BAND_BYTES", 256)
+        before = write_ranks(root / "a", numbers(model.shapes, "float64"), model.source)
+        wishes = reshard.Selection(cast={"float64": "float32"})
+        plan = reshard.plan(reshard.open(before, strategy=model.source), model.target, format=format, selection=wishes)
+        plan.run(root / "b", fsync=False)
+        alone = owned(plan, "file", str(root))
+        report = alone.run(root / "c", fsync=False)
+        assert tree(root / "c") == tree(root / "b")
+        assert report.bytes_read == alone.stats.bytes_read >= plan.stats.bytes_read
+        assert sorted(n for group in alone.groups for n in group) == list(range(len(plan.files)))
+        assert max(map(len, alone.groups)) <= most
+
+
+def test_files_are_written_from_first_byte_to_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "BAND_BYTES", 512)
+    monkeypatch.setattr(ckpt, "PART_BYTES", 101)  # contents in several messages, cut in the middle of an element
+    also = {"note": "päd → ✓", "empty": np.zeros((0, 3), np.float32), "step": np.array(7, np.int32)}
+    root = write_ranks(tmp_path / "src", FULL, split(8, 0), "ckpt", also=also)
+    plan = reshard.plan(reshard.open(root, strategy=split(8, 0)), split(6, 1))
+    plan.run(tmp_path / "by_tensor")
+    written: dict[str, list[tuple[int, int]]] = {}
+    write_at = LocalStore.write_at
+
+    def watched(self: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
+        written.setdefault(path, []).append((offset, len(buffer)))
+        write_at(self, path, offset, buffer)
+
+    monkeypatch.setattr(LocalStore, "write_at", watched)
+    for drop_cache in (False, True):
+        written.clear()
+        plan.run(tmp_path / "by_file", ownership="file", threads=3, restart=True, drop_cache=drop_cache)
+        assert tree(tmp_path / "by_file") == tree(tmp_path / "by_tensor")
+        assert len(written) == 6
+        for pieces in written.values():
+            assert len(pieces) > 30
+            assert [offset for offset, _ in pieces] == [sum(n for _, n in pieces[:i]) for i in range(len(pieces))]
+
+
+def test_what_reads_the_same_bytes_is_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = by_file(tmp_path / "along", split(8, 0), split(4, 0))
+    assert plan.groups == ((0,), (1,), (2,), (3,))  # they share nothing
+    assert plan.stats.read_amplification == 1
+    plan = by_file(tmp_path / "across", split(8, 0), split(4, 1))
+    assert plan.groups == ((0, 1, 2, 3),)  # all of them need all rows
+    assert plan.stats.read_amplification == 1
+    plan = by_file(tmp_path / "thirds", split(4, 1), split(6, 1))
+    assert plan.groups == ((0, 1, 2), (3, 4, 5))  # two of four columns are cut into three
+    assert plan.stats.read_amplification == 1
+    monkeypatch.setattr(ownership, "FILES_AT_ONCE", 2)
+    plan = by_file(tmp_path / "pairs", split(8, 0), split(4, 1))
+    assert len(plan.groups) == 2
+    assert plan.stats.read_amplification == 2
+
+
+def test_small_replicas_do_not_put_files_together(tmp_path: Path) -> None:
+    """Every rank has the norms; that is read again for each, and no reason to write all files in one task."""
+    full = {**FULL, "norm": FULL["w"][0]}
+    layouts = {rank: Strategy.of({**{n: Layout.of([rank], [0, -1]) for n in FULL}, "norm": Layout.of([rank], [-1])})
+               for rank in (8, 4)}  # fmt: skip
+    source = reshard.open(write_ranks(tmp_path / "src", full, layouts[8]), strategy=layouts[8])
+    plan = owned(reshard.plan(source, layouts[4]), "file", str(tmp_path))
+    assert len(plan.groups) == 4
+    assert plan.stats.bytes_read == plan.stats.bytes_needed + 3 * 48 * 4
+    assert plan.run(tmp_path / "out").bytes_read == plan.stats.bytes_read
+
+
+def test_values_that_differ_between_ranks(tmp_path: Path) -> None:
+    for rank in range(4):
+        write_file(
+            tmp_path / f"src/rank_{rank}/a.ckpt",
+            {"w": FULL["w"][12 * rank : 12 * rank + 12], "seed": np.array(rank, np.int64), "z": FULL["v"]},
+            "ckpt",
+        )
+    strategy = split(4, 0, ("w",))
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=strategy), split(2, 1, ("w",)))
+    plan.run(tmp_path / "a")
+    plan.run(tmp_path / "b", ownership="file")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_sets_and_links(tmp_path: Path) -> None:
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, split(8, 0)), strategy=split(8, 0))
+    replicas = Strategy.of({name: Layout.of([2, 4], [-1, 0]) for name in FULL})
+    for name, plan in {
+        "set": reshard.plan(source, files=reshard.MindSporeSet(5000), format="safetensors"),
+        "links": reshard.plan(source, replicas, link_replicas=True),
+    }.items():
+        plan.run(tmp_path / name / "by_tensor")
+        plan.run(tmp_path / name / "by_file", ownership="file")
+        assert tree(tmp_path / name / "by_file") == tree(tmp_path / name / "by_tensor")
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, split(8, 0)), strategy=split(8, 0))
+    count = 0
+    write_at = LocalStore.write_at
+
+    def failing(self: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        write_at(self, path, offset, buffer)
+
+    monkeypatch.setattr(LocalStore, "write_at", failing)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.plan(source, split(4, 0)).run(tmp_path / "out", ownership="file", scheduler="synchronous")
+    assert tree(tmp_path / "out") == {}
+
+
+def test_a_graph_by_file_is_a_dask_collection(tmp_path: Path) -> None:
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, split(8, 0)), strategy=split(8, 0))
+    collection: Any = reshard.plan(source, split(4, 0)).graph(tmp_path / "out", ownership="file")
+    assert repr(collection) == f"<Graph: 4 tasks to write 4 files below {tmp_path / 'out'}>"
+    collection.compute()
+    assert_rank_files(tmp_path / "out", FULL, split(4, 0))

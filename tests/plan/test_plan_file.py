@@ -1,0 +1,569 @@
+"""Plan files: what is planned here runs there, byte for byte, or is refused with a sentence that says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import numpy as np
+import pytest
+from checkpoints import numbers, tree, write_file, write_ranks
+from generators import Model, models
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard import Layout, Selection, Strategy
+from reshard.errors import PlanError, ReshardError, SourceError, TargetError, UsageError
+from reshard.formats.target_files import NamedFile, SomeFiles, Volumes
+from reshard.plan.convert import plan_convert
+from reshard.plan.fingerprint import index_digest, pages_digest, plan_digest
+from reshard.plan.planfile import Names, read, save
+from reshard.storage.local import local_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROWS, COLUMNS = Layout.of([4], [0, -1]), Layout.of([4], [-1, 0])
+SHAPES = {"layers.0.w": (8, 8), "layers.1.w": (8, 8), "moments.layers.0.w": (8, 8), "b": (8,)}
+SOURCE = Strategy.of({name: ROWS if len(shape) > 1 else Layout.of([4], [-1]) for name, shape in SHAPES.items()})
+MESH = Layout.of([2, 3], [-1, -1])
+TARGET = Strategy.of(
+    {
+        "layers.0.w": Layout.of([2, 2], [0, -1]),
+        "layers.1.w": Layout.of([2, 2], [-1, 1], -1),
+        "moments.layers.0.w": Layout.of([2, 2], [(1, 0), -1]),
+        "b": Layout.of([2, 2], [-1]),
+    }
+)
+RENAMED = Strategy.of({f"model.{n}.w": Layout.of([2], [-1, 0]) for n in range(2)})
+
+KINDS: dict[str, dict[str, Any]] = {
+    "other layouts": {"target": TARGET},
+    "whole": {},
+    "ckpt": {"target": TARGET, "format": "ckpt", "prefix": "net-"},
+    "some ranks": {"target": TARGET, "ranks": [3, 1]},
+    "mindspore set": {"files": reshard.MindSporeSet(300), "format": "safetensors"},
+    "hugging face set": {"files": reshard.HuggingFaceSet(300), "format": "safetensors"},
+    "named file": {"files": NamedFile("weights/all.st")},
+    "stored once": {"target": TARGET, "remove_redundancy": True},
+    "linked": {"target": TARGET, "link_replicas": True},
+    "cast": {"target": TARGET, "selection": Selection(cast={"float32": "bfloat16"})},
+    "selected": {
+        "target": RENAMED,
+        "selection": Selection(include=["layers.*@2"], names={"layers.*.w": "model.*.w"}, drop=["b"]),
+    },
+    "weights": {"selection": Selection(weights_only=True, exclude=["*.1.w"], allow_missing=["x"])},
+    "missing": {"target": SOURCE.with_layout("new", ROWS), "allow_missing": ["ne*"]},
+    "little memory": {"target": TARGET, "memory": 60_000_000},
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    also = {"global_step": np.array(7, np.int32), "note": "größe"}
+    return write_ranks(tmp_path / "src", numbers(SHAPES), SOURCE, also=also)
+
+
+@pytest.fixture
+def plan(root: Path) -> reshard.Plan:
+    return reshard.plan(reshard.open(root, strategy=SOURCE), TARGET)
+
+
+@pytest.fixture
+def saved(plan: reshard.Plan, tmp_path: Path) -> Path:
+    plan.save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def moved(root: Path) -> Path:
+    """The source, somewhere else and with other times, as it is on another machine; it is not where it was."""
+    there = root.parent / "elsewhere" / "copy"
+    shutil.copytree(root, there, copy_function=shutil.copy)  # times are not kept
+    shutil.rmtree(root)
+    return there
+
+
+def assert_runs_alike(plan: reshard.Plan, root: Path, folder: Path, **reading: Any) -> reshard.Plan:
+    """The plan, saved and read back on a copy of its source, does what it does itself."""
+    plan.run(folder / "direct", fsync=False)
+    plan.save(folder / "plan.json")
+    again = reshard.read_plan(folder / "plan.json", source=moved(root), **reading)
+    again.run(folder / "again", fsync=False)
+    assert tree(folder / "again") == tree(folder / "direct")
+    assert (again.stats, again.ranks, again.format) == (plan.stats, plan.ranks, plan.format)
+    assert (again.dropped, again.missing, again.notices) == (plan.dropped, plan.missing, plan.notices)
+    assert (again.band_bytes, again.threads) == (plan.band_bytes, plan.threads)
+    again.save(folder / "again.json")
+    first, second = (json.loads((folder / name).read_bytes()) for name in ("plan.json", "again.json"))
+    assert second["source"].pop("root") != first["source"].pop("root")
+    assert second == first
+    return again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_plan_does_the_same_on_a_copy_of_the_source(kind: str, root: Path, tmp_path: Path) -> None:
+    options = dict(KINDS[kind])
+    plan = reshard.plan(reshard.open(root, strategy=SOURCE), options.pop("target", None), **options)
+    again = assert_runs_alike(plan, root, tmp_path)
+    if kind == "linked":
+        assert sum(file.link is not None for file in again.files) == sum(file.link is not None for file in plan.files)
+    if kind == "missing":
+        assert again.missing == ("new",)
+    if kind == "little memory":
+        assert again.stats.peak_memory <= 60_000_000
+
+
+def test_copies_of_which_every_rank_has_its_own(tmp_path: Path) -> None:
+    strategy = Strategy.of({"w": ROWS})
+    for rank in range(4):
+        tensors = {"w": np.full((2, 8), rank, np.float32), "seed": np.arange(rank, rank + 9), "text": f"rank {rank}"}
+        write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", tensors)
+    source = reshard.open(tmp_path / "src", strategy=strategy, layouts={"seed": "copy"})
+    assert source.tensors["seed"].varies
+    assert source.notices
+    assert_runs_alike(reshard.plan(source, Strategy.of({"w": COLUMNS})), tmp_path / "src", tmp_path)
+
+
+def test_a_choice_of_tensors(root: Path, tmp_path: Path) -> None:
+    chosen = reshard.open(root, strategy=SOURCE).sel("layers.*", "note")
+    again = assert_runs_alike(reshard.plan(chosen, TARGET), root, tmp_path)
+    assert (list(again.source), again.source.left_out) == (list(chosen), chosen.left_out)
+
+
+def test_layouts_by_rule_and_ranks_that_are_not_there(tmp_path: Path) -> None:
+    strategy = Strategy.of({"w": Layout.of([2, 2], [0, -1])})
+    full = numbers({"w": (8, 8), "frozen": (4, 4)})
+    rules = {"frozen": "split:0"}
+    every = strategy.with_layout("frozen", Layout.of([4], [0, -1]))
+    root = write_ranks(tmp_path / "a" / "src", full, every)
+    source = reshard.open(root, strategy=strategy, layouts=rules)
+    assert_runs_alike(reshard.plan(source), root, tmp_path / "a")
+    root = write_ranks(tmp_path / "b" / "src", {"w": full["w"]}, strategy)
+    shutil.rmtree(root / "rank_3")
+    source = reshard.open(root, strategy=strategy, partial=True)
+    again = assert_runs_alike(reshard.plan(source), root, tmp_path / "b")
+    assert again.source.partial
+
+
+@pytest.mark.parametrize("name", [name for name in helpers.case_names() if not name.startswith("lost")])
+def test_every_recorded_case(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    case = mindspore_data / "cases" / name
+    meta = helpers.load_meta(case)
+    before, after = (meta[side]["strategy_file"] for side in ("src", "dst"))
+    root = shutil.copytree(case / "src_ckpt", tmp_path / "src")
+    source = reshard.open(root, strategy=case / before if before else None)
+    target = reshard.read_strategy(case / after) if after else None
+    assert_runs_alike(reshard.plan(source, target, drop=["*"], allow_missing=["*"]), root, tmp_path)
+
+
+def test_one_stage_of_a_pipeline(mindspore_data: Path, tmp_path: Path) -> None:
+    case = mindspore_data / "cases" / "pipe_1"
+    root = shutil.copytree(case / "src_ckpt", tmp_path / "src")
+    plan = reshard.plan(reshard.open(root, strategy=case / "src_strategy.ckpt", stage=1))
+    assert plan.source.part == 1
+    assert assert_runs_alike(plan, root, tmp_path).files[0].path.endswith("_part1.ckpt")
+
+
+def test_a_source_of_one_file_and_a_unified_set(root: Path, tmp_path: Path) -> None:
+    reshard.plan(reshard.open(root, strategy=SOURCE)).run(tmp_path / "whole")
+    reshard.plan(reshard.open(root, strategy=SOURCE), files=reshard.MindSporeSet(300)).run(tmp_path / "set")
+    one = tmp_path / "whole" / "rank_0" / "checkpoint_0.safetensors"
+    plan = reshard.plan(reshard.open(one), TARGET)
+    plan.run(tmp_path / "direct")
+    plan.save(tmp_path / "plan.json")
+    renamed = one.rename(tmp_path / "other name.bin")
+    reshard.read_plan(tmp_path / "plan.json", source=renamed).run(tmp_path / "again")
+    assert tree(tmp_path / "again") == tree(tmp_path / "direct")
+    assert_runs_alike(reshard.plan(reshard.open(tmp_path / "set"), TARGET), tmp_path / "set", tmp_path / "sets")
+
+
+def test_an_encrypted_source_needs_its_key_again(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    key = b"0123456789ABCDEF"
+    cipher = reshard.Cipher("AES-GCM", key)
+    for path in write_ranks(tmp_path / "src", numbers(SHAPES), SOURCE, "ckpt").rglob("*.ckpt"):
+        path.write_bytes(b"".join(cipher.encrypt([path.read_bytes()])))
+    source = reshard.open(tmp_path / "src", strategy=SOURCE, cipher=cipher)
+    assert_runs_alike(reshard.plan(source, TARGET), tmp_path / "src", tmp_path, cipher=cipher)
+    content = (tmp_path / "plan.json").read_bytes()
+    assert key not in content
+    assert key.hex().encode() not in content
+    with pytest.raises(UsageError, match=r"is encrypted, and a plan file holds no key; give it: .*'AES-GCM', key"):
+        reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere" / "copy")
+    wrong = reshard.Cipher("AES-GCM", bytes(16))
+    with pytest.raises(SourceError, match="key"):
+        reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere" / "copy", cipher=wrong)
+
+
+@settings(max_examples=40)
+@given(model=models(), once=st.booleans())
+def test_any_pair_of_strategies(tmp_path_factory: pytest.TempPathFactory, model: Model, once: bool) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    full = numbers(model.shapes)
+    write_ranks(folder / "src", full, model.source)
+    try:
+        source = reshard.open(folder / "src", strategy=model.source)
+        plan = reshard.plan(source, model.target, remove_redundancy=once)
+    except ReshardError:
+        return
+    plan.save(folder / "plan.json")
+    again = reshard.read_plan(folder / "plan.json")
+    assert plan_digest(again) == plan_digest(plan)
+    assert again.files == plan.files
+    assert repr(again.moves) == repr(plan.moves)
+    shutil.rmtree(folder)
+
+
+def test_strategies_of_mindspore_come_back(mindspore_data: Path, tmp_path: Path) -> None:
+    """JSON strategies have shapes, expanded ones; what of a strategy moves bytes is all there after reading."""
+    seen = 0
+    for case in sorted((mindspore_data / "cases").iterdir()):
+        for path in sorted(case.glob("*strategy*.json")):
+            strategy = reshard.read_strategy(path)
+            write_file(tmp_path / "w" / "rank_0" / "a.ckpt", {"x": np.zeros(1)}, "ckpt")
+            plan = reshard.plan(reshard.open(tmp_path / "w"), strategy, allow_missing=["*"])
+            plan.save(tmp_path / "plan.json", overwrite=True)
+            request = reshard.read_plan(tmp_path / "plan.json").request
+            assert request is not None
+            assert request.target is not None
+            assert (request.target.stages, request.target.devices) == (strategy.stages, strategy.devices)
+            for name, places in strategy.tensors.items():
+                known = [(p.stage, p.layout, p.shape, p.expanded) for p in places]
+                assert [(p.stage, p.layout, p.shape, p.expanded) for p in request.target.tensors[name]] == known
+            seen += any(p.expanded for places in strategy.tensors.values() for p in places)
+    assert seen
+
+
+def test_the_same_plan_gives_the_same_bytes(plan: reshard.Plan, saved: Path, root: Path, tmp_path: Path) -> None:
+    again = reshard.plan(reshard.open(root, strategy=SOURCE), TARGET)
+    again.save(tmp_path / "second.json")
+    assert (tmp_path / "second.json").read_bytes() == saved.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "second.json", "src"]
+
+
+def test_it_holds_nothing_of_the_weights(root: Path, saved: Path) -> None:
+    content = saved.read_bytes()
+    for path in root.rglob("*.safetensors"):
+        held = path.read_bytes()
+        held = held[8 + int.from_bytes(held[:8], "little") :]
+        assert not any(held[at : at + 16] in content for at in range(0, len(held) - 16, 16))
+
+
+def test_a_plan_of_many_tensors_is_small(tmp_path: Path) -> None:
+    names = {f"model.layers.{n}.attention.w{k}.weight": (96, 96) for n in range(100) for k in "qkvo"}
+    layouts = [Layout.of([8, 4], [1, 0]), Layout.of([8, 4], [0, -1], -1)]
+    source = Strategy.of({name: layouts[n % 2] for n, name in enumerate(names)})
+    write_ranks(tmp_path / "src", numbers(names, "int16"), source)
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=source), Strategy.of(dict.fromkeys(names, MESH)))
+    plan.save(tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").stat().st_size < 150 * len(names) + 200 * len(plan.source.files)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_bytes())
+    change(content)
+    path.write_bytes(json.dumps(content).encode())
+
+
+def refuse(path: Path, kind: type[ReshardError], message: str, **reading: Any) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        reshard.read_plan(path, **reading)
+    assert caught.type is kind
+
+
+def test_files_that_are_not_there(saved: Path, root: Path, tmp_path: Path) -> None:
+    message = r"rank_2/checkpoint_2\.safetensors: cannot be found .*; say where the source is: --source DIRECTORY"
+    (root / "rank_2" / "checkpoint_2.safetensors").unlink()
+    refuse(saved, SourceError, message)
+    refuse(saved, SourceError, "has 4 faults", source=tmp_path / "nowhere")
+
+
+def test_a_pipe_is_not_waited_for(saved: Path, root: Path) -> None:
+    path = root / "rank_2" / "checkpoint_2.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    changed(saved, lambda content: content["source"]["files"][2].__setitem__(2, 0))
+    refuse(saved, SourceError, "rank_2/checkpoint_2.safetensors: is no regular file")
+
+
+def test_a_file_of_another_size(saved: Path, root: Path) -> None:
+    with (root / "rank_1" / "checkpoint_1.safetensors").open("ab") as file:
+        file.write(b"x")
+    refuse(saved, TargetError, r"rank_1/\S+: has \d+ bytes; it had \d+ when it was planned; they are not the files")
+
+
+def test_a_file_with_another_header(saved: Path, root: Path) -> None:
+    path = root / "rank_1" / "checkpoint_1.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"global_step", b"global_stop"))
+    refuse(saved, TargetError, "has other tensors, in its header, than when it was planned")
+
+
+def test_a_file_of_another_step(saved: Path, root: Path) -> None:
+    """Its header is the same, and its weights are not."""
+    full = {name: array + 1 for name, array in numbers(SHAPES).items()}
+    also = {"global_step": np.array(8, np.int32), "note": "größe"}
+    before = local_store().size(str(root / "rank_0" / "checkpoint_0.safetensors"))
+    write_ranks(root, full, SOURCE, also=also)
+    assert (root / "rank_0" / "checkpoint_0.safetensors").stat().st_size == before
+    refuse(saved, TargetError, "has 4 faults:\n.*has other contents than when it was planned")
+
+
+def test_times_do_not_count(saved: Path, root: Path) -> None:
+    for path in root.rglob("*.safetensors"):
+        os.utime(path, (1, 1))
+    reshard.read_plan(saved)
+
+
+def test_what_would_do_something_else(saved: Path) -> None:
+    changed(saved, lambda content: content["target"].update(ranks=[0, 1]))
+    refuse(saved, PlanError, r"would write something else than was planned \(by reshard 0\.1\.0\), or the file was cha")
+
+
+def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs nothing but the files"):
+        plan_convert(root, "ckpt").save(tmp_path / "plan.json")
+    some = SomeFiles(Volumes(("a",), dict.fromkeys([*SHAPES, "global_step", "note"], 0)), (0,), with_index=False)
+    with pytest.raises(UsageError, match="laid out by SomeFiles cannot be saved"):
+        reshard.plan(plan.source, files=some).save(tmp_path / "plan.json")
+    paths = {0: root / "rank_0" / "checkpoint_0.safetensors", 1: root / "rank_1" / "checkpoint_1.safetensors"}
+    two = reshard.open(paths, strategy=SOURCE, partial=True)
+    with pytest.raises(UsageError, match="all files of its source are in one directory"):
+        reshard.plan(two, TARGET, ranks=[0], selection=Selection(include=["b"])).save(tmp_path / "plan.json")
+    source_file = Path(plan.source.files[0].path)
+    before = source_file.read_bytes()
+    with pytest.raises(TargetError, match="is one of the source files"):
+        plan.save(source_file)
+    assert source_file.read_bytes() == before
+    starred = reshard.plan(plan.source, selection=Selection(names={"layers.**.w": "model.**.w"}))
+    with pytest.raises(UsageError, match=r"cannot be saved: .*two beside each other"):
+        starred.save(tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
+
+
+HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a version to come": (lambda c: c.update(reshard_plan=2), "of version 2; this reshard reads version 1; plan again"),
+    "a version that is none": (lambda c: c.update(reshard_plan="1"), "of version '1'"),
+    "no version": (lambda c: c.pop("reshard_plan"), r"has no key 'reshard_plan'; expected what `reshard plan"),
+    "an unknown key": (lambda c: c["target"].update(more=1), r"\$\.target has 'more', which is not known"),
+    "a missing key": (lambda c: c["source"].pop("files"), r"\$\.source has no 'files'"),
+    "a path out of the source": (
+        lambda c: c["source"]["files"][0].__setitem__(1, "../../etc/passwd"),
+        r"files\[0\]\[1\] is '\.\./\.\./etc/passwd'; expected a path that stays below its directory",
+    ),
+    "an absolute path": (lambda c: c["source"]["files"][0].__setitem__(1, "/etc/passwd"), "stays below"),
+    "a null byte": (lambda c: c["source"]["files"][0].__setitem__(1, "a\0b"), "stays below"),
+    "a target elsewhere": (lambda c: c["names"].update(directory="../x"), "stays below"),
+    "an absolute target": (lambda c: c["names"].update(directory="/x"), "stays below"),
+    "half a surrogate pair": (lambda c: c["source"].update(root="\ud800"), "expected text"),
+    "a root with a line break": (lambda c: c["source"].update(root="a\nerror: no"), "without a line break"),
+    "a path with a line break": (lambda c: c["source"]["files"][0].__setitem__(1, "a\nb"), "stays below"),
+    "a notice of two lines": (lambda c: c["source"].update(notices=["a\u2028b"]), "without a line break"),
+    "a negative size": (lambda c: c["source"]["files"][0].__setitem__(2, -1), "is -1; expected a whole number"),
+    "a size of 2^64": (lambda c: c["source"]["files"][0].__setitem__(2, 1 << 64), "expected a whole number"),
+    "a float": (lambda c: c["source"]["files"][0].__setitem__(2, 1.0), r"is 1\.0; expected a whole number"),
+    "true for a number": (lambda c: c["target"].update(memory=True), "expected a whole number"),
+    "a header that is not listed": (lambda c: c["source"]["files"][0].__setitem__(3, 9), "of rank 0 and header 9"),
+    "an absurd rank": (lambda c: c["source"]["files"][-1].__setitem__(0, 1 << 40), "which cannot be"),
+    "ranks in disorder": (lambda c: c["source"]["files"].reverse(), "not in the order of their ranks"),
+    "a file twice": (lambda c: c["source"]["files"].append(c["source"]["files"][-1]), "one is there twice"),
+    "no files": (lambda c: c["source"].update(files=[]), r"\$\.source\.files is empty"),
+    "an unknown way": (lambda c: c["files"].update(way="shell"), r"\$\.files\.way is 'shell'; known are rank_files"),
+    "a way with other fields": (lambda c: c["files"].update(fields=[1]), r"files\.fields is \[1\]; expected a list"),
+    "a set of no size": (lambda c: c["files"].update(way="mindspore_set", fields=[0]), "expected at least 1"),
+    "a file name elsewhere": (lambda c: c["files"].update(way="named_file", fields=["../x"]), "stays below"),
+    "billions of ranks": (
+        lambda c: c["target"]["strategy"].update(stages=[0, 1 << 40]),
+        r"a strategy of 4 devices in stages 0 to \d+ cannot be",
+    ),
+    "no stage": (lambda c: c["target"]["strategy"].update(stages=[1, 1]), "cannot be"),
+    "no devices": (lambda c: c["target"]["strategy"].update(devices=0), "cannot be"),
+    "other devices": (lambda c: c["target"]["strategy"].update(devices=8), "is not for its 8 devices"),
+    "an absurd device matrix": (
+        lambda c: c["target"]["strategy"]["layouts"][0].__setitem__(0, [1 << 50]),
+        "is taken for a corrupt file",
+    ),
+    "an axis out of range": (
+        lambda c: c["target"]["strategy"]["layouts"][0].__setitem__(1, [[7], []]),
+        r"tensor_map\[0\] is 7; expected",
+    ),
+    "places that are not there": (
+        lambda c: c["target"]["strategy"]["tensors"].update(b=99),
+        "has places that are not listed",
+    ),
+    "a layout that is not there": (
+        lambda c: c["target"]["strategy"]["places"][0][0].__setitem__(1, 99),
+        "in stage 0 with layout 99, which are not there",
+    ),
+    "a stage that is not there": (lambda c: c["target"]["strategy"]["places"][0][0].__setitem__(0, 3), "in stage 3"),
+    "no place": (lambda c: c["target"]["strategy"]["places"].append([]), "is in no stage"),
+    "expanded to nothing": (
+        lambda c: c["target"]["strategy"]["places"][0][0].__setitem__(3, True),
+        "is expanded to a shape that its layout does not fit",
+    ),
+    "a name map that takes for ever": (
+        lambda c: c["selection"].update(names={"*a*a*a*a*a*a*a*a*a*b": "x"}),
+        "has more than 8 stars, or two beside each other",
+    ),
+    "an unknown dtype": (lambda c: c["selection"].update(cast={"float32": "float3"}), "unknown dtype 'float3'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_plan_file_is_refused(kind: str, saved: Path, tmp_path: Path) -> None:
+    change, message = HOSTILE[kind]
+    changed(saved, change)
+    before = tree(tmp_path)
+    with pytest.raises(PlanError, match=message) as caught:
+        read(saved)
+    assert str(caught.value).startswith(f"{saved}: is no sound plan file: ")
+    assert "\n" not in str(caught.value)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Expecting value"),
+        (b"\xff\xfe\x00", "decode"),
+        (b"[1]", "has no key 'reshard_plan'"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"reshard_plan": 1, "reshard_plan": 1}', "the key 'reshard_plan' is there twice"),
+        (b'{"reshard_plan": ' + b"1" * 5000 + b"}", "a number of thousands of digits"),
+        (b'{"reshard_plan": 1, "files": []}', r"\$ has no 'made_by'"),
+    ],
+)
+def test_what_is_no_plan_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanError, match=message):
+        read(tmp_path / "plan.json")
+
+
+def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with (tmp_path / "large.json").open("wb") as file:
+        file.truncate(1 << 40)
+    expected = {
+        "nothing.json": "No such file",
+        ".": "is no regular file",
+        "large.json": "has more than 268435456 bytes",
+    }
+    for name, message in expected.items():
+        with pytest.raises(PlanError, match=message):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["files"].update(fields=["../x", ""]), "is no beginning of a file name"),
+        (lambda c: c["target"].update(format="../x"), r"unknown format '\.\./x'"),
+        (lambda c: c["target"].update(ranks=[1 << 30]), "the target has ranks 0 to 3"),
+        (lambda c: c["target"].update(memory=1), "too little"),
+        (lambda c: c["source"]["strategy"]["tensors"].update(b=0), "dimension|dimensions"),
+    ],
+)  # fmt: skip
+def test_what_only_planning_finds_is_refused(change: Any, message: str, saved: Path, tmp_path: Path) -> None:
+    changed(saved, change)
+    before = tree(tmp_path)
+    with pytest.raises(ReshardError, match=message):
+        reshard.read_plan(saved)
+    assert tree(tmp_path) == before
+
+
+def test_a_tensor_of_blocks_is_never_taken_for_copies(saved: Path) -> None:
+    changed(saved, lambda content: content["source"].update(varying=["layers.0.w", "nothing"]))
+    assert not any(tensor.varies for tensor in reshard.read_plan(saved).source.tensors.values())
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(1 << 70), 1 << 70), st.floats(), st.text(max_size=5),
+    st.sampled_from(["..", "/", "w", [], {}, [[]], [0], {"w": 0}, 0, 1, 2, -1]),
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_change_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """A value anywhere in the file is replaced: a sentence, no traceback, and never another result."""
+    folder = tmp_path_factory.mktemp("any")
+    also = {"global_step": np.array(7, np.int32)}
+    source = reshard.open(write_ranks(folder / "src", numbers(SHAPES), SOURCE, also=also), strategy=SOURCE)
+    plan = reshard.plan(source, TARGET)
+    plan.save(folder / "plan.json")
+    content = json.loads((folder / "plan.json").read_bytes())
+    at: Any = content
+    while True:
+        key = data.draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+        if not isinstance(at[key], dict | list) or not at[key] or data.draw(st.integers(0, 7)) == 0:
+            break
+        at = at[key]
+    at[key] = data.draw(VALUES)
+    (folder / "plan.json").write_text(json.dumps(content))
+    try:
+        found = reshard.read_plan(folder / "plan.json")
+    except ReshardError:
+        pass
+    else:
+        assert plan_digest(found) == plan_digest(plan)
+    finally:
+        shutil.rmtree(folder)
+
+
+# --- digests ----------------------------------------------------------------------------------------------------
+
+
+def test_a_header_digest_is_of_all_that_the_header_says(root: Path) -> None:
+    index = reshard.open(root, strategy=SOURCE).files[0].index
+    entry = index.entries["note"]
+    others = [
+        index._replace(format="ckpt"),
+        index._replace(crc=1),
+        index._replace(deduplicated=True),
+        index._replace(metadata=(("a", "b"),)),
+        index._replace(unreadable=(("a", "b"),)),
+        index._replace(entries={**index.entries, "note": entry._replace(text="other")}),
+        index._replace(entries={**index.entries, "note": entry._replace(shape=(1,))}),
+        index._replace(entries={**index.entries, "note": entry._replace(runs=((1, 2),))}),
+        index._replace(entries=dict(reversed(index.entries.items()))),
+    ]
+    assert len({index_digest(index), *map(index_digest, others)}) == 1 + len(others)
+    assert index_digest(index._replace(entries=dict(index.entries))) == index_digest(index)
+
+
+def test_pages_are_spread_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    size = 1_000_000
+    path.write_bytes(bytes(size))
+    before = pages_digest(str(path))
+    found = 0
+    for at in range(0, size, 1000):
+        content = bytearray(size)
+        content[at] = 1
+        path.write_bytes(content)
+        found += pages_digest(str(path)) != before
+    assert 12 <= found <= 20  # four pages of 4,096 bytes
+    path.write_bytes(bytes(size - 1) + b"1")
+    assert pages_digest(str(path)) != before
+    small = bytearray(50_000)
+    path.write_bytes(small)
+    before = pages_digest(str(path))
+    for at in range(0, len(small), 5_000):
+        path.write_bytes(small[:at] + b"1" + small[at + 1 :])
+        assert pages_digest(str(path)) != before  # all of a small file counts
+    path.write_bytes(b"")
+    assert pages_digest(str(path)) == pages_digest(str(path))
+
+
+def test_names_are_told_and_mean_nothing(plan: reshard.Plan, tmp_path: Path) -> None:
+    reading = {"rank_pattern": "r{rank}", "suffix": None, "layouts": {"w": "whole"}, "stage": 1, "partial": True}
+    names = Names("dst", "src.ckpt", "dst.ckpt", "names.json", reading)
+    save(plan, tmp_path / "plan.json", names)
+    assert read(tmp_path / "plan.json").names == names
+    assert plan_digest(reshard.read_plan(tmp_path / "plan.json")) == plan_digest(plan)

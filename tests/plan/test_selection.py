@@ -1,0 +1,356 @@
+"""Which tensors a target gets, under which names and dtypes: held against numpy's and ml_dtypes' own `astype`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import Array, assert_rank_files, numbers, write_file, write_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard
+from reshard import Layout, Selection, Strategy
+from reshard.dtypes import BY_NAME
+from reshard.errors import SourceError, UsageError
+from reshard.strategy.names import optimizer_states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+ROWS = Layout.of([2], [0, -1])
+WEIGHTS = ["layers.0.wq", "layers.0.wo", "layers.1.wq", "layers.1.wo", "embed"]
+NAMES = [*WEIGHTS, *(f"adam_m.{name}" for name in WEIGHTS)]
+FULL = numbers(dict.fromkeys(NAMES, (4, 4)))
+ALSO: dict[str, Array | str] = {
+    "global_step": np.array([7], np.int32), "learning_rate": np.array(0.1, np.float32), "run": "seven",
+}  # fmt: skip
+STRATEGY = Strategy.of(dict.fromkeys(NAMES, ROWS))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> reshard.Checkpoint:
+    return reshard.open(write_ranks(tmp_path / "src", FULL, STRATEGY, also=ALSO), strategy=STRATEGY)
+
+
+def kept(source: reshard.Checkpoint, selection: Selection, target: Strategy | None = None) -> set[str]:
+    plan = reshard.plan(source, target, selection=selection)
+    return {*plan.blocks(0), *plan.texts}
+
+
+# --- which ---
+
+
+def test_include_and_exclude_are_globs_of_source_names(source: reshard.Checkpoint) -> None:
+    assert kept(source, Selection(include=("layers.*.wq", "embed"))) == {"layers.0.wq", "layers.1.wq", "embed"}
+    assert kept(source, Selection(exclude=("adam_m.*", "layers.*"))) == {"embed", *ALSO}
+    assert kept(source, Selection(include=("layers.*",), exclude=("*.wo",))) == {"layers.0.wq", "layers.1.wq"}
+    assert kept(source, Selection(include=("layers.[0-9].w?",), exclude=("layers.1.*",))) == {
+        "layers.0.wq", "layers.0.wo",
+    }  # fmt: skip
+
+
+def test_a_pattern_may_say_how_many_it_matches(source: reshard.Checkpoint) -> None:
+    assert len(kept(source, Selection(include=("layers.*@4",)))) == 4
+    with pytest.raises(UsageError) as caught:
+        reshard.plan(source, selection=Selection(include=("layers.*@5", "nothing.*"), exclude=("embed@2",)))
+    assert caught.value.exit_code == 2
+    for fault in ("--include layers.*@5: matches 4 tensors; expected 5", "--include nothing.*: matches no tensor",
+                  "--exclude embed@2: matches 1 tensors; expected 2"):  # fmt: skip
+        assert fault in str(caught.value)
+
+
+def test_a_name_that_ends_like_a_count_is_a_name(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "x.safetensors", {"w@2": np.ones(2, np.float32), "w": np.ones(2, np.float32)})
+    assert kept(reshard.open(path), Selection(include=("w@2",))) >= {"w@2"}
+
+
+def test_weights_only_leaves_out_all_that_only_training_needs(source: reshard.Checkpoint) -> None:
+    assert kept(source, Selection(weights_only=True)) == set(WEIGHTS)
+    target = Strategy.of(dict.fromkeys(NAMES, ROWS))
+    plan = reshard.plan(source, target, selection=Selection(weights_only=True))
+    assert set(plan.blocks(1)) == set(WEIGHTS)
+    assert (plan.dropped, plan.missing) == ((), ())  # asked for, so nothing to report
+
+
+def test_weights_only_keeps_weights_whose_names_end_like_others(tmp_path: Path) -> None:
+    names = ["fc", "conv", "backbone.fc", "backbone.conv1", "backbone.conv2", "adam_m.fc", "adam_m.conv",
+             "adam_m.backbone.fc", "adam_m.backbone.conv1", "adam_m.backbone.conv2", "scale"]  # fmt: skip
+    tensors = {name: np.ones((), np.float32) for name in names}
+    opened = reshard.open(write_file(tmp_path / "x.safetensors", tensors))
+    assert kept(opened, Selection(weights_only=True)) == {
+        "fc", "conv", "backbone.fc", "backbone.conv1", "backbone.conv2", "scale",
+    }  # fmt: skip
+
+
+def test_gradients_being_accumulated_are_states_without_their_weights_too() -> None:
+    assert optimizer_states(["accu_grads.x", "y"]) == {"accu_grads.x": "x"}
+
+
+def test_the_longest_weight_counts() -> None:
+    assert optimizer_states(["m.a.w", "a.w", "m.w", "w"])["m.a.w"] == "a.w"
+
+
+def test_what_is_left_out_is_neither_dropped_nor_missing(source: reshard.Checkpoint) -> None:
+    target = Strategy.of({"embed": ROWS, "extra": ROWS})
+    selection = Selection(include=("embed",))
+    plan = reshard.plan(source, target, selection=selection)
+    assert (plan.dropped, plan.missing) == ((), ())
+    with pytest.raises(SourceError, match="tensor 'extra': is in the strategy and in no source file"):
+        reshard.plan(source, target, drop=["*"])
+
+
+def test_nothing_left_is_an_error(source: reshard.Checkpoint) -> None:
+    with pytest.raises(UsageError, match="leaves no tensor"):
+        reshard.plan(source, selection=Selection(exclude=("*",)))
+
+
+def test_drop_and_allow_missing_are_part_of_it(source: reshard.Checkpoint) -> None:
+    target = Strategy.of({"embed": ROWS, "extra": ROWS})
+    plan = reshard.plan(source, target, selection=Selection(drop=("layers.*",), allow_missing=("extra",)))
+    assert plan.missing == ("extra",)
+    assert {name for name in plan.dropped if not name.startswith("adam_m")} == {n for n in WEIGHTS if n != "embed"}
+
+
+# --- names ---
+
+
+def renamed(new_names: dict[str, str], names: Iterable[str] = NAMES) -> dict[str, str]:
+    found = Selection(names=new_names).renamed(list(names))
+    return {old: new for old, new in found.items() if old != new}
+
+
+def test_optimizer_states_follow_their_weights() -> None:
+    assert renamed({"embed": "tok"}) == {"embed": "tok", "adam_m.embed": "adam_m.tok"}
+    assert renamed({"layers.*.wq": "h.*.q"}) == {
+        "layers.0.wq": "h.0.q", "layers.1.wq": "h.1.q",
+        "adam_m.layers.0.wq": "adam_m.h.0.q", "adam_m.layers.1.wq": "adam_m.h.1.q",
+    }  # fmt: skip
+
+
+def test_a_glob_that_begins_with_a_star_does_not_swallow_the_optimizers_prefix() -> None:
+    found = renamed({"*.wq": "model.*.q"})
+    assert found["layers.0.wq"] == "model.layers.0.q"
+    assert found["adam_m.layers.0.wq"] == "adam_m.model.layers.0.q"
+    assert renamed({"*": "model.*"})["adam_m.embed"] == "adam_m.model.embed"
+
+
+def test_states_may_be_renamed_on_their_own() -> None:
+    assert renamed({"adam_m.*": "exp_avg.*"})["adam_m.embed"] == "exp_avg.embed"
+    both = renamed({"embed": "tok", "adam_m.*": "exp_avg.*", "adam_m.layers.0.wq": "x"})
+    assert (both["embed"], both["adam_m.embed"], both["adam_m.layers.0.wq"]) == ("tok", "exp_avg.embed", "x")
+
+
+def test_gradients_of_states_follow_as_well() -> None:
+    names = ["w", "v", "adam_m.w", "adam_m.v", "accu_grads.w", "accu_grads.v"]
+    assert renamed({"w": "x"}, names) == {"w": "x", "adam_m.w": "adam_m.x", "accu_grads.w": "accu_grads.x"}
+
+
+def test_a_weight_that_only_looks_like_a_state_stays() -> None:
+    names = ["fc", "conv", "backbone.fc", "backbone.conv1", "backbone.conv2"]
+    assert renamed({"fc": "head"}, names) == {"fc": "head"}
+
+
+def test_exact_names_come_before_globs_and_the_first_glob_counts() -> None:
+    found = renamed({"layers.*": "a.*", "layers.0.*": "b.*", "layers.1.wq": "c"})
+    assert (found["layers.0.wq"], found["layers.1.wq"], found["layers.1.wo"]) == ("a.0.wq", "c", "a.1.wo")
+
+
+def test_maps_apply_at_once_so_that_a_swap_is_legal(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    swap = {"layers.0.wq": "layers.1.wq", "layers.1.wq": "layers.0.wq"}
+    plan = reshard.plan(source, STRATEGY, selection=Selection(names=swap, include=("*layers.*.wq",)))
+    plan.run(tmp_path / "out")
+    found = reshard.open(tmp_path / "out", strategy=STRATEGY, partial=True)
+    for old, new in swap.items():
+        for prefix in ("", "adam_m."):
+            assert np.array_equal(found[prefix + new].compute(), FULL[prefix + old])
+
+
+def test_collisions_are_told_all_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        renamed({"layers.*.wq": "q", "layers.0.wo": "embed"})
+    told = str(caught.value)
+    assert "name map has 4 faults" in told  # the states collide too
+    assert "name 'q': is given to layers.0.wq, layers.1.wq" in told
+    assert "name 'embed': is given to layers.0.wo, embed" in told
+
+
+def test_a_collision_with_a_tensor_that_is_left_out_is_none(source: reshard.Checkpoint) -> None:
+    selection = Selection(names={"layers.0.wo": "embed"}, include=("layers.0.wo",))
+    assert kept(source, selection) == {"embed"}
+
+
+def test_names_that_are_not_there_are_told() -> None:
+    with pytest.raises(UsageError, match="(?s)name 'gone': is no tensor of the source.*name 'x.*': is no tensor"):
+        renamed({"gone": "a", "x.*": "y.*"})
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [({"a": "b.*"}, "more stars"), ({"a.*": "b.*.*"}, "more stars"), ({"": "b"}, "empty"), ({"a": ""}, "empty")],
+)
+def test_maps_that_cannot_be_meant(names: dict[str, str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Selection(names=names)
+
+
+def test_names_are_no_patterns_but_for_the_star() -> None:
+    names = ["a[0].w", "a0.w", "b+.w"]
+    assert renamed({"a[0].*": "x.*", "b+.w": "y"}, names) == {"a[0].w": "x.w", "b+.w": "y"}
+
+
+@given(st.permutations(WEIGHTS))
+def test_any_permutation_is_a_map_and_back(order: list[str]) -> None:
+    there = dict(zip(WEIGHTS, order, strict=True))
+    back = {new: old for old, new in there.items()}
+    first = Selection(names=there).renamed(NAMES)
+    second = Selection(names=back).renamed(list(first.values()))
+    assert {old: second[new] for old, new in first.items()} == {name: name for name in NAMES}
+
+
+def test_the_target_strategy_goes_by_the_new_names(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    columns = Layout.of([2], [-1, 0])
+    target = Strategy.of({f"model.{name}": columns for name in WEIGHTS})
+    selection = Selection(weights_only=True, names={name: f"model.{name}" for name in WEIGHTS})
+    reshard.plan(source, target, selection=selection).run(tmp_path / "out")
+    assert_rank_files(tmp_path / "out", {f"model.{name}": FULL[name] for name in WEIGHTS}, target)
+
+
+# --- dtypes ---
+
+
+def bits(array: Array) -> tuple[str, bytes]:
+    return array.dtype.name, array.tobytes()
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return BY_NAME[name].numpy()
+
+
+SPECIAL = np.array(
+    [0.0, -0.0, 1.0, 1 / 3, -2.5, 65504, 65520, 1e5, 3.4e38, 448, 449, 480, 57344, 61440, 1e-8, 2**-24, 2**-25, 2**-149,
+     np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 2**-7, 1 + 3 * 2**-8, 1.0625, 1.1875],
+    np.float32,
+)  # fmt: skip
+RNG = np.random.default_rng(0)
+VALUES = np.concatenate([SPECIAL, RNG.normal(size=486).astype(np.float32)]).reshape(16, 32)
+CASTS = [
+    ("float32", "bfloat16"), ("float32", "float16"), ("float32", "float8_e4m3fn"), ("float32", "float8_e5m2"),
+    ("float32", "float64"), ("float32", "float8_e4m3fnuz"), ("bfloat16", "float32"), ("float16", "bfloat16"),
+    ("float8_e5m2", "float32"), ("float64", "bfloat16"), ("int32", "float32"), ("int64", "bfloat16"),
+    ("int8", "float16"), ("bool", "float32"), ("int64", "int32"), ("int32", "int64"), ("uint8", "float8_e4m3fn"),
+]  # fmt: skip
+
+
+def values(name: str) -> Array:
+    """Numbers of a dtype that a cast could get wrong."""
+    if name == "bool":
+        return VALUES > 0
+    if "int" in name:
+        info = np.iinfo(name)
+        drawn = RNG.integers(info.min, info.max, 512, dtype=np.int64, endpoint=True).astype(name)
+        drawn[:4] = [info.min, info.max, 0, 1]
+        return drawn.reshape(16, 32)
+    with np.errstate(over="ignore"):
+        return VALUES.astype(numpy_dtype(name))
+
+
+def write_as(path: Path, name: str, value: Array, dtype: str) -> Path:
+    """Write one tensor of any dtype."""
+    from reshard.formats import safetensors
+    from reshard.formats.entries import Content
+
+    layout = safetensors.lay_out([Content(name, BY_NAME[dtype], value.shape)], {})
+    ((offset, nbytes),) = layout.places[name]
+    content = value.tobytes()
+    assert len(content) == nbytes
+    path.write_bytes(layout.literals[0][1] + content)
+    assert path.stat().st_size == offset + nbytes
+    return path
+
+
+@pytest.mark.parametrize(("old", "new"), CASTS)
+def test_a_cast_is_what_astype_does(tmp_path: Path, old: str, new: str) -> None:
+    """Cut by columns, so that the cast works on rows that are put together and begin anywhere."""
+    value = values(old)
+    source = reshard.open(write_as(tmp_path / "x.safetensors", "w", value, old))
+    target = Strategy.of({"w": Layout.of([4], [-1, 0])})
+    plan = reshard.plan(source, target, selection=Selection(cast={old: new}))
+    plan.run(tmp_path / "out")
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = value.astype(numpy_dtype(new))
+    found = reshard.open(tmp_path / "out", strategy=target)
+    assert found.tensors["w"].spec.dtype.name == new
+    assert bits(found["w"].real.compute()) == bits(expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy tells of an overflow where a user looks at arrays
+        assert bits(plan.rank(1)["w"].real.compute()) == bits(expected[:, 8:16])
+    assert plan.stats.bytes_written == expected.nbytes
+    assert plan.stats.bytes_read == value.nbytes
+
+
+def test_too_large_for_float16_is_infinity_and_no_warning(tmp_path: Path) -> None:
+    value = np.array([[65504, 65519.9, 65520, -1e6]], np.float32)
+    source = reshard.open(write_as(tmp_path / "x.safetensors", "w", value, "float32"))
+    reshard.plan(source, selection=Selection(cast={"float32": "float16"})).run(tmp_path / "out")
+    found = reshard.open(tmp_path / "out")["w"].compute()
+    assert found.tolist() == [[65504, 65504, np.inf, -np.inf]]
+
+
+def test_halves_go_to_even(tmp_path: Path) -> None:
+    value = np.array([1 + 2**-8, 1 + 3 * 2**-8], np.float32)
+    source = reshard.open(write_as(tmp_path / "x.safetensors", "w", value, "float32"))
+    reshard.plan(source, selection=Selection(cast={"float32": "bfloat16"})).run(tmp_path / "out")
+    found = reshard.open(tmp_path / "out")["w"].real.compute()
+    assert found.astype(np.float32).tolist() == [1.0, 1 + 2**-6]
+    assert found.dtype == ml_dtypes.bfloat16
+
+
+def test_only_the_named_dtype_is_cast(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, STRATEGY, selection=Selection(cast={"float32": "bfloat16", "bfloat16": "float16"}))
+    plan.run(tmp_path / "out")
+    found = reshard.open(tmp_path / "out", strategy=STRATEGY)
+    kinds = {name: tensor.spec.dtype.name for name, tensor in found.tensors.items()}
+    assert kinds.pop("global_step") == "int32"
+    assert kinds.pop("run") == "str"
+    assert set(kinds.values()) == {"bfloat16"}  # each once: not on to float16
+
+
+@pytest.mark.parametrize(
+    ("cast", "told"),
+    [
+        ({"float32": "bf16"}, "unknown dtype 'bf16'"),
+        ({"fp32": "bfloat16"}, "unknown dtype 'fp32'"),
+        ({"float32": "str"}, "text is no number"),
+        ({"float32": "int32"}, "int cannot hold what float can"),
+        ({"complex64": "float32"}, "float cannot hold what complex can"),
+        ({"int32": "bool"}, "bool cannot hold what int can"),
+        ({"int8": "int4"}, "int4 is four bits"),
+    ],
+)
+def test_casts_that_cannot_be_meant(cast: dict[str, str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Selection(cast=cast)
+
+
+def test_all_casts_that_cannot_be_meant_are_told_at_once() -> None:
+    with pytest.raises(UsageError, match="selection has 2 faults"):
+        Selection(cast={"float32": "int32", "float16": "str"})
+
+
+def test_a_selection_is_a_value() -> None:
+    import pickle
+
+    one = Selection(include=("a",), names={"a": "b"}, cast={"float32": "bfloat16"})
+    assert pickle.loads(pickle.dumps(one)) == one  # noqa: S301 -- our own bytes
+    assert Selection(include=["a"]) == Selection(include=("a",))  # type: ignore[arg-type]
+
+
+def test_what_is_taken_for_an_optimizer_state_is_told(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.safetensors", numbers({"fc.w": (2,), "head.fc.w": (2,), "adam_m.fc.w": (2,)}))
+    plan = reshard.plan(reshard.open(path), selection=reshard.Selection(weights_only=True))
+    assert plan.notices == ("2 tensors are taken for optimizer states, by their prefix, and left out: adam_m, head",)

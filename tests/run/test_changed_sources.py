@@ -1,0 +1,322 @@
+"""Sources that change: between two runs, or under one; nothing is kept that was made of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import assert_rank_files, tree, write_ranks
+from stopped_runs import FULL, SOURCE, TARGET, call, command, small_tasks, source, stopped, times
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import ChangedError, ReshardError, SourceError, TargetError
+from reshard.plan import fingerprint
+from reshard.run import session as resume
+from reshard.run.journal import digests
+from reshard.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reshard.storage.remote import Status
+
+__all__ = ["command", "small_tasks", "source"]  # fixtures, for pytest to find
+
+
+def test_a_changed_source_is_refused(command: list[str | Path], tmp_path: Path) -> None:
+    assert call(*command).exit_code == 0
+    full = {name: array + 1 for name, array in FULL.items()}
+    write_ranks(tmp_path / "src", full, SOURCE)
+    refused = call(*command)
+    assert refused.exit_code == 6
+    assert "or from sources that changed since; begin anew with --restart" in refused.output
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+    assert call(*command, "--restart").exit_code == 0
+    assert_rank_files(tmp_path / "out", full, TARGET)
+
+
+def test_a_source_that_was_touched_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, TARGET)
+    stopped(plan, tmp_path / "out")
+    path = Path(source.files[0].path)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
+    with pytest.raises(TargetError, match="begin anew with --restart"):
+        plan.run(tmp_path / "out")
+    plan.run(tmp_path / "out", restart=True)
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+
+
+@pytest.mark.parametrize("how", ["gone", "content"])
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+def test_a_source_that_changes_during_the_run(
+    source: reshard.Checkpoint, tmp_path: Path, how: str, ownership: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, path, turns = LocalStore.write_at, Path(source.files[1].path), iter(range(20))
+
+    def write_at(*arguments: Any) -> None:
+        if next(turns, None) == 10:
+            if how == "gone":
+                path.unlink()
+            else:
+                path.write_bytes(bytes(path.stat().st_size))
+                os.utime(path, ns=(0, 0))
+        real(*arguments)
+
+    monkeypatch.setattr(LocalStore, "write_at", write_at)
+    with pytest.raises(ChangedError) as caught:
+        reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
+    assert str(path) in str(caught.value)
+    assert tree(tmp_path / "out") == {}
+    assert not list(tmp_path.glob("out/.reshard/*.jsonl"))
+
+
+def same_time(path: Path, change: Callable[[Path], object]) -> None:
+    """Change a file as a program does that sets its time back: `rsync --times`, `cp -p`, `touch -r`."""
+    time.sleep(0.02)  # the system's clock of files has steps
+    before = path.stat()
+    change(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def in_place(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-96:] = bytes(96)
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def replaced(path: Path) -> None:
+    new = path.with_suffix(".new")
+    new.write_bytes(path.read_bytes())
+    in_place(new)
+    new.rename(path)
+
+
+@pytest.mark.parametrize("change", [in_place, replaced])
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("turn", [0, 3, 6, 10])
+def test_a_source_that_changes_during_the_run_and_has_its_time_set_back(
+    source: reshard.Checkpoint,
+    tmp_path: Path,
+    ownership: str,
+    change: Callable[[Path], object],
+    turn: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of both were written, and called done."""
+    real, path, turns = LocalStore.write_at, Path(source.files[1].path), iter(range(20))
+
+    def write_at(*arguments: Any) -> None:
+        if next(turns, None) == turn:
+            same_time(path, change)
+        real(*arguments)
+
+    monkeypatch.setattr(LocalStore, "write_at", write_at)
+    with pytest.raises(
+        ChangedError, match="changed since it was opened, though its size and time are as they were"
+    ) as caught:
+        reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
+    assert str(path) in str(caught.value)
+    assert tree(tmp_path / "out") == {}
+    assert not list(tmp_path.glob("out/.reshard/*.jsonl"))
+
+
+@pytest.mark.parametrize("change", [in_place, replaced])
+def test_what_is_begun_is_not_gone_on_with_where_a_source_changed_and_has_its_time_set_back(
+    source: reshard.Checkpoint, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    """A file would have blocks of two sources. Nor is it refused: a copy or a link looks the same."""
+    stopped(reshard.plan(source, TARGET), tmp_path / "out")
+    same_time(Path(source.files[1].path), change)
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
+    assert plan.run(tmp_path / "out").resumed == 0
+    plan.run(tmp_path / "undisturbed")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_finished_files_of_a_source_that_changed_and_has_its_time_set_back_are_told(
+    source: reshard.Checkpoint, command: list[str | Path], tmp_path: Path
+) -> None:
+    assert call(*command, "--ranks=0").exit_code == 0
+    assert "warning" not in call(*command, "--ranks=0").output
+    same_time(Path(source.files[1].path), in_place)
+    foreseen, done = call(*command, "--dry-run"), call(*command)
+    assert "would keep 1 target file that an earlier run finished before source files were" in foreseen.output
+    assert done.exit_code == 0
+    assert "kept 1 target file that an earlier run finished before source files were changed" in done.output
+    assert "warning" not in call(*command, "--restart").output
+    reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET).run(tmp_path / "undisturbed")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_what_travels_has_no_inode_of_this_machine(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """On another one the same file may have another number, and so it is compared by size and time there."""
+    there = pickle.loads(pickle.dumps(source.files[0]))  # noqa: S301 -- made here
+    assert (there, there.change) == (source.files[0], (0, 0))
+    assert source.files[0].change != (0, 0)
+    same_time(Path(there.path), in_place)
+    now = LocalStore().status(there.path)
+    assert now.is_still(there.status)
+    assert not now.is_still(source.files[0].status)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["finished", "stopped"])
+def test_a_source_with_another_header_is_another(source: reshard.Checkpoint, tmp_path: Path, ends: bool) -> None:
+    """Though it has the size and the time that it had: two tensors of as many bytes lie the other way round."""
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "out") if ends else stopped(plan, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    path = Path(source.files[1].path)
+    status, old = path.stat(), source.files[1].index.entries
+    spans = {name: old[name].runs[0] for name in ("b", "c")}
+    assert spans["b"][1] == spans["c"][1]
+    content = path.read_bytes()
+    start = int.from_bytes(content[:8], "little") + 8
+    header = json.loads(content[8:start])
+    header["b"]["data_offsets"], header["c"]["data_offsets"] = (header[name]["data_offsets"] for name in ("c", "b"))
+    new = json.dumps(header, separators=(",", ":")).encode().ljust(start - 8)
+    assert len(new) == start - 8
+    path.write_bytes(content[:8] + new + content[start:])
+    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    # Compared with the replica of rank 0, it would be refused as it is opened.
+    changed = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE, contents=False), TARGET)
+    with pytest.raises(TargetError, match="from sources that changed since; begin anew with --restart"):
+        changed.run(tmp_path / "out")
+    assert tree(tmp_path / "out") == before
+    changed.run(tmp_path / "out", restart=True)
+    changed.run(tmp_path / "fresh")
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
+
+
+def test_a_header_that_is_shared_is_digested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header has up to ten thousand tensors; those of ranks alike are one object."""
+    replicas = Strategy.of({name: Layout.of([8], [-1] * array.ndim) for name, array in FULL.items()})
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, replicas), strategy=replicas)
+    real, digested = fingerprint._entries_digest, []
+
+    def entries_digest(entries: Any) -> str:
+        digested.append(entries)
+        return real(entries)
+
+    monkeypatch.setattr(fingerprint, "_entries_digest", entries_digest)
+    digests(reshard.plan(source, TARGET))
+    assert len(digested) == 1
+    assert len({*fingerprint.index_digests([source.files[0].index._replace(crc=crc) for crc in (1, 2, 3)])}) == 3
+    assert len(digested) == 2
+
+
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+def test_nothing_is_kept_of_a_source_that_is_cut_short_during_the_run(
+    source: reshard.Checkpoint, tmp_path: Path, ownership: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says is true: whole again, though of another time, the same command makes everything anew."""
+    path = Path(source.files[1].path)
+    content, real, turns = path.read_bytes(), LocalStore.write_at, iter(range(20))
+
+    def write_at(*arguments: Any) -> None:
+        if next(turns, None) == 10:
+            os.truncate(path, len(content) // 4)
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write_at", write_at)
+        with pytest.raises(ReshardError) as caught:
+            reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
+    said = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert str(path) in said
+    assert "goes on from there" not in said
+    assert said.endswith("start again")
+    assert tree(tmp_path / "out") == {}
+    path.write_bytes(content)
+    again = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET).run(tmp_path / "out")
+    assert again.resumed == 0
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+
+
+def test_finished_files_of_a_source_that_changes_are_told(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier run made them: the next one is refused without an option, and the error of this one names it."""
+    reshard.plan(source, TARGET, ranks=[0]).run(tmp_path / "out")
+    path, real, turns = Path(source.files[1].path), LocalStore.write_at, iter(range(20))
+
+    def write_at(*arguments: Any) -> None:
+        if next(turns, None) == 4:
+            os.utime(path, ns=(0, 0))
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write_at", write_at)
+        with pytest.raises(ChangedError) as caught:
+            reshard.plan(source, TARGET).run(tmp_path / "out", threads=1)
+    assert str(caught.value).endswith("start again")
+    assert caught.value.__notes__ == ["with --restart, since files that were made of it before are there"]
+    assert len(tree(tmp_path / "out")) == 1
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
+    with pytest.raises(TargetError, match="begin anew with --restart"):
+        plan.run(tmp_path / "out")
+    plan.run(tmp_path / "out", restart=True)
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+
+
+def test_a_source_that_was_another_for_a_while(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """It is as it was when the run has failed; but what was read meanwhile is not of it."""
+    plan, path = reshard.plan(source, TARGET), Path(source.files[1].path)
+    error = ChangedError(f"{path}: changed since it was opened; start again")
+    stopped(plan, tmp_path / "out")
+    session = resume.Session(plan, str(tmp_path / "out"), overwrite=False, restart=False, threads=1, fsync=True)
+    assert session.resumed > 0
+    session.failed(error, {})
+    session.close()
+    assert not hasattr(error, "__notes__")
+    assert tree(tmp_path / "out") == {}
+    assert plan.run(tmp_path / "out").resumed == 0
+
+
+def test_a_source_out_of_reach_has_not_changed(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system that is gone for a while: what is written is kept, and the same command goes on."""
+    plan = reshard.plan(source, TARGET)
+    real, gone = LocalStore.status, False
+
+    def status(store: LocalStore, path: str) -> Status:
+        if gone:
+            raise SourceError(f"{path}: cannot be read: Stale file handle")
+        return real(store, path)
+
+    def away(event: Any) -> None:
+        nonlocal gone
+        gone = event.written == event.total
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "status", status)
+        with pytest.raises(SourceError, match="Stale file handle") as caught:
+            plan.run(tmp_path / "out", progress=away)
+    assert not isinstance(caught.value, ChangedError)
+    total = plan.stats.bytes_written
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"{total} of {total} bytes are written and kept; the same command goes on from there")
+    assert plan.run(tmp_path / "out").resumed == total
+    plan.run(tmp_path / "undisturbed")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_a_source_cut_short_is_refused_afterwards(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, TARGET)
+    stopped(plan, tmp_path / "out")
+    path = Path(source.files[0].path)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ReshardError):
+        plan.run(tmp_path / "out")
+    with pytest.raises(SourceError):
+        reshard.open(tmp_path / "src", strategy=SOURCE)
+    assert not times(tmp_path / "out")

@@ -1,0 +1,380 @@
+"""Clusters of real processes: the same bytes, whoever is lost; nothing but receipts and the plan travels."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import numbers, tree, write_ranks
+from clusters import Wire, client_of, cluster, count_plans, plans_counted
+from commands import heed_signals, interruptible
+from remotes import get
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import ReshardError, SourceError, TargetError
+from reshard.plan import build as planner
+from reshard.plan import partition
+from reshard.run import cluster as reshard_cluster
+from reshard.run import graph, tasks
+from reshard.storage.local import LocalStore
+from reshard.storage.page_cache import cache_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["interruptible"]  # fixtures, for pytest to find
+
+pytest.importorskip("distributed")
+
+SHAPES = {f"layers.{i}.w": (480, 360) for i in range(12)} | {"norm": (480,)}
+FULL = numbers(SHAPES)
+BEFORE = Strategy.of({name: Layout.of([8], [0] + [-1] * (len(shape) - 1)) for name, shape in SHAPES.items()})
+AFTER = Strategy.of({name: Layout.of([6], [-1] * (len(shape) - 1) + [0]) for name, shape in SHAPES.items()})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cluster")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path) -> reshard.Plan:
+    """A plan of many small tasks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "TASK_BYTES", 1 << 16)
+        patch.setattr(planner, "BAND_BYTES", 1 << 13)
+        source = reshard.open(write_ranks(folder / "src", FULL, BEFORE), strategy=BEFORE)
+        return reshard.plan(source, AFTER)
+
+
+@pytest.fixture(scope="module")
+def expected(made: reshard.Plan, folder: Path) -> dict[str, bytes]:
+    made.run(folder / "by_threads", scheduler="threads")
+    return tree(folder / "by_threads")
+
+
+@pytest.fixture(scope="module")
+def wired(folder: Path) -> Iterator[tuple[Wire, Any]]:
+    """A client of a scheduler with two workers, and the wire that all of them reach it by."""
+    with cluster(folder, 0) as one:
+        wire = Wire(one.address)
+        for _ in range(2):
+            one.add_worker(wire.address)
+        with client_of(wire.address, 2) as client:
+            yield wire, client
+        wire.close()
+
+
+def test_only_receipts_and_the_plan_travel(
+    made: reshard.Plan, expected: dict[str, bytes], wired: tuple[Wire, Any], tmp_path: Path
+) -> None:
+    wire, client = wired
+    told: list[Any] = []
+    client.run(count_plans)
+    before = wire.nbytes
+    report = made.run(tmp_path / "out", client=client, progress=told.append)
+    sent = wire.nbytes - before
+    assert tree(tmp_path / "out") == expected
+    assert len(made.tasks) > 100
+    assert report.bytes_read == made.stats.bytes_read == told[-1].written == told[-1].total
+    # Each worker rebuilt the plan once, not once a task; or twice, where it had it from the scheduler and the other.
+    assert set(client.run(plans_counted).values()) <= {1, 2}
+    assert sent < 6144 * len(made.tasks) + 10 * len(pickle.dumps(made))
+    assert sent < report.bytes_written // 4
+    # The same workers once more: what they held open is not what gets its name now.
+    smaller = reshard.plan(
+        made.source, Strategy.of({"norm": Layout.of([6], [0])}), selection=reshard.Selection(("norm",))
+    )
+    smaller.run(tmp_path / "out", client=client, overwrite=True)
+    made.run(tmp_path / "out", client=client, overwrite=True)
+    assert tree(tmp_path / "out") == expected
+    made.run(tmp_path / "by_file", client=client, ownership="file", fsync=False)
+    assert tree(tmp_path / "by_file") == expected
+
+
+def test_a_file_that_was_lost_is_made_anew_by_the_same_workers(
+    made: reshard.Plan, expected: dict[str, bytes], wired: tuple[Wire, Any], tmp_path: Path
+) -> None:
+    """The one that makes it is not the only one that writes into it; what the others have open is gone."""
+    for number, path in enumerate(sorted(expected)):
+        out = tmp_path / str(number)
+        made.run(out, client=wired[1])
+        (out / path).unlink()
+        assert made.run(out, client=wired[1]).finished == len(made.files) - 1
+        assert tree(out) == expected
+
+
+def test_a_cluster_is_refused_before_anything_is_replaced(made: reshard.Plan, tmp_path: Path) -> None:
+    """The same path leads to another directory on the worker; an index at a URL goes before what it is of."""
+    source = reshard.open(f"/proc/self/cwd/{os.path.relpath(made.source.root)}", strategy=BEFORE)
+    plan = reshard.plan(source, files=reshard.HuggingFaceSet(200_000), format="safetensors")
+    url = "memory://refused-before-anything"
+    plan.run(url)
+    before = get(url)
+    (tmp_path / "elsewhere").mkdir()
+    with cluster(tmp_path, 0) as one:
+        one.add_worker(cwd=tmp_path / "elsewhere")
+        with client_of(one.address, 1) as client, pytest.raises(SourceError, match=r"worker tcp://.*cannot be read"):
+            plan.run(url, client=client, restart=True)
+    assert get(url) == before
+
+
+def test_a_collection_computed_on_a_cluster(
+    made: reshard.Plan, expected: dict[str, bytes], wired: tuple[Wire, Any], tmp_path: Path
+) -> None:
+    collection = made.graph(tmp_path / "out")
+    receipts = wired[1].compute(collection).result()
+    assert sum(receipt.written for receipt in receipts) == made.stats.bytes_written
+    assert tree(tmp_path / "out") == expected
+
+
+def test_dask_does_not_walk_through_the_plan(
+    made: reshard.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To tell graphs apart client and scheduler would do so, which takes 8 s where 2,000 tensors go to 6 ranks."""
+    from dask.base import tokenize
+
+    def walked(_plan: reshard.Plan) -> str:
+        raise AssertionError
+
+    monkeypatch.setattr(reshard.Plan, "__dask_tokenize__", walked, raising=False)
+    with pytest.raises(AssertionError):
+        tokenize(made)
+    work = graph.Graph(made, str(tmp_path / "a"), tasks.How(apart=True)).work()
+    other = graph.Graph(made, str(tmp_path / "b"), tasks.How(apart=True)).work()
+    assert tokenize(work) == tokenize(pickle.loads(pickle.dumps(work))) != tokenize(other)  # noqa: S301 -- our own
+
+
+def test_workers_of_one_machine_sync_at_the_end(
+    made: reshard.Plan, wired: tuple[Wire, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every task would wait for the disk, and every file be synced many times; elsewhere nobody else can do it."""
+    root = str(tmp_path)
+    here = reshard_cluster.check_workers(made, root, wired[1])
+    assert here == cache_of(root) != ""
+    monkeypatch.setattr(reshard_cluster, "cache_of", lambda _directory: "this process")
+    assert reshard_cluster.check_workers(made, root, wired[1]) == ""
+    synced: list[str] = []
+    monkeypatch.setattr(LocalStore, "sync", lambda _store, path: synced.append(path))
+    for cached, waited in ((here, 0), ("another machine", len(made.files)), ("", len(made.files))):
+        how = tasks.How(apart=True, cached=cached)
+        assert ("sync" in graph.Graph(made, root, how).kinds()) == bool(cached)
+        tasks.create_files(made, range(len(made.files)), root, how)
+        assert len(synced) == waited
+        synced.clear()
+        tasks.move_task(made, 0, root, how, None)
+        assert bool(synced) == bool(waited)
+        synced.clear()
+
+
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+def test_a_failure_on_a_worker_leaves_nothing(
+    made: reshard.Plan, wired: tuple[Wire, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ownership: str
+) -> None:
+    """A source that is cut short under the run: found while reading, whatever other tasks do just then."""
+    shutil.copytree(Path(made.source.root), tmp_path / "src")
+    monkeypatch.setattr(planner, "TASK_BYTES", 1 << 16)
+    monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=BEFORE), AFTER)
+    path = Path(plan.source.files[7].path)
+
+    check_workers = reshard_cluster.check_workers
+
+    def then_cut(*given: Any) -> str:
+        cached = check_workers(*given)
+        os.truncate(path, 1 << 16)
+        return cached
+
+    monkeypatch.setattr(reshard_cluster, "check_workers", then_cut)  # just before they begin
+    with pytest.raises((SourceError, TargetError), match=r"checkpoint_7\.safetensors: (ends at|changed since)"):
+        plan.run(tmp_path / "out", client=wired[1], ownership=ownership)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+def test_a_worker_is_killed_in_the_middle(
+    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, ownership: str
+) -> None:
+    """Its receipts are gone with it, those of making the files among them; others have written into these since."""
+    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
+        lost: list[str] = []
+
+        def kill(event: Any) -> None:
+            if lost or event.written < event.total // 3:
+                return
+            held = {worker: [k for k in keys if "-0" in k] for worker, keys in client.has_what().items()}
+            creating = [worker for worker, keys in held.items() if any("-create-" in key for key in keys)]
+            if min(map(len, held.values())) <= (10 if ownership == "tensor" else 0):
+                return  # not before both have been at work
+            victim = creating[0] if creating else max(held, key=lambda worker: len(held[worker]))
+            name = client.scheduler_info(n_workers=-1)["workers"][victim]["name"]
+            lost.extend(held[victim])
+            one.workers[int(name.removeprefix("worker-"))].kill()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(partition, "FILES_AT_ONCE", 1)  # six tasks, where one would read least
+            report = made.run(tmp_path / "out", client=client, progress=kill, ownership=ownership)
+        assert len(client.scheduler_info(n_workers=-1)["workers"]) <= 1  # one that answers late is dropped for a while
+    assert any(("-create-" if ownership == "tensor" else "-files-") in key for key in lost)
+    assert tree(tmp_path / "out") == expected
+    assert report.bytes_written == made.stats.bytes_written
+    assert len({receipt.task for receipt in report.receipts}) == len(report.receipts)
+
+
+def slow_writes() -> None:
+    """On a worker: take so long that there is time for something else."""
+    real = LocalStore.write_at
+
+    def write_at(store: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
+        time.sleep(0.005)
+        real(store, path, offset, buffer)
+
+    LocalStore.write_at = write_at  # type: ignore[method-assign]
+
+
+@pytest.mark.slow  # a client looks for its scheduler for half a minute
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("interrupted", [False, True], ids=["alone", "and Ctrl-C"])
+def test_a_scheduler_is_lost_in_the_middle(
+    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, interrupted: bool
+) -> None:
+    """What was not written has no name, and the next run writes it."""
+    with cluster(tmp_path, 1) as one, client_of(one.address, 1) as client:
+        client.run(slow_writes)
+
+        def kill(event: Any) -> None:
+            if one.scheduler.poll() is None and event.written:
+                one.scheduler.kill()
+                one.scheduler.wait()
+                if interrupted:
+                    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        with pytest.raises(KeyboardInterrupt if interrupted else ReshardError) as caught:
+            made.run(tmp_path / "out", client=client, progress=kill)
+        assert interrupted or "the cluster failed" in str(caught.value)
+        one.workers[0].kill()
+        one.workers[0].wait()
+        assert not list((tmp_path / "out").rglob("*.safetensors"))
+    made.run(tmp_path / "out")
+    assert tree(tmp_path / "out") == expected
+
+
+def test_a_worker_that_sees_other_files_is_named(
+    made: reshard.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same path leads to another directory on the worker: its own working directory."""
+    (tmp_path / "elsewhere").mkdir()
+    source = reshard.open(f"/proc/self/cwd/{os.path.relpath(made.source.root)}", strategy=BEFORE)
+    assert source.files[0].path.startswith("/proc/self/cwd/")
+    with cluster(tmp_path, 0) as one:
+        one.add_worker(cwd=tmp_path / "elsewhere")
+        with client_of(one.address, 1) as client:
+            with pytest.raises(SourceError, match=r"worker tcp://.*cannot be read.* by the same paths"):
+                reshard.plan(source, AFTER).run(tmp_path / "out", client=client)
+            assert not (tmp_path / "out").exists()
+            there = f"/proc/self/cwd/{os.path.relpath(tmp_path)}"
+            inside = f"{tmp_path}/"
+            monkeypatch.setattr(os.path, "realpath", lambda path: re.sub(f"^{inside}", f"{there}/", str(path)))
+            with pytest.raises(TargetError, match=r"worker tcp://.*is another directory there, or none"):
+                made.run(tmp_path / "out", client=client)
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reshard_cluster, "REACHED_WITHIN", 1)
+    began = time.monotonic()
+    with (
+        pytest.raises(ReshardError, match=r"cluster tcp://127\.0\.0\.1:9: cannot be reached within 1 s"),
+        reshard_cluster.connected("tcp://127.0.0.1:9"),
+    ):
+        pass
+    with pytest.raises(ReshardError, match="cannot be reached"), reshard_cluster.connected("nowhere://x"):
+        pass
+    with (
+        cluster(tmp_path, 0) as one,
+        pytest.raises(ReshardError, match="has no worker after 1 s; start one: dask worker tcp"),
+        reshard_cluster.connected(one.address),
+    ):
+        pass
+    assert time.monotonic() - began < 20
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(ReshardError, match=r"pip install 'reshard\[distributed\]'"), reshard_cluster.connected("local"):
+        pass
+
+
+def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path) -> None:
+    reshard.write_strategy(BEFORE, tmp_path / "before.ckpt")
+    reshard.write_strategy(AFTER, tmp_path / "after.ckpt")
+    command = [
+        sys.executable, "-m", "reshard", "transform", made.source.root, "out", "--source-strategy", "before.ckpt",
+        "--target-strategy", "after.ckpt",
+    ]  # fmt: skip
+    done = subprocess.run([*command, "--cluster", "local:2"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cluster: 2 workers; dashboard: http://127.0.0.1:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert tree(tmp_path / "out") == expected
+    done = subprocess.run([*command, "--cluster", "local:0"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "expected such as tcp://10.0.0.1:8786, local or local:4" in done.stderr
+    done = subprocess.run(
+        [*command, "--cluster", "tcp://h:1", "--scheduler", "threads"], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert "--scheduler is of runs on this machine" in done.stderr
+
+
+def test_a_run_that_is_given_up_settles() -> None:
+    tasks.running.add("one", 1)
+    try:
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 0.2))
+        asyncio.run(asyncio.wait_for(reshard_cluster.settled("another"), 1))
+        with pytest.raises(ReshardError, match="given up"):
+            tasks.running.go_on("one")
+    finally:
+        tasks.running.add("one", -1)
+    asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ownership", ["tensor", "file"])
+def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, ownership: str) -> None:
+    """Whose tasks, half a GB long, end early, without a word of theirs; nothing is left."""
+    shapes = {f"w{i}": (8192, 8192) for i in range(4)}
+    before, after = (Strategy.of({name: Layout.of([2], split) for name in shapes}) for split in ([0, -1], [-1, 0]))
+    write_ranks(tmp_path / "src", numbers(shapes), before)
+    reshard.write_strategy(before, tmp_path / "before.ckpt")
+    reshard.write_strategy(after, tmp_path / "after.ckpt")
+    command = [
+        sys.executable, "-m", "reshard", "transform", "src", "out", "--source-strategy", "before.ckpt",
+        "--target-strategy", "after.ckpt", "--cluster", "local:2", "--ownership", ownership,
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=heed_signals,  # noqa: PLW1509
+    )  # fmt: skip
+    while not list(tmp_path.glob("out/rank_*/*.partial")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stderr is not None
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 130
+    assert time.monotonic() - began < 10
+    assert "Traceback" not in said
+    assert said.count("\n") == 2  # the dashboard, and the end
+    assert not list((tmp_path / "out").rglob("*"))

@@ -1,0 +1,377 @@
+"""Going on with runs whose target is a URL: what is finished is not written again, and nothing is lost or wrong."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+from checkpoints import tree, write_ranks
+from remotes import COLUMNS, FULL, ROWS, get, put, records
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import ChangedError, TargetError
+from reshard.run.journal import digests
+from reshard.run.remote_journal import RemoteJournal
+from reshard.storage import remote_store
+from reshard.view.report import report_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def source(root: str, tmp_path: Path) -> reshard.Checkpoint:
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
+    return reshard.open(f"{root}/src", strategy=ROWS)
+
+
+@pytest.fixture
+def undisturbed(source: reshard.Checkpoint, tmp_path: Path) -> dict[str, bytes]:
+    reshard.plan(source, COLUMNS).run(tmp_path / "undisturbed")
+    return tree(tmp_path / "undisturbed")
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were begun to be written, by their last two names."""
+    found: list[str] = []
+    real = remote_store.RemoteStore.stream
+
+    def stream(self: Any, path: str, size: int) -> Any:
+        found.append("/".join(path.split("/")[-2:]))
+        return real(self, path, size)
+
+    monkeypatch.setattr(remote_store.RemoteStore, "stream", stream)
+    return found
+
+
+def stop_after(files: int, error: type[BaseException] = KeyboardInterrupt) -> Any:
+    left = iter(range(files - 1))
+
+    def progress(event: Any) -> None:
+        if event.written and next(left, None) is None:
+            raise error
+
+    return progress
+
+
+@pytest.mark.parametrize("finished", [1, 2])
+@pytest.mark.parametrize("scheduler", ["synchronous", "threads"])
+def test_finished_files_are_not_written_again(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str], several_groups: None,
+    finished: int, scheduler: str,
+) -> None:  # fmt: skip
+    plan = reshard.plan(source, COLUMNS)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        plan.run(f"{root}/out", scheduler=scheduler, threads=1, progress=stop_after(finished))
+    kept = get(f"{root}/out")
+    assert kept.items() <= undisturbed.items()
+    assert finished <= len(kept) <= len(undisturbed)  # the next one may have been on its way
+    nbytes = plan.stats.bytes_written * len(kept) // len(undisturbed)
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"{nbytes} of {plan.stats.bytes_written} bytes are written and kept; the same command goes")
+    streamed.clear()
+    report = plan.run(f"{root}/out", scheduler=scheduler)
+    assert sorted(streamed) == sorted(undisturbed.keys() - kept.keys())
+    assert (report.finished, report.resumed) == (len(kept), nbytes)
+    assert get(f"{root}/out") == undisturbed
+    assert len(records(f"{root}/out")) == 3
+
+
+def test_a_run_that_fails_at_any_write_is_gone_on_with(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str], several_groups: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of files, records, names: whatever fails, no file is wrong, and what is whole is not written again."""
+    plan = reshard.plan(source, COLUMNS)
+    stream, store = remote_store._RemoteStream, remote_store.RemoteStore
+    operations = [(stream, "write"), (stream, "finish"), (store, "commit"), (store, "put")]
+    count = 0
+    for number in range(60):
+        turns = iter(range(number))
+
+        def failing(real: Any, turns: Iterator[int]) -> Any:
+            def operation(*arguments: Any, **options: Any) -> Any:
+                if next(turns, None) is None:
+                    raise TargetError("the network is gone")
+                return real(*arguments, **options)
+
+            return operation
+
+        with monkeypatch.context() as patch:
+            for kind, name in operations:
+                patch.setattr(kind, name, failing(getattr(kind, name), turns))
+            try:
+                plan.run(f"{root}/out{number}", scheduler="synchronous")
+                break
+            except TargetError:
+                count += 1
+        kept = get(f"{root}/out{number}")
+        assert kept.items() <= undisturbed.items()
+        streamed.clear()
+        report = plan.run(f"{root}/out{number}", scheduler="synchronous")
+        assert len(streamed) == len(undisturbed) - report.finished
+        assert report.finished in {len(kept), len(kept) - 1}  # one whose record could not be written
+        assert get(f"{root}/out{number}") == undisturbed
+    assert count > 3 * 4
+
+
+_KILLED = """
+import os, signal, sys
+from reshard.plan import partition
+from reshard.storage.remote_store import RemoteStore
+partition.STREAMS_AT_ONCE = 1
+real, turns = RemoteStore.put, iter(range(int(sys.argv[2])))
+def put(*arguments):
+    if next(turns, None) is None:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    return real(*arguments)
+RemoteStore.put = put
+from reshard.cli.main import main
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Path, number: signal.Signals) -> None:
+    """When two files are there, and the second is not noted yet."""
+    write_ranks(tmp_path / "src", FULL, ROWS)
+    reshard.write_strategy(ROWS, tmp_path / "rows.ckpt")
+    reshard.write_strategy(COLUMNS, tmp_path / "columns.ckpt")
+    options = [f"--source-strategy={tmp_path}/rows.ckpt", f"--target-strategy={tmp_path}/columns.ckpt", "--threads=1"]
+    command = ["transform", f"{tmp_path}/src", f"{bucket}/out", *options]
+    stopped = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(int(number)), "4", *command], capture_output=True, text=True, check=False
+    )
+    kept = get(f"{bucket}/out")
+    assert len(kept) == 2
+    if number == signal.SIGTERM:
+        assert stopped.returncode == 143
+        assert stopped.stderr.startswith("stopped by SIGTERM; ")
+        assert "bytes are written and kept; the same command goes on from there" in stopped.stderr
+    else:
+        assert stopped.returncode == -number
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS)
+    assert plan.run(f"{bucket}/out").finished == (2 if number == signal.SIGTERM else 1)
+    plan.run(tmp_path / "out")
+    assert get(f"{bucket}/out") == tree(tmp_path / "out")
+
+
+def test_over_a_finished_target_nothing_is_left_to_do(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str]
+) -> None:
+    plan = reshard.plan(source, COLUMNS)
+    plan.run(f"{root}/out")
+    streamed.clear()
+    for _ in range(2):
+        report = plan.run(f"{root}/out")
+        assert (report.finished, report.bytes_read, report.bytes_written) == (3, 0, 0)
+        assert "nothing is left to do" in report_text(plan, report)
+    reshard.plan(source, COLUMNS, ranks=[1]).run(f"{root}/out")
+    assert not streamed
+    plan.run(f"{root}/out", restart=True)
+    assert len(streamed) == 3
+    assert get(f"{root}/out") == undisturbed
+
+
+def test_a_changed_plan_or_source_is_refused(
+    root: str, source: reshard.Checkpoint, streamed: list[str], several_groups: None, tmp_path: Path
+) -> None:
+    reshard.plan(source, COLUMNS).run(f"{root}/out")
+    before = get(f"{root}/out")
+    streamed.clear()
+    other = reshard.plan(source, COLUMNS, selection=reshard.Selection(cast={"float32": "float16"}))
+    with pytest.raises(TargetError, match="by a run of another plan, or from sources .*; begin anew with --restart"):
+        other.run(f"{root}/out")
+    fs, path = fsspec.core.url_to_fs(source.files[0].path)
+    fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
+    changed = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
+    with pytest.raises(TargetError, match="from sources that changed since; begin anew with --restart"):
+        changed.run(f"{root}/out")
+    assert not streamed
+    assert get(f"{root}/out") == before
+    with pytest.raises(KeyboardInterrupt):
+        changed.run(f"{root}/out", restart=True, scheduler="synchronous", progress=stop_after(1))
+    assert len(get(f"{root}/out")) == 3, "what is not replaced yet is there"
+    streamed.clear()
+    changed.run(f"{root}/out")
+    assert len(streamed) == 2
+    changed.run(tmp_path / "changed")
+    assert get(f"{root}/out") == tree(tmp_path / "changed") != before
+
+
+def test_somebody_elses_file_is_refused(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str]
+) -> None:
+    """One that was there, and one that was ours and is another now, though as long."""
+    plan = reshard.plan(source, COLUMNS)
+    name = plan.files[1].path
+    fs, path = fsspec.core.url_to_fs(f"{root}/out/{name}")
+    for theirs in (b"theirs", undisturbed[name][:-1] + b"x"):
+        fs.pipe_file(path, theirs)
+        streamed.clear()
+        for options in ({}, {"restart": True}):
+            with pytest.raises(TargetError, match=f"/out: has {name} already; .* replace it with --overwrite"):
+                plan.run(f"{root}/out", **options)
+        assert not streamed
+        assert get(f"{root}/out")[name] == theirs
+        plan.run(f"{root}/out", overwrite=True)
+        assert get(f"{root}/out") == undisturbed
+    assert streamed == [name]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"", b"[]", b"{", b"\xff", b"null", b'{"reshard": 1}', b'{"reshard": 2, "digest": "DIGEST", "ready": [SIZE, 1]}',
+     b'{"reshard": 1, "digest": "DIGEST", "size": SIZE, "ready": [SIZE, 1]}', b"[" * 100_000,
+     b'{"reshard": 1, "digest": "DIGEST", "size": 1}', b'{"reshard": 1, "digest": "DIGEST", "size": 1e400}'],
+    ids=lambda record: record[:60].decode("ascii", "replace"),
+)  # fmt: skip
+def test_a_record_that_lies(
+    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], record: bytes
+) -> None:
+    """A file that is there and of which no record tells is anybody's."""
+    plan = reshard.plan(source, COLUMNS)
+    fs, _ = fsspec.core.url_to_fs(root)
+    for file, digest in zip(plan.files, digests(plan), strict=True):
+        size = str(file.layout.size).encode()
+        place = RemoteJournal(f"{root}/out").path(file.path)
+        content = record.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)
+        fs.pipe_file(fs._strip_protocol(place), content)
+    name = plan.files[0].path
+    fs.pipe_file(fs._strip_protocol(f"{root}/out/{name}"), bytes(len(undisturbed[name])))
+    with pytest.raises(TargetError, match="with --overwrite"):
+        plan.run(f"{root}/out")
+    fs.rm_file(fs._strip_protocol(f"{root}/out/{name}"))
+    plan.run(f"{root}/out")
+    assert get(f"{root}/out") == undisturbed
+
+
+def test_checksums_are_those_of_a_local_run(root: str, source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, COLUMNS)
+    local = plan.run(tmp_path / "out").checksums
+    assert local is not None
+    assert all(local[file.path] for file in plan.files)
+    assert plan.run(f"{root}/out").checksums == local
+    assert plan.run(f"{root}/out").checksums == local
+    assert plan.run(f"{root}/other", fsync=False).checksums is None
+
+
+@pytest.mark.parametrize("files", [reshard.MindSporeSet(9000), reshard.HuggingFaceSet(9000)], ids=["ms", "hf"])
+@pytest.mark.parametrize("finished", [1, 2])
+def test_the_index_of_a_set_is_there_when_all_is(
+    root: str, source: reshard.Checkpoint, tmp_path: Path, several_groups: None, files: Any, finished: int
+) -> None:
+    """Not while an older set is replaced either."""
+    plan = reshard.plan(source, files=files, format="safetensors")
+    plan.run(tmp_path / "out")
+    (index,) = (file.path for file in plan.files if file.last)
+    for options in ({}, {"restart": True}):
+        with pytest.raises(KeyboardInterrupt):
+            plan.run(f"{root}/out", scheduler="synchronous", progress=stop_after(finished), **options)
+        assert index not in get(f"{root}/out")
+        assert plan.run(f"{root}/out").finished == finished
+        assert get(f"{root}/out") == tree(tmp_path / "out")
+
+
+def test_an_older_index_goes_first_without_a_journal_too(
+    root: str, source: reshard.Checkpoint, several_groups: None
+) -> None:
+    plan = reshard.plan(source, files=reshard.HuggingFaceSet(9000), format="safetensors")
+    plan.run(f"{root}/out", journal=False)
+    (index,) = (file.path for file in plan.files if file.last)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run(f"{root}/out", scheduler="synchronous", journal=False, overwrite=True, progress=stop_after(1))
+    assert index not in get(f"{root}/out")
+
+
+def test_what_a_group_replaces_stays_until_all_of_it_is_sent(
+    source: reshard.Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file gets its name after it is sent."""
+    plan = reshard.plan(source, COLUMNS)
+    url = f"memory://{uuid.uuid4().hex}"
+    plan.run(url)
+    before = get(url)
+    real, left = remote_store._RemoteStream.finish, iter(range(1))
+
+    def finish(*arguments: Any, **options: Any) -> None:
+        if next(left, None) is None:
+            raise TargetError("the network is gone")
+        real(*arguments, **options)
+
+    monkeypatch.setattr(remote_store._RemoteStream, "finish", finish)
+    with pytest.raises(TargetError, match="the network is gone"):
+        plan.run(url, scheduler="synchronous", restart=True)
+    assert get(url) == before
+
+
+def test_links_are_gone_on_with(
+    root: str, source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = Strategy.of({name: Layout.of([4], [-1] * array.ndim) for name, array in FULL.items()})
+    plan = reshard.plan(source, replicas, link_replicas=True)
+    plan.run(tmp_path / "out")
+    real, left = remote_store.RemoteStore.link, iter(range(1))
+
+    def link(*arguments: Any, **options: Any) -> None:
+        if next(left, None) is None:
+            raise TargetError("the network is gone")
+        real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_store.RemoteStore, "link", link)
+        with pytest.raises(TargetError, match="the network is gone"):
+            plan.run(f"{root}/out", scheduler="synchronous")
+    assert plan.run(f"{root}/out").finished == 2
+    assert get(f"{root}/out") == tree(tmp_path / "out")
+
+
+def test_what_a_changed_source_leaves(root: str, source: reshard.Checkpoint, several_groups: None) -> None:
+    """Of the run in which it changes nothing, so that the same command begins anew; of an earlier one what it made."""
+    fs, path = fsspec.core.url_to_fs(source.files[1].path)
+
+    def change(event: Any) -> None:
+        if event.written:
+            fs.pipe_file(path, fs.cat_file(path)[:-1] + event.written.to_bytes(8)[-1:])
+
+    plan = reshard.plan(source, COLUMNS)
+    with pytest.raises(ChangedError) as caught:
+        plan.run(f"{root}/out", scheduler="synchronous", progress=change)
+    assert not hasattr(caught.value, "__notes__")
+    assert get(f"{root}/out") == {}
+    assert records(f"{root}/out") == []
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS, ranks=[0])
+    assert plan.run(f"{root}/out").finished == 0
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
+    with pytest.raises(ChangedError) as caught:
+        plan.run(f"{root}/out", scheduler="synchronous", progress=change)
+    assert caught.value.__notes__ == ["with --restart, since files that were made of it before are there"]
+    assert len(get(f"{root}/out")) == 1
+
+
+def test_on_a_cluster(
+    source: reshard.Checkpoint, undisturbed: dict[str, bytes], root: str, streamed: list[str], several_groups: None
+) -> None:
+    """Workers note what they finished; the command skips it."""
+    distributed = pytest.importorskip("distributed")
+    plan = reshard.plan(source, COLUMNS)
+    with distributed.Client(
+        processes=False, n_workers=1, threads_per_worker=1, dashboard_address=":0", set_as_default=False
+    ) as client:
+        with pytest.raises(KeyboardInterrupt):
+            plan.run(f"{root}/out", client=client, progress=stop_after(1))
+        kept = get(f"{root}/out")
+        assert kept.items() <= undisturbed.items()
+        streamed.clear()
+        report = plan.run(f"{root}/out", client=client)
+    assert len(kept) == report.finished >= 1
+    assert sorted(streamed) == sorted(undisturbed.keys() - kept.keys())
+    assert get(f"{root}/out") == undisturbed

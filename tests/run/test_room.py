@@ -1,0 +1,102 @@
+"""Room on the disk: looked for before the first byte, and what a disk that is full keeps."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import assert_rank_files, tree
+from stopped_runs import FULL, TARGET, Written, small_tasks, source, stopped, times, written
+
+import reshard
+from reshard.errors import BudgetError
+from reshard.storage.local import PARTIAL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["small_tasks", "source", "written"]  # fixtures, for pytest to find
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the disk have so much room."""
+
+    def set_to(nbytes: int) -> None:
+        real = os.statvfs("/")
+        fake = os.statvfs_result((1, 1, *real[2:4], nbytes, *real[5:]))
+        monkeypatch.setattr(os, "statvfs", lambda _: fake)
+
+    return set_to
+
+
+def test_room_is_looked_for_before_the_first_byte(
+    source: reshard.Checkpoint, tmp_path: Path, room: Callable[[int], None], written: Written
+) -> None:
+    plan = reshard.plan(source, TARGET)
+    room(plan.stats.target_bytes - 1)
+    with pytest.raises(BudgetError, match=f"take {plan.stats.target_bytes} bytes more") as caught:
+        plan.run(tmp_path / "deep" / "out")
+    assert caught.value.exit_code == 5
+    assert not written.ranges
+    assert not (tmp_path / "deep" / "out").exists()
+    room(plan.stats.target_bytes)
+    plan.run(tmp_path / "deep" / "out")
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_what_an_earlier_run_took_counts(
+    source: reshard.Checkpoint, tmp_path: Path, room: Callable[[int], None], fsync: bool
+) -> None:
+    """Unfinished files have all their space: gone on with or made anew, they need no more of it."""
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "undisturbed")
+    for file in plan.files:
+        (tmp_path / "out" / file.path).parent.mkdir(parents=True)
+        (tmp_path / "out" / (file.path + PARTIAL)).write_bytes(bytes(file.layout.size))
+    room(0)
+    plan.run(tmp_path / "out", fsync=fsync)
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_a_full_disk_keeps_what_was_written(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And when it is full still at the next run, that loses nothing either."""
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "undisturbed")
+    stopped(plan, tmp_path / "out")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(BudgetError, match="no room") as caught:
+            plan.run(tmp_path / "out")
+    assert "bytes are written and kept" in caught.value.__notes__[0]
+    assert plan.run(tmp_path / "out").resumed > 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_a_journal_that_cannot_be_written_is_a_full_disk(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+
+    def write(descriptor: int, content: bytes) -> int:
+        if b'"ready"' in content:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, content[: max(1, len(content) // 2)])  # and comes short
+
+    plan = reshard.plan(source, TARGET)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with pytest.raises(BudgetError, match=r"\.jsonl: no room"):
+            plan.run(tmp_path / "out")
+    assert not times(tmp_path / "out")
+    assert plan.run(tmp_path / "out").resumed == plan.stats.bytes_written
+    assert_rank_files(tmp_path / "out", FULL, TARGET)

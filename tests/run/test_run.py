@@ -1,0 +1,499 @@
+"""Running plans: the same bytes on every scheduler; nothing half-written, whatever goes wrong."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import dask
+import helpers
+import numpy as np
+import pytest
+from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
+from eight_ranks import FULL, ROWS, TARGET, small_tasks, source
+from generators import Model, models
+from hypothesis import HealthCheck, given, settings
+
+import reshard
+from reshard import Layout, Strategy, plan
+from reshard.dtypes import BY_NAME
+from reshard.errors import BudgetError, SourceError, TargetError, UsageError
+from reshard.formats import ckpt
+from reshard.formats.entries import Content
+from reshard.run import graph, tasks
+from reshard.run import mover as move
+from reshard.storage import local as store
+
+__all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_the_bytes_are_the_same_on_every_scheduler(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, format: str
+) -> None:
+    made = reshard.plan(source, TARGET, format=format)
+    assert len(made.tasks) > 10
+    made.run(tmp_path / "sync", scheduler="synchronous")
+    for threads in (1, 2, 5):
+        made.run(tmp_path / f"{threads}", threads=threads)
+        assert tree(tmp_path / f"{threads}") == tree(tmp_path / "sync")
+    assert_rank_files(tmp_path / "sync", FULL, TARGET)
+
+
+@pytest.mark.parametrize("cast", [None, "float32"])
+def test_bands_are_worked_out_anew_where_they_are_not_kept(
+    tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch, cast: str | None
+) -> None:
+    """Layers alike share the bands that a thread keeps, beside others of their shapes with other dtypes."""
+    shapes = {f"{name}.{i}": FULL[name].shape for name in FULL for i in range(3)}
+    full = numbers(shapes, "float64") | {f"half.{i}": numbers({"w": FULL["w"].shape})["w"] for i in range(3)}
+    before, after = (
+        Strategy.of({name: strategy.tensors[name[0] if name[0] in FULL else "w"][0].layout for name in full})
+        for strategy in (ROWS, TARGET)
+    )
+    opened = reshard.open(write_ranks(tmp_path / "src", full, before), strategy=before)
+    made = reshard.plan(opened, after, selection=reshard.Selection(cast={"float64": cast} if cast else {}))
+    full = {name: array.astype(cast) if cast and array.dtype == np.float64 else array for name, array in full.items()}
+    lay_out, calls = move._band, []
+
+    def counted(*given: Any) -> move.Band:
+        calls.append(given)
+        return lay_out(*given)
+
+    monkeypatch.setattr(move, "_band", counted)
+    laid_out = []
+    for kept in (0, 40, 1 << 20):
+        monkeypatch.setattr(move, "VIEWS", kept)
+        calls.clear()
+        made.run(tmp_path / f"{kept}", threads=1)
+        laid_out.append(len(calls))
+        assert_rank_files(tmp_path / f"{kept}", full, after)
+    assert laid_out == sorted(set(laid_out), reverse=True)
+
+
+@pytest.mark.parametrize("scheduler", ["synchronous", "threads"])
+def test_files_are_read_in_order(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    """dask alone would take the tasks as they come out of a set, and the disk would wait for each of them."""
+    move_task, begun = graph.move_task, []
+
+    def noted(plan: Any, number: int, *given: Any) -> tasks.Receipt:
+        begun.append(number)
+        assert dropped
+        return move_task(plan, number, *given)
+
+    dropped: list[object] = []
+    monkeypatch.setattr(graph, "move_task", noted)
+    monkeypatch.setattr(store.LocalStore, "drop_glances", lambda _, paths: dropped.append(paths))
+    made = reshard.plan(source, TARGET)
+    made.run(tmp_path / "out", scheduler=scheduler, threads=1)
+    assert begun == list(range(len(made.tasks)))
+
+
+def test_on_a_distributed_client(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:
+    from distributed import Client
+
+    told = []
+    made = reshard.plan(source, TARGET)
+    with Client(processes=False, dashboard_address=":0", n_workers=1, threads_per_worker=2) as client:
+        report = made.run(tmp_path / "out", client=client, progress=told.append)
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+    assert report.bytes_read == made.stats.bytes_read
+    assert told[-1].written == told[-1].total
+
+
+def test_the_graph_is_a_dask_collection(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, TARGET)
+    collection = made.graph(tmp_path / "out")
+    assert dask.is_dask_collection(collection)
+    (receipts,) = dask.compute(collection)
+    assert sum(receipt.read for receipt in receipts) == made.stats.bytes_read
+    assert_rank_files(tmp_path / "out", FULL, TARGET)
+
+
+def test_graph_and_lazy_arrays_give_the_same_bytes(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, TARGET, format="safetensors")
+    made.run(tmp_path)
+    for rank in made.ranks:
+        lazy = made.rank(rank)
+        written = reshard.open(tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors")
+        assert set(lazy) == set(written)
+        for name in lazy:
+            assert np.array_equal(lazy[name].compute(), written[name].compute())
+
+
+def test_progress_adds_up(source: reshard.Checkpoint, tmp_path: Path, small_tasks: None) -> None:
+    told: list[Any] = []
+    report = reshard.plan(source, TARGET).run(tmp_path / "out", progress=told.append)
+    written = [event.written for event in told]
+    assert written == sorted(written)
+    assert told[-1].written == told[-1].total == report.bytes_written
+    assert report.bytes_written == sum(array.nbytes * (3 if name == "w" else 1) for name, array in FULL.items())
+    assert len(report.files) == 6
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(models())
+def test_any_model_goes_there_and_back(tmp_path_factory: pytest.TempPathFactory, model: Model) -> None:
+    root = tmp_path_factory.mktemp("model")
+    full = numbers(model.shapes, "float64")
+    before = write_ranks(root / "a", full, model.source)
+    there = reshard.plan(reshard.open(before, strategy=model.source), model.target, format="ckpt")
+    there.run(root / "b", fsync=False)
+    assert_rank_files(root / "b", full, model.target)
+    back = reshard.plan(reshard.open(root / "b", strategy=model.target), model.source, format="safetensors")
+    back.run(root / "c", fsync=False)
+    assert tree(root / "c") == tree(root / "a")
+
+
+def test_64_ranks_to_56(tmp_path: Path) -> None:
+    """Not multiples of each other, by hand: 64 = 8 x 8, tensor and optimizer parallel; 56 = 7 x 8 in two stages."""
+    full = numbers({"a.w": (112, 64), "b.w": (64, 112), "moments.a.w": (112, 64), "norm": (448,)})
+    source = Strategy.of(
+        {
+            "a.w": Layout.of([8, 8], [-1, 0]),
+            "b.w": Layout.of([8, 8], [0, -1], -1),
+            "moments.a.w": Layout.of([8, 8], [-1, 0], 8),
+            "norm": Layout.of([8, 8], [(1, 0)]),
+        }
+    )
+    target = Strategy.of(
+        {
+            "a.w": {0: Layout.of([7, 4], [1, 0])},
+            "b.w": {1: Layout.of([7, 4], [-1, (0, 1)])},
+            "moments.a.w": {0: Layout.of([7, 4], [-1, 0], -1)},
+            "norm": {0: Layout.of([28], [0]), 1: Layout.of([28], [-1])},
+        }
+    )
+    made = reshard.plan(reshard.open(write_ranks(tmp_path / "a", full, source), strategy=source), target)
+    assert made.stats.read_amplification == 1
+    made.run(tmp_path / "b")
+    assert_rank_files(tmp_path / "b", full, target)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int4", "uint8", "float16", "bfloat16", "int64", "float8_e4m3fn"])
+def test_every_width_moves_as_bits(tmp_path: Path, dtype: str) -> None:
+    from reshard.formats import by_name
+    from reshard.formats.entries import FileIndex
+
+    kind = BY_NAME[dtype]
+    bits = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, (8, 8, kind.itemsize), np.uint8)
+    for rank in range(2):
+        layout = by_name("safetensors").lay_out([Content("w", kind, (4, 8))], {"format": "ms"})
+        content = bytearray(layout.size)
+        content[: len(layout.literals[0][1])] = layout.literals[0][1]
+        ((offset, nbytes),) = layout.places["w"]
+        content[offset : offset + nbytes] = bits[4 * rank : 4 * rank + 4].tobytes()
+        (tmp_path / f"a/rank_{rank}").mkdir(parents=True)
+        (tmp_path / f"a/rank_{rank}/net.safetensors").write_bytes(content)
+    source = reshard.open(tmp_path / "a", strategy=Strategy.of({"w": Layout.of([2], [0, -1])}))
+    reshard.plan(source, Strategy.of({"w": Layout.of([2], [-1, 0])})).run(tmp_path / "b")
+    for rank in range(2):
+        found = reshard.open(tmp_path / f"b/rank_{rank}/checkpoint_{rank}.safetensors")
+        assert isinstance(found.files[0].index, FileIndex)
+        assert found.tensors["w"].spec.dtype is kind
+        assert found["w"].compute().tobytes() == bits[:, 4 * rank : 4 * rank + 4].tobytes()
+
+
+def test_tensors_in_several_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindSpore cuts contents at 512 MiB, in the middle of a row; here at 100 bytes, in the middle of an element."""
+    monkeypatch.setattr(ckpt, "PART_BYTES", 101)
+    source = reshard.open(write_ranks(tmp_path / "a", FULL, ROWS, "ckpt"), strategy=ROWS)
+    assert len(source.entry(0, "w").runs) > 1
+    reshard.plan(source, TARGET).run(tmp_path / "b")
+    assert_rank_files(tmp_path / "b", FULL, TARGET)
+
+
+def test_text_survives_both_formats(tmp_path: Path) -> None:
+    strategy = Strategy.of({"b": Layout.of([2], [0])})
+    full = {"b": FULL["b"]}
+    write_ranks(tmp_path / "a", full, strategy, "ckpt", also={"note": "päd → ✓"})
+    for step, format in enumerate(["ckpt", "safetensors", "safetensors", "ckpt"]):
+        source = reshard.open(tmp_path / "abcde"[step], strategy=strategy)
+        assert source.tensors["note"].text == "päd → ✓"
+        reshard.plan(source, strategy, format=format).run(tmp_path / "abcde"[step + 1])
+    assert {p.stem: p.read_bytes() for p in (tmp_path / "a").rglob("*.ckpt")} == {
+        p.stem: p.read_bytes() for p in (tmp_path / "e").rglob("*.ckpt")
+    }
+
+
+def test_a_thousand_ranks_under_few_open_files(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from checkpoints import numbers, write_ranks, assert_rank_files
+import reshard
+from reshard import Layout, Strategy
+before, after = Strategy.of({"w": Layout.of([1200], [0])}), Strategy.of({"w": Layout.of([1000], [0])})
+full = numbers({"w": (6000,)})
+root = Path(sys.argv[1])
+source = reshard.open(write_ranks(root / "a", full, before), strategy=before)
+reshard.plan(source, after).run(root / "b", fsync=False)
+assert_rank_files(root / "b", full, after)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parents[1])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- what is refused, and what a failure leaves ---
+
+
+def test_an_existing_target_file_is_refused_without_overwrite(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, TARGET)
+    made.run(tmp_path / "out")
+    before = tree(tmp_path / "out")
+    (tmp_path / "out/rank_3/checkpoint_3.ckpt").write_bytes(b"mine")
+    with pytest.raises(TargetError, match="--overwrite") as caught:
+        made.run(tmp_path / "out")
+    assert caught.value.exit_code == 6
+    assert (tmp_path / "out/rank_3/checkpoint_3.ckpt").read_bytes() == b"mine"
+    made.run(tmp_path / "out", overwrite=True)
+    assert tree(tmp_path / "out") == before
+
+
+def test_the_source_is_never_overwritten(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, ROWS)
+    (tmp_path / "link").symlink_to(tmp_path / "src")
+    for directory in (tmp_path / "src", tmp_path / "link"):
+        with pytest.raises(TargetError, match="is one of the source files"):
+            made.run(directory, overwrite=True)
+
+
+def test_a_link_does_not_lead_out_of_the_target(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out/rank_0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TargetError, match="leads out of the target directory"):
+        reshard.plan(source, TARGET).run(tmp_path / "out")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_source_cut_short_after_opening_leaves_nothing(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    path = Path(source.files[2].path)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(TargetError, match=r"checkpoint_2\.ckpt: changed since it was opened"):
+        reshard.plan(source, TARGET).run(tmp_path / "out")
+    assert tree(tmp_path / "out") == {}
+
+
+def test_replicas_stored_once(tmp_path: Path) -> None:
+    """Every block is in one file, as many bytes in each as can be, and what is written opens and converts as all do."""
+    shapes = {f"w{i}": (16, 8 + 8 * (i % 3)) for i in range(12)} | {"b": (8,)}
+    full = numbers(shapes)
+    spread = Strategy.of({name: Layout.of([2, 4], [0] + [-1] * (len(shape) - 1)) for name, shape in shapes.items()})
+    path = write_file(tmp_path / "whole.ckpt", {**full, "global_step": np.array(7, np.int32)}, "ckpt")
+    for format in ("safetensors", "ckpt"):
+        made = reshard.plan(reshard.open(path), spread, format=format, remove_redundancy=True)
+        assert made.stats.bytes_written == sum(array.nbytes for array in full.values()) + 8 * 4
+        made.run(tmp_path / format)
+        sizes = [sum(p.stat().st_size for p in (tmp_path / format / f"rank_{r}").iterdir()) for r in range(8)]
+        assert max(sizes) < 1.5 * min(sizes)
+        again = reshard.open(tmp_path / format, strategy=spread)
+        if format == "safetensors":
+            assert all(file.index.deduplicated for file in again.files)
+        reshard.plan(again, format="ckpt").run(tmp_path / f"{format}_back")
+        assert helpers.read_rank_file(tmp_path / f"{format}_back/rank_0/checkpoint_0.ckpt") == helpers.read_rank_file(
+            path
+        )
+
+
+def test_no_rank_of_a_deduplicated_set_is_empty(tmp_path: Path) -> None:
+    """MindSpore cannot load a file without any tensor."""
+    path = write_file(tmp_path / "whole.safetensors", numbers({"w": (4, 4), "b": (2,)}))
+    everywhere = Strategy.of({"w": Layout.of([8], [-1, -1]), "b": Layout.of([8], [-1])})
+    reshard.plan(reshard.open(path), everywhere, remove_redundancy=True).run(tmp_path / "out")
+    held = [list(file.index.entries) for file in reshard.open(tmp_path / "out", strategy=everywhere).files]
+    assert sorted(map(len, held)) == [1] * 8
+    assert held.count(["w"]) == 1
+
+
+def test_a_unified_set_does_not_hide_its_source(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors")
+    with pytest.raises(TargetError, match="holds the source"):
+        made.run(tmp_path / "src", overwrite=True)
+
+
+def test_a_failed_unified_set_is_gone_on_with(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    made = reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors")
+    with pytest.raises(BudgetError, match="No space left on device"):
+        made.run(tmp_path / "out")
+    assert tree(tmp_path / "out").keys() <= {f"{name}.partial" for name in (file.path for file in made.files)}
+    monkeypatch.undo()
+    report = made.run(tmp_path / "out")
+    assert 0 < report.resumed < made.stats.bytes_written == report.bytes_written + report.resumed
+    made.run(tmp_path / "other", journal=False)
+    assert tree(tmp_path / "out") == tree(tmp_path / "other")
+
+
+def test_replicas_linked(tmp_path: Path) -> None:
+    """64 ranks of which 2 differ: two files are written, the others are the same files, or share their blocks."""
+    path = write_file(tmp_path / "whole.safetensors", FULL)
+    target = Strategy.of({name: Layout.of([2, 32], [1] + [-1] * (array.ndim - 1)) for name, array in FULL.items()})
+    plain = reshard.plan(reshard.open(path), target)
+    linked = reshard.plan(reshard.open(path), target, link_replicas=True)
+    assert linked.stats.bytes_written * 32 == plain.stats.bytes_written
+    plain.run(tmp_path / "plain", fsync=False)
+    for overwrite in (False, True):
+        linked.run(tmp_path / "linked", fsync=False, overwrite=overwrite)
+        assert tree(tmp_path / "linked") == tree(tmp_path / "plain")
+    inodes = {p.stat().st_ino for p in (tmp_path / "linked").rglob("*.safetensors")}
+    assert len(inodes) in {2, 64}
+    assert plain.stats.bytes_read == linked.stats.bytes_read  # one read whatever the number of replicas
+
+
+@pytest.mark.slow
+def test_one_tensor_of_16_gb_within_512_mb(tmp_path: Path) -> None:
+    """A sparse file with numbers at random places, so that skipping holes cannot pass; peak against prediction."""
+    shape = (1 << 17, 1 << 16)  # two bytes each
+    layout = ckpt.lay_out([Content("w", BY_NAME["bfloat16"], shape)], {})
+    path = tmp_path / "w.ckpt"
+    random = np.random.default_rng(0)
+    places = sorted(random.integers(0, shape[0] * shape[1], 200).tolist())
+    runs = layout.places["w"]
+    with path.open("wb") as file:
+        file.truncate(layout.size)
+        for offset, literal in layout.literals:
+            os.pwrite(file.fileno(), literal, offset)
+        for place in places:
+            part, within = divmod(2 * place, ckpt.PART_BYTES)
+            os.pwrite(file.fileno(), (place % 65521 + 1).to_bytes(2, "little"), runs[part][0] + within)
+    script = """
+import sys
+import reshard
+from reshard import Layout, Strategy
+target = Strategy.of({"w": Layout.of([3, 8], [-1, 0])})
+plan = reshard.plan(reshard.open(sys.argv[1]), target, memory=512 << 20, format="safetensors", ranks=[2, 5])
+plan.run(sys.argv[2], fsync=False)
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(plan.stats.peak_memory, int(peak.split()[1]) * 1024)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path), str(tmp_path / "out")], capture_output=True, text=True, check=True
+    )
+    predicted, peak = map(int, done.stdout.split())
+    assert peak <= predicted <= 512 << 20
+    found = {}
+    for rank in (2, 5):
+        entry = reshard.open(tmp_path / f"out/rank_{rank}/checkpoint_{rank}.safetensors")
+        ((offset, nbytes),) = entry.entry(0, "w").runs
+        assert nbytes == 2 * shape[0] * shape[1] // 8
+        bits = np.memmap(entry.files[0].path, np.uint16, offset=offset, mode="r")
+        for start in range(0, len(bits), 1 << 26):
+            for index in np.flatnonzero(bits[start : start + (1 << 26)]):
+                row, column = divmod(start + int(index), shape[1] // 8)
+                found[row * shape[1] + rank * shape[1] // 8 + column] = int(bits[start + index])
+    expected = {p: p % 65521 + 1 for p in places if p % shape[1] // (shape[1] // 8) in {2, 5}}
+    assert found == expected
+
+
+def test_an_encrypted_source(tmp_path: Path, mindspore_data: Path) -> None:
+    pytest.importorskip("cryptography")
+    from reshard.storage.cipher import Cipher
+
+    path = mindspore_data / "encrypted" / "aes-gcm.ckpt"
+    with pytest.raises(SourceError, match="is encrypted"):
+        reshard.open(path)
+    source = reshard.open(path, cipher=Cipher("AES-GCM", b"0123456789ABCDEF"))
+    full = np.load(mindspore_data / "encrypted" / "full.npz")
+    assert np.array_equal(source["w.f32"].compute(), full["w.f32"])
+    reshard.plan(source, Strategy.of({"w.f32": Layout.of([3], [0, -1])})).run(tmp_path)
+    written = reshard.open(tmp_path / "rank_1" / "checkpoint_1.ckpt")
+    assert np.array_equal(written["w.f32"].compute(), full["w.f32"][2:4])
+
+
+def test_a_source_that_changes_under_the_run_is_refused(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = reshard.plan(source, TARGET)
+    real = tasks.move_pieces
+
+    def changing(*arguments: Any, **options: Any) -> Any:
+        Path(source.files[3].path).touch()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(tasks, "move_pieces", changing)
+    for _ in range(2):  # the second time it is refused before anything is read
+        with pytest.raises(TargetError, match=r"checkpoint_3\.ckpt: changed since it was opened") as caught:
+            made.run(tmp_path / "out")
+        assert caught.value.exit_code == 6
+        assert tree(tmp_path / "out") == {}
+
+
+def test_a_plan_with_nothing_to_move_makes_its_files_first(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.ckpt", {"note": "text", "empty": np.zeros((0, 3), np.float32)}, "ckpt")
+    for attempt in range(20):
+        reshard.plan(reshard.open(path)).run(tmp_path / f"{attempt}", threads=4)
+        assert (tmp_path / f"{attempt}" / "rank_0" / "checkpoint_0.ckpt").read_bytes() == path.read_bytes()
+
+
+@pytest.fixture
+def writing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the twentieth write find a full disk, while other threads go on."""
+    count = 0
+    real = os.pwrite
+
+    def pwrite(fd: int, content: memoryview, offset: int) -> int:
+        nonlocal count
+        count += 1
+        if count == 20:
+            raise OSError(28, "No space left on device")
+        return real(fd, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+def test_a_full_disk_leaves_nothing(
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: object, scheduler: str
+) -> None:
+    with pytest.raises(BudgetError, match="No space left on device") as caught:
+        reshard.plan(source, TARGET).run(tmp_path / "out", scheduler=scheduler)
+    assert caught.value.exit_code == 5
+    assert tree(tmp_path / "out") == {}
+
+
+def test_a_disk_too_small_is_found_before_the_first_byte(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = numbers({"b": (12,)}) | {"w": np.zeros((1 << 10, 1 << 8), np.float32)}
+    path = write_file(tmp_path / "big.safetensors", big)
+    made = reshard.plan(reshard.open(path), None)
+    import signal
+
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(BudgetError, match="no room for"):
+            made.run(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert tree(tmp_path / "out") == {}
+
+
+def test_unknown_schedulers_and_no_threads(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    made = reshard.plan(source, TARGET)
+    with pytest.raises(UsageError, match="unknown scheduler 'processes'"):
+        made.run(tmp_path / "out", scheduler="processes")
+    with pytest.raises(UsageError, match="0 threads"):
+        made.run(tmp_path / "out", threads=0)
+
+
+def test_handles_are_closed(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    reshard.plan(source, TARGET).run(tmp_path / "out")
+    assert not store.local_store()._handles
+    assert plan is reshard.plan  # the function, though a module has its name

@@ -1,0 +1,217 @@
+"""Encryption: MindSpore's recorded files, every range of a file by itself, and what a wrong key does."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard.storage.cipher
+from reshard.errors import ReshardError, SourceError, UsageError
+from reshard.formats import index_file
+from reshard.storage.cipher import MAGICS, Cipher, DecryptingStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("cryptography")
+
+KEY = b"0123456789ABCDEF"
+MODES = sorted(MAGICS.values())
+RECORDED = {
+    "aes-gcm": Cipher("AES-GCM", KEY),
+    "aes-cbc": Cipher("AES-CBC", KEY),
+    "sm4-cbc": Cipher("SM4-CBC", KEY),
+    "aes-gcm-192": Cipher("AES-GCM", bytes(range(24))),
+    "aes-gcm-256": Cipher("AES-GCM", bytes(range(32))),
+}
+
+
+def encrypted(path: Path, cipher: Cipher, plain: bytes) -> str:
+    path.write_bytes(b"".join(cipher.encrypt([plain])))
+    return str(path)
+
+
+def decrypted(path: str, cipher: Cipher) -> bytes:
+    store = DecryptingStore(cipher)
+    buffer = bytearray(store.size(path))
+    store.read_into(path, 0, memoryview(buffer))
+    store.close()
+    return bytes(buffer)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Blocks of 100 bytes and pieces of 32, so that a small file has many of both."""
+    monkeypatch.setattr(reshard.storage.cipher, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(reshard.storage.cipher, "_PIECE_BYTES", 32)
+    return 100
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_mindspore_encrypted_is_read(mindspore_data: Path, name: str) -> None:
+    folder = mindspore_data / "encrypted"
+    path = str(folder / f"{name}.ckpt")
+    plain = decrypted(path, RECORDED[name])
+    index = index_file(path, store=DecryptingStore(RECORDED[name]))
+    whole = (folder / "plain.ckpt").read_bytes()
+    assert plain.startswith(whole)  # the others have append_dict entries behind it
+    assert list(index.entries)[:4] == ["w.f32", "b.i32", "scalar", "h.f16"]
+    assert {"epoch_num", "note", "lr", "flag"} <= set(index.entries) or plain == whole
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("nbytes", [1, 15, 16, 17, 99, 100, 101, 200, 1000])
+def test_what_is_encrypted_comes_back_block_by_block(tmp_path: Path, small_blocks: int, mode: str, nbytes: int) -> None:
+    plain = os.urandom(nbytes)
+    cipher = Cipher(mode, KEY)
+    path = encrypted(tmp_path / "a.ckpt", cipher, plain)
+    content = (tmp_path / "a.ckpt").read_bytes()
+    assert len(content) == cipher.encrypted_size(nbytes)
+    assert MAGICS[int.from_bytes(content[:4], "little")] == mode
+    assert decrypted(path, cipher) == plain
+    if nbytes >= 16:
+        assert plain[:16] not in content
+
+
+@given(data=st.data(), mode=st.sampled_from(MODES))
+def test_every_range_is_decrypted_by_itself(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, mode: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reshard.storage.cipher, "BLOCK_BYTES", 100)
+        patch.setattr(reshard.storage.cipher, "_PIECE_BYTES", 32)
+        plain = data.draw(st.binary(min_size=1, max_size=400))
+        begin = data.draw(st.integers(0, len(plain)))
+        end = data.draw(st.integers(begin, len(plain)))
+        path = encrypted(tmp_path_factory.mktemp("range") / "a", Cipher(mode, KEY), plain)
+        store = DecryptingStore(Cipher(mode, KEY))
+        buffer = bytearray(end - begin)
+        store.read_into(path, begin, memoryview(buffer))
+        store.close()
+        assert bytes(buffer) == plain[begin:end]
+
+
+def test_pieces_may_be_given_in_any_sizes(small_blocks: int) -> None:
+    plain = os.urandom(333)
+    whole = list(Cipher("AES-GCM", KEY).encrypt([plain]))
+    pieces = list(Cipher("AES-GCM", KEY).encrypt([plain[:7], memoryview(plain)[7:250], b"", plain[250:]]))
+    assert [len(block) for block in whole] == [len(block) for block in pieces] == [148, 148, 148, 81]
+    assert list(Cipher("AES-GCM", KEY).encrypt([])) == []
+
+
+def test_an_iv_is_never_used_twice(small_blocks: int) -> None:
+    blocks = list(Cipher("AES-CBC", KEY).encrypt([bytes(1000)]))
+    assert len({block[12:28] for block in blocks}) == len(blocks) == 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrong_key_is_found_before_a_byte_is_given_out(tmp_path: Path, mindspore_data: Path, mode: str) -> None:
+    """Also by those wrong keys whose padding looks right, one in 256 for the CBC modes."""
+    plain = (mindspore_data / "encrypted" / "plain.ckpt").read_bytes()
+    path = encrypted(tmp_path / "a.ckpt", Cipher(mode, KEY), plain)
+    messages = set()
+    for number in range(2000 if mode != "AES-GCM" else 50):
+        key = number.to_bytes(16, "big")
+        with pytest.raises(SourceError) as raised:
+            index_file(path, store=DecryptingStore(Cipher(mode, key)))
+        messages.add(str(raised.value).split(": ", 1)[1][:40])
+    assert any("cannot be decrypted with this key" in message for message in messages)
+    assert mode == "AES-GCM" or len(messages) > 1  # some passed the padding
+
+
+def test_whatever_comes_out_of_a_wrong_key_the_error_names_the_key(tmp_path: Path, mindspore_data: Path) -> None:
+    path = encrypted(
+        tmp_path / "a.ckpt", Cipher("AES-CBC", KEY), (mindspore_data / "encrypted" / "plain.ckpt").read_bytes()
+    )
+    messages = set()
+    for number in range(2000):
+        with pytest.raises(SourceError, match="with this key|or the key is wrong, which AES-CBC cannot tell") as raised:
+            reshard.open(path, cipher=Cipher("AES-CBC", number.to_bytes(16, "big")))
+        messages.add("or the key is wrong" in str(raised.value))
+    assert messages == {True, False}
+
+
+def test_a_changed_byte_is_found_by_the_tag(tmp_path: Path, small_blocks: int) -> None:
+    cipher = Cipher("AES-GCM", KEY)
+    path = encrypted(tmp_path / "a", cipher, bytes(300))
+    content = bytearray((tmp_path / "a").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "a").write_bytes(content)
+    store = DecryptingStore(cipher)
+    buffer = bytearray(100)
+    store.read_into(path, 0, memoryview(buffer))  # blocks stand by themselves: the first is sound
+    with pytest.raises(SourceError, match="cannot be decrypted with this key"):
+        store.read_into(path, 200, memoryview(buffer))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: b"\x0a" + content, "is not encrypted; leave the key out"),
+        (lambda content: content[:-1], "cut short or corrupt"),
+        (lambda content: content[:30], "cut short or corrupt"),
+        (lambda content: content[:160], "cut short or corrupt"),
+        (lambda content: content + b"rest", "byte 296: no encrypted block"),
+        (lambda content: content[:148] + b"\xd9" + content[149:], "is encrypted in mode AES-CBC; the mode given is"),
+        (lambda content: content[:24] + b"\x0c" + content[25:], "byte 0: no encrypted block"),
+    ],
+)
+def test_a_corrupt_file_says_where(tmp_path: Path, small_blocks: int, change: object, message: str) -> None:
+    encrypted(tmp_path / "a", Cipher("AES-GCM", KEY), bytes(200))
+    content = change((tmp_path / "a").read_bytes())  # type: ignore[operator]
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(SourceError, match=message):
+        DecryptingStore(Cipher("AES-GCM", KEY)).size(str(tmp_path / "a"))
+
+
+def test_the_trailer_that_mindspore_puts_behind_an_encrypted_file_is_passed_over(tmp_path: Path) -> None:
+    """It is of zeros, whatever the contents; MindSpore 2.10 cannot load such a file itself."""
+    cipher = Cipher("AES-CBC", KEY)
+    path = encrypted(tmp_path / "a", cipher, b"contents")
+    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes() + b"crc_num" + bytes(10))
+    assert decrypted(path, cipher) == b"contents"
+
+
+def test_reading_past_the_end_is_an_error(tmp_path: Path) -> None:
+    path = encrypted(tmp_path / "a", Cipher("AES-CBC", KEY), b"contents")
+    with pytest.raises(SourceError, match="ends at byte 8 decrypted; 2 more bytes were expected"):
+        DecryptingStore(Cipher("AES-CBC", KEY)).read_into(path, 4, memoryview(bytearray(6)))
+
+
+def test_a_file_that_was_replaced_is_indexed_anew(tmp_path: Path) -> None:
+    cipher = Cipher("AES-GCM", KEY)
+    store = DecryptingStore(cipher)
+    for plain in (b"first", b"the second, longer"):
+        path = encrypted(tmp_path / "a", cipher, plain)
+        buffer = bytearray(store.size(path))
+        store.read_into(path, 0, memoryview(buffer))
+        assert bytes(buffer) == plain
+
+
+def test_the_key_is_checked_and_not_shown() -> None:
+    with pytest.raises(UsageError, match="unknown encryption mode 'AES-ECB'; known are AES-GCM, AES-CBC, SM4-CBC"):
+        Cipher("AES-ECB", KEY)
+    with pytest.raises(UsageError, match="the key has 5 bytes; AES-GCM takes 16 or 24 or 32"):
+        Cipher("AES-GCM", b"short")
+    with pytest.raises(UsageError, match="the key is a str; expected bytes"):
+        Cipher("AES-GCM", "0123456789ABCDEF")  # type: ignore[arg-type]
+    assert KEY.decode() not in repr(Cipher("AES-GCM", KEY))
+
+
+def test_a_store_travels_with_its_key(tmp_path: Path) -> None:
+    cipher = Cipher("SM4-CBC", KEY)
+    path = encrypted(tmp_path / "a", cipher, b"contents")
+    store = pickle.loads(pickle.dumps(DecryptingStore(cipher)))  # noqa: S301 -- its own
+    assert store.size(path) == 8
+
+
+def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    with pytest.raises(ReshardError, match=r"pip install 'reshard\[crypto\]'"):
+        DecryptingStore(Cipher("AES-GCM", KEY))

@@ -1,0 +1,281 @@
+"""Files at URLs: an S3 server of its own on loopback, and fsspec's memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import numpy as np
+import pytest
+from checkpoints import tree, write_file, write_ranks
+from remotes import COLUMNS, FULL, ROWS, Requests, changing, get, put, records
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import ReshardError, SourceError, TargetError, UsageError
+from reshard.plan import build
+from reshard.run import mover
+from reshard.storage import remote_store
+from reshard.storage.remote import RemotePath, as_path
+from reshard.storage.remote_store import joined
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BIG = {"w": np.arange(3 << 20, dtype=np.float32).reshape(1024, 3072), "v": np.ones((24, 12), np.float32)}
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> None:
+    local = write_ranks(tmp_path / "src", FULL, ROWS, format)
+    reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(tmp_path / "out")
+    reshard.write_strategy(ROWS, tmp_path / "strategy" / "src.ckpt")
+    put(tmp_path / "strategy", root)
+    source = reshard.open(f"{put(local, root + '/src')}/", strategy=f"{root}/src.ckpt")
+    assert repr(source).startswith(f"<Checkpoint {root}/src: 3 tensors")
+    assert np.array_equal(source["w"][5:9].compute(), FULL["w"][5:9])
+    plan = reshard.plan(source, COLUMNS)
+    report = plan.run(f"{root}/out")
+    assert report.directory == f"{root}/out"
+    assert get(f"{root}/out") == tree(tmp_path / "out")
+    plan.run(tmp_path / "fetched")
+    assert tree(tmp_path / "fetched") == tree(tmp_path / "out")
+    reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(f"{root}/stored", scheduler="synchronous")
+    assert get(f"{root}/stored") == tree(tmp_path / "out")
+    with pytest.raises(TargetError, match=r"/out: has rank_0/checkpoint_0\.\w+, .* already; .* with --overwrite"):
+        plan.run(f"{root}/out", journal=False)
+    plan.run(f"{root}/out", journal=False, overwrite=True)
+    assert get(f"{root}/out") == tree(tmp_path / "out")
+    with pytest.raises(TargetError, match="is one of the source files"):
+        reshard.plan(source, ROWS).run(f"{root}/src", overwrite=True)
+    back = reshard.plan(reshard.open(f"{root}/out", strategy=COLUMNS), ROWS)
+    back.run(f"{root}/back")
+    assert get(f"{root}/back") == tree(local)
+
+
+def test_sets_links_and_single_files(root: str, tmp_path: Path) -> None:
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
+    source = reshard.open(f"{root}/src", strategy=ROWS)
+    for name, files in {"ms": reshard.MindSporeSet(2000), "hf": reshard.HuggingFaceSet(1100)}.items():
+        plan = reshard.plan(source, files=files, format="safetensors")
+        plan.run(tmp_path / name)
+        plan.run(f"{root}/{name}")
+        assert get(f"{root}/{name}") == tree(tmp_path / name)
+        assert len(tree(tmp_path / name)) == 4
+        assert np.array_equal(reshard.open(f"{root}/{name}")["w"].compute(), FULL["w"])
+        with pytest.raises(TargetError, match="holds the source"):
+            plan.run(f"{root}/src", overwrite=True)
+    replicas = Strategy.of({name: Layout.of([4], [-1] * array.ndim) for name, array in FULL.items()})
+    linked = reshard.plan(source, replicas, link_replicas=True)
+    linked.run(f"{root}/linked")
+    reshard.plan(source, replicas).run(tmp_path / "replicas")
+    assert get(f"{root}/linked") == tree(tmp_path / "replicas")
+    one = reshard.open({0: f"{root}/linked/rank_3/checkpoint_3.safetensors"})
+    assert np.array_equal(one["v"].compute(), FULL["v"])
+    assert len(reshard.open(f"{root}/linked/rank_3/checkpoint_3.safetensors")) == 3
+    assert len(reshard.open(f"{root}/linked/rank_3")) == 3
+
+
+def test_only_ranges_are_read_each_once(root: str, asked: Requests, tmp_path: Path) -> None:
+    """Headers in one request a file, then what is needed, in few requests; of a slice only its rows."""
+    strategy = Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0, -1])})
+    put(write_ranks(tmp_path / "src", BIG, strategy), root)
+    asked.ranges.clear()
+    source = reshard.open(root, strategy=strategy)
+    headers = [each for each in asked.ranges if each[1] == 0]
+    assert len(headers) == 4
+    assert asked.nbytes <= 4 * (1 << 20) + 1_000_000  # headers, and the samples that are compared
+    asked.ranges.clear()
+    assert np.array_equal(source["w"][300:310].compute(), BIG["w"][300:310])
+    assert asked.nbytes == 10 * 3072 * 4
+    asked.ranges.clear()
+    target = Strategy.of({"w": Layout.of([2], [-1, 0]), "v": Layout.of([2], [0, -1])})
+    plan = reshard.plan(source, target)
+    report = plan.run(f"{root}/out")
+    assert report.bytes_read == plan.stats.bytes_read == sum(array.nbytes for array in BIG.values())
+    assert report.bytes_read <= asked.nbytes <= report.bytes_read + 100_000
+    assert len(asked.ranges) <= 12  # of 3 MB each and more
+
+
+def test_a_large_file_is_sent_in_parts(
+    bucket: str, asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_file(tmp_path / "model.safetensors", BIG)
+    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    plan = reshard.plan(reshard.open(path), Strategy.of({"w": Layout.of([1], [-1, -1]), "v": Layout.of([1], [-1, -1])}))
+    plan.run(bucket)
+    assert asked.operations.count("UploadPart") >= 2
+    assert asked.operations.count("CompleteMultipartUpload") == 1
+    fs = fsspec.filesystem("s3")
+    found = f"{bucket}/rank_0/checkpoint_0.safetensors"
+    assert fs.info(found, refresh=True)["ETag"].strip('"').endswith(f"-{asked.operations.count('UploadPart')}")
+    plan.run(tmp_path / "out")
+    assert get(bucket) == tree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_failure_leaves_nothing_unfinished(
+    root: str, asked: Requests, tmp_path: Path, several_groups: None, journal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither unfinished files nor parts of them that cost money; without a journal no complete ones either."""
+    before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
+    full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
+    put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
+    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(build, "BAND_BYTES", 1 << 20)
+    monkeypatch.setattr(mover, "FETCH_BYTES", 1 << 20)
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
+    real = remote_store.RemoteStore.fetch
+    count = 0
+
+    def failing(self: Any, ranges: Any) -> None:
+        nonlocal count
+        count += bool(ranges)
+        if count == 8 + 7:  # the first file is complete, five of the second file's eight MB are sent
+            raise SourceError("the network is gone")
+        real(self, ranges)
+
+    monkeypatch.setattr(remote_store.RemoteStore, "fetch", failing)
+    with pytest.raises(SourceError, match="the network is gone") as caught:
+        plan.run(f"{root}/out", scheduler="synchronous", journal=journal)
+    assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == journal
+    total = plan.stats.bytes_written
+    said = f"{total // 2} of {total} bytes are written and kept; the same command goes on from there (with --restart "
+    assert getattr(caught.value, "__notes__", []) == journal * [f"{said}from the beginning)"]
+    if root.startswith("s3"):
+        assert asked.operations.count("CompleteMultipartUpload") == asked.operations.count("AbortMultipartUpload") == 1
+        fs = fsspec.filesystem("s3")
+        assert not fs.list_multipart_uploads(root.removeprefix("s3://"))
+    monkeypatch.undo()
+    assert plan.run(f"{root}/out").finished == journal
+    plan.run(tmp_path / "out")
+    assert get(f"{root}/out") == tree(tmp_path / "out")
+
+
+def test_a_source_that_changes_is_refused(root: str, tmp_path: Path, several_groups: None) -> None:
+    """By its entity tag or time; of two files, one of which is complete already, neither is left."""
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
+    fs, path = fsspec.core.url_to_fs(plan.source.files[1].path)
+    with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: changed since it was opened"):
+        plan.run(f"{root}/out", scheduler="synchronous", progress=changing(plan.source.files[1].path))
+    assert get(f"{root}/out") == {}
+    fs.rm_file(path)
+    with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: cannot be looked at: it is not there; it was"):
+        plan.run(f"{root}/out")
+    with pytest.raises(SourceError, match=r"checkpoint_1\.safetensors: cannot be read: it is not there"):
+        plan.source["w"].compute()
+
+
+def test_a_source_cut_short_names_the_byte(root: str, tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.safetensors", FULL)
+    put(tmp_path, root)
+    source = reshard.open(f"{root}/a.safetensors")
+    fs, name = fsspec.core.url_to_fs(f"{root}/a.safetensors")
+    fs.pipe_file(name, path.read_bytes()[:5000])
+    with pytest.raises(SourceError, match=r"a\.safetensors: (ends at byte 5000|cannot be read)"):
+        source["w"].compute()
+    with pytest.raises(SourceError, match=r"the file has 5000 bytes; its header describes"):
+        reshard.open(f"{root}/a.safetensors")
+
+
+def test_an_encrypted_source(root: str, mindspore_data: Path) -> None:
+    pytest.importorskip("cryptography")
+    content = (mindspore_data / "encrypted" / "aes-gcm.ckpt").read_bytes()
+    fs, name = fsspec.core.url_to_fs(f"{root}/a.ckpt")
+    fs.pipe_file(name, content)
+    source = reshard.open(f"{root}/a.ckpt", cipher=reshard.Cipher("AES-GCM", b"0123456789ABCDEF"))
+    full = np.load(mindspore_data / "encrypted" / "full.npz")
+    assert np.array_equal(source["w.f32"].compute(), full["w.f32"])
+    reshard.plan(source).run(f"{root}/out")
+    assert np.array_equal(reshard.open(f"{root}/out")["w.f32"].compute(), full["w.f32"])
+
+
+def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SourceError, match="is not there; expected a directory of rank directories"):
+        reshard.open(f"{bucket}/nothing")
+    with pytest.raises(SourceError, match=r"s3://no-such-bucket-at-all/x.*is not there"):
+        reshard.open("s3://no-such-bucket-at-all/x")
+    with pytest.raises(UsageError, match="nosuch://x/y.*: Protocol not known"):
+        reshard.open("nosuch://x/y")
+    plan = reshard.plan(reshard.open(write_file(tmp_path / "a.safetensors", FULL)))
+    with pytest.raises(TargetError, match=r"s3://no-such-bucket-at-all/.*: cannot be written"):
+        plan.run("s3://no-such-bucket-at-all")
+    with pytest.raises(UsageError, match="leave ownership 'tensor' out"):
+        plan.run(bucket, ownership="tensor")
+    with pytest.raises(UsageError, match="unknown ownership 'rank'; known are tensor and file"):
+        plan.run(tmp_path / "out", ownership="rank")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ReshardError, match=r"gs://b/x.*: the library .* not installed; pip install gcsfs, or 'reshard"):
+        reshard.open("gs://b/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    monkeypatch.setattr(reshard.storage.remote, "filesystem", lambda url: (fs, url.removeprefix("s3://")))
+    monkeypatch.setattr(fs, "retries", 1)
+    with pytest.raises(SourceError, match=r"s3://b/x.*: cannot be looked at: .*127\.0\.0\.1:9"):
+        reshard.open("s3://b/x")
+
+
+def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "src", FULL, ROWS)
+    source = reshard.open(f"file://{tmp_path}/src", strategy=ROWS)
+    assert source.files[0].path == f"{tmp_path}/src/rank_0/checkpoint_0.safetensors"
+    plan = reshard.plan(source, COLUMNS)
+    plan.run(f"file://{tmp_path}/a")
+    plan.run(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert as_path("memory://a/b/") == RemotePath("memory://a/b")
+
+
+def test_ranges_are_joined_and_cut() -> None:
+    mib = 1 << 20
+    assert joined([("a", 0, 20 * mib), ("b", 5, 1)]) == [
+        ("a", 0, 8 * mib), ("a", 8 * mib, 8 * mib), ("a", 16 * mib, 4 * mib), ("b", 5, 1)
+    ]  # fmt: skip
+    assert joined([("a", mib, 1), ("a", 0, 1)]) == [("a", 0, 1), ("a", mib, 1)]
+    assert joined([("a", 0, 100), ("a", 20, 10), ("a", 90, 20)]) == [("a", 0, 110)]
+
+
+def test_the_commands(bucket: str, tmp_path: Path) -> None:
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{bucket}/src")
+    reshard.write_strategy(ROWS, tmp_path / "s" / "rows.ckpt")
+    reshard.write_strategy(COLUMNS, tmp_path / "s" / "columns.ckpt")
+    put(tmp_path / "s", bucket)
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "reshard", *arguments], capture_output=True, text=True, check=False, env=os.environ
+        )
+
+    options = ["--source-strategy", f"{bucket}/rows.ckpt", "--target-strategy", f"{bucket}/columns.ckpt"]
+    dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
+    assert f"{bucket}/out/rank_0/checkpoint_0.safetensors" in dry.stdout
+    assert "each of which writes whole files" in dry.stdout
+    done = command("transform", f"{bucket}/src", f"{bucket}/out", *options)
+    assert done.returncode == 0, done.stderr
+    assert f"to look at it: {sys.executable} -m reshard inspect {bucket}/out" in done.stderr
+    reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS).run(tmp_path / "out")
+    assert get(f"{bucket}/out") == tree(tmp_path / "out")
+    dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
+    assert (
+        dry.stderr
+        == "notice: 3 target files would be kept unread, finished by an earlier run; reshard verify reads every bit\n"
+    )
+    dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "--cast=float32=float16")
+    assert "notice: 3 target files would be refused, made by another plan" in dry.stderr
+    again = command("transform", f"{bucket}/src", f"{bucket}/out", *options)
+    assert again.returncode == 0
+    assert "nothing is left to do" in again.stdout
+    changed = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16")
+    assert changed.returncode == 6
+    assert changed.stderr.count("\n") == 1
+    assert "begin anew with --restart" in changed.stderr
+    assert "3 files" not in command("inspect", f"{bucket}/out", "--source-strategy", f"{bucket}/columns.ckpt").stderr
+    done = command("unify", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
+    assert done.returncode == 0, done.stderr
+    done = command("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
+    assert done.returncode == 0, done.stderr
+    assert sorted(get(f"{bucket}/ckpt")) == [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(4)]

@@ -1,0 +1,278 @@
+"""The store: ranges of files by path, few of them open."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from stores import read, store
+
+from reshard.errors import BudgetError, SourceError, TargetError
+from reshard.storage.local import PARTIAL, LocalStore, local_store
+
+__all__ = ["store"]  # a fixture, for pytest to find
+
+
+def open_files(directory: Path) -> int:
+    """Return how many files in a directory this process has open."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            count += link.readlink().is_relative_to(directory)
+    return count
+
+
+def listing(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
+
+
+def test_a_file_is_written_beside_and_appears_whole(store: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "rank_0" / "a.ckpt"  # the directory is made too
+    store.create(str(path), 6)
+    store.write_at(str(path), 3, memoryview(b"def"))
+    store.write_at(str(path), 0, memoryview(b"abc"))
+    assert listing(path.parent) == ["a.ckpt" + PARTIAL]
+    store.commit(str(path), sync=True)
+    assert listing(path.parent) == ["a.ckpt"]
+    assert path.read_bytes() == b"abcdef"
+    assert store.size(str(path)) == 6
+    assert read(store, path, 2, 3) == b"cde"
+
+
+def test_what_was_not_written_is_zero(store: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    store.create(str(path), 4)
+    store.write_at(str(path), 1, memoryview(b"x"))
+    store.commit(str(path), sync=False)
+    assert path.read_bytes() == b"\0x\0\0"
+
+
+def test_a_discarded_file_is_gone_and_may_be_discarded_twice(store: LocalStore, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    store.create(path, 4)
+    store.write_at(path, 0, memoryview(b"abcd"))
+    store.discard(path)
+    store.discard(path)
+    assert listing(tmp_path) == []
+
+
+def test_a_file_that_is_made_again_keeps_what_is_in_it(store: LocalStore, tmp_path: Path) -> None:
+    # A cluster runs the tasks of a lost worker again, while others go on writing.
+    path = tmp_path / "a"
+    Path(f"{path}{PARTIAL}").write_bytes(b"remains that are longer")
+    store.create(str(path), 8)
+    store.write_at(str(path), 0, memoryview(b"written"))
+    store.create(str(path), 8)
+    store.commit(str(path), sync=False)
+    assert path.read_bytes() == b"written" + b" "
+
+
+def test_a_partial_file_that_is_a_link_to_a_finished_one_is_made_anew(store: LocalStore, tmp_path: Path) -> None:
+    # A run that was killed between linking a replica and giving it its name leaves one.
+    (tmp_path / "finished").write_bytes(b"finished")
+    os.link(tmp_path / "finished", tmp_path / f"a{PARTIAL}")
+    store.create(str(tmp_path / "a"), 3)
+    store.write_at(str(tmp_path / "a"), 0, memoryview(b"new"))
+    store.commit(str(tmp_path / "a"), sync=False)
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert (tmp_path / "finished").read_bytes() == b"finished"
+
+
+def test_a_partial_file_that_somebody_removed_is_not_written_blindly(store: LocalStore, tmp_path: Path) -> None:
+    # A notebook: a run was interrupted, the user removed its folder, the same process runs again.
+    path = tmp_path / "a"
+    store.create(str(path), 3)
+    store.write_at(str(path), 0, memoryview(b"old"))
+    Path(f"{path}{PARTIAL}").unlink()
+    store.create(str(path), 3)
+    store.write_at(str(path), 0, memoryview(b"new"))
+    store.commit(str(path), sync=False)
+    assert path.read_bytes() == b"new"
+
+
+def test_a_file_that_was_replaced_is_seen_anew_when_its_size_is_asked(store: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    assert read(store, path, 0, 3) == b"old"
+    (tmp_path / "b").write_bytes(b"newer")
+    (tmp_path / "b").replace(path)
+    assert store.size(str(path)) == 5
+    assert read(store, path, 0, 5) == b"newer"
+
+
+def test_short_reads_and_writes_go_on_where_they_stopped(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv, pwrite = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, *how: preadv(fd, [buffers[0][:3]], *how))
+    monkeypatch.setattr(os, "pwrite", lambda fd, buffer, at: pwrite(fd, buffer[:2], at))
+    path = tmp_path / "a"
+    content = bytes(range(100))
+    store.create(str(path), 100)
+    store.write_at(str(path), 0, memoryview(content))
+    store.commit(str(path), sync=False)
+    assert read(store, path, 0, 100) == content
+    assert read(store, path, 95, 5) == content[95:]
+
+
+def test_a_file_that_ends_early_names_the_byte(store: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"abc")
+    with pytest.raises(SourceError, match=r"a: ends at byte 3; 5 more bytes were expected \(cut short"):
+        read(store, path, 1, 7)
+    assert read(store, path, 3, 0) == b""
+
+
+def test_a_file_that_is_not_there(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="a: cannot be read: No such file or directory"):
+        store.size(str(tmp_path / "a"))
+    with pytest.raises(TargetError, match=r"a\.partial: cannot be opened: No such file"):
+        store.write_at(str(tmp_path / "a"), 0, memoryview(b"x"))
+    with pytest.raises(TargetError, match=r"a\.partial: cannot be given its final name: No such file"):
+        store.commit(str(tmp_path / "a"), sync=False)
+
+
+def test_a_directory_is_no_file(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="is no regular file but a directory, a pipe or a device"):
+        read(store, tmp_path, 0, 1)
+    (tmp_path / f"a{PARTIAL}").mkdir()
+    with pytest.raises(TargetError, match=r"a\.partial: cannot be made: Is a directory"):
+        store.create(str(tmp_path / "a"), 1)
+
+
+def test_a_file_where_a_directory_should_be(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "rank_0").write_bytes(b"")
+    with pytest.raises(TargetError, match=r"cannot be made: (Not a directory|File exists)"):
+        store.create(str(tmp_path / "rank_0" / "a"), 1)
+
+
+def test_a_link_is_not_followed(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"precious")
+    (tmp_path / f"a{PARTIAL}").symlink_to(tmp_path / "precious")
+    with pytest.raises(TargetError, match="cannot be made"):
+        store.create(str(tmp_path / "a"), 1)
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+
+
+def fail(code: int) -> object:
+    def raising(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return raising
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_found_at_once_and_nothing_is_left(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", fail(code))
+    with pytest.raises(BudgetError, match=r"a\.partial: no room for 4096 more bytes .* free space"):
+        store.create(str(tmp_path / "a"), 4096)
+    assert listing(tmp_path) == []
+
+
+def test_a_real_file_system_refuses_what_it_cannot_hold(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError):
+        store.create(str(tmp_path / "a"), 1 << 61)
+    assert listing(tmp_path) == []
+
+
+def test_a_disk_that_fills_while_writing(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "a")
+    store.create(path, 4)
+    monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
+    with pytest.raises(BudgetError, match="no room for 4 more bytes"):
+        store.write_at(path, 0, memoryview(b"abcd"))
+    monkeypatch.setattr(os, "pwrite", fail(errno.EIO))
+    with pytest.raises(TargetError, match="cannot be written: Input/output error"):
+        store.write_at(path, 0, memoryview(b"abcd"))
+    monkeypatch.setattr(os, "fsync", fail(errno.EIO))
+    with pytest.raises(TargetError, match="cannot be written: Input/output error"):
+        store.sync(path)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_without_allocation_sets_the_size(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", fail(code))
+    store.create(str(tmp_path / "a"), 4096)
+    assert (tmp_path / f"a{PARTIAL}").stat().st_size == 4096
+
+
+def test_a_source_that_cannot_be_read_names_the_byte(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    monkeypatch.setattr(os, "preadv", fail(errno.EIO))
+    with pytest.raises(SourceError, match="a: cannot be read at byte 1: Input/output error"):
+        read(store, tmp_path / "a", 1, 2)
+
+
+def test_many_threads_and_files_share_few_handles(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}" for number in range(40)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * 64)
+    store = LocalStore(most_open=4)
+    most, lock = 0, threading.Lock()
+
+    def work(step: int) -> None:
+        nonlocal most
+        number = step * 7 % 40
+        assert read(store, paths[number], step % 60, 4) == bytes([number]) * 4
+        target = tmp_path / f"t{step}"
+        store.create(str(target), 8)
+        store.write_at(str(target), 0, memoryview(step.to_bytes(8, "big")))
+        store.commit(str(target), sync=False)
+        with lock:
+            most = max(most, open_files(tmp_path))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(400)))
+    # 4 kept, and up to two more for each of 8 threads in the middle of something.
+    assert 4 <= most <= 4 + 2 * 8
+    assert [int.from_bytes((tmp_path / f"t{step}").read_bytes(), "big") for step in range(400)] == list(range(400))
+    store.close()
+    assert open_files(tmp_path) == 0
+
+
+def test_the_files_used_last_stay_open(store: LocalStore, tmp_path: Path) -> None:
+    for number in range(6):
+        (tmp_path / str(number)).write_bytes(b"x")
+    for number in [0, 1, 2, 3, 0, 4, 5]:
+        read(store, tmp_path / str(number), 0, 1)
+    assert [Path(path).name for path, *_ in store._handles] == ["3", "0", "4", "5"]
+
+
+def test_discarding_while_somebody_writes_closes_the_file_after_him(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "a")
+    store.create(path, 4)
+    pwrite = os.pwrite
+
+    def slow(fd: int, buffer: memoryview, at: int) -> int:
+        store.discard(path)
+        return pwrite(fd, buffer, at)  # the handle is still good
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    store.write_at(path, 0, memoryview(b"abcd"))
+    assert listing(tmp_path) == []
+    assert open_files(tmp_path) == 0
+
+
+def test_a_store_travels_without_its_handles(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    read(store, tmp_path / "a", 0, 1)
+    other = pickle.loads(pickle.dumps(store))  # noqa: S301 -- our own
+    assert not other._handles
+    assert read(other, tmp_path / "a", 0, 3) == b"abc"
+    other.close()
+    assert local_store() is local_store()

@@ -1,0 +1,426 @@
+"""One stage of a pipeline where all of it was meant: refused, allowed where it is asked for, and counted then.
+
+The pipeline is the tutorial's, 2 stages of 4 ranks; MindSpore wrote a strategy file for each of its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import numpy as np
+import pytest
+from checkpoints import Array, blocks, dtype_name, numbers, tree, write_file, write_ranks
+from commands import call, done, proposed
+from strategy_files import meaning
+
+import reshard
+import reshard.mindspore as ms
+from reshard import Layout, Strategy
+from reshard.errors import SourceError, StrategyError, UsageError
+from reshard.strategy.strategy import Operator
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from commands import Result
+
+FIRST, LAST = (0, "src_strategy_0.ckpt"), (1, "src_strategy_7.ckpt")
+STEP = {"global_step": np.array(7, np.int32)}
+ROWS = Layout.of([2], [0, -1])
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Whole tensors, and the same over the ranks of a pipeline and over 4 ranks without stages.
+
+    Attributes:
+        full: the whole tensors that a strategy names.
+        files: the strategy file of each rank of the pipeline.
+        all: the pipeline's strategy.
+        source: the checkpoint of the pipeline.
+        whole: a file of whole tensors.
+        four: the checkpoint of 4 ranks.
+        four_strategy: its strategy file.
+    """
+
+    full: dict[str, Array]
+    files: Path
+    all: Strategy
+    source: Path
+    whole: Path
+    four: Path
+    four_strategy: Path
+
+    def of(self, stage: int) -> dict[str, Array]:
+        return {name: value for name, value in self.full.items() if stage in self.all.stages_of(name)}
+
+
+@pytest.fixture(scope="module")
+def pipeline(mindspore_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    root = tmp_path_factory.mktemp("pipeline")
+    files = mindspore_data / "strategies" / "pipe_tut8_ckpt"
+    four = mindspore_data / "real" / "tut_dst4_opt" / "strategy_0.ckpt"
+    opened = reshard.open(mindspore_data / "real" / "tut_dst4_opt" / "ckpt", strategy=four)
+    full = {name: opened[name].compute() for name, tensor in opened.tensors.items() if tensor.listed}
+    everything = reshard.read_strategy(files)
+    return Pipeline(
+        full,
+        files,
+        everything,
+        write_ranks(root / "pipeline", full, everything, "ckpt", STEP),
+        write_file(root / "whole.ckpt", {**full, **STEP}, "ckpt"),
+        write_ranks(root / "four", full, reshard.read_strategy(four), "ckpt", STEP),
+        four,
+    )
+
+
+def assert_refused(result: Result, option: str, stage: int) -> None:
+    assert result.exit_code == 4, (result.stdout, result.stderr)
+    (line,) = result.stderr.splitlines()
+    assert f"strategy is that of stage {stage} of a pipeline" in line
+    assert f"give the directory of its strategy files, or the merged file, or {option} {stage} " in line
+    assert not result.stdout
+
+
+def held(pipeline: Pipeline, rank: int) -> dict[str, Any]:
+    """What a rank of the pipeline holds, as `helpers.read_rank_file` gives it."""
+    found = {**blocks(pipeline.full, pipeline.all, rank), **STEP}
+    return {name: (dtype_name(a), a.shape, np.ascontiguousarray(a).tobytes()) for name, a in found.items()}
+
+
+# --- the source's ---
+
+
+@pytest.mark.parametrize(("stage", "name"), [FIRST, LAST])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["transform", "SOURCE", "OUT", "FILE", "TARGET"],
+        ["transform", "SOURCE", "OUT", "FILE", "TARGET", "-q"],
+        ["transform", "SOURCE", "OUT", "FILE", "TARGET", "--json"],
+        ["transform", "SOURCE", "OUT", "FILE", "TARGET", "--dry-run"],
+        ["transform", "SOURCE", "OUT", "FILE"],
+        ["transform", "SOURCE", "OUT", "FILE", "--via-zarr", "OUT.zarr"],
+        ["unify", "SOURCE", "OUT", "FILE"],
+        ["unify", "SOURCE", "OUT", "FILE", "--format", "zarr"],
+        ["plan", "SOURCE", "FILE", "TARGET", "-o", "OUT"],
+        ["plan", "SOURCE", "FILE", "--style", "huggingface"],
+        ["inspect", "SOURCE", "FILE"],
+        ["strategy", "check", "FILE-ITSELF", "SOURCE"],
+        ["verify", "FOUR", "VERIFIED", "--against", "SOURCE", "FILE"],
+    ],
+    ids=" ".join,
+)
+def test_a_source_strategy_of_one_stage_is_refused(
+    pipeline: Pipeline, tmp_path: Path, words: list[str], stage: int, name: str
+) -> None:
+    meant: dict[str, list[str | Path]] = {
+        "SOURCE": [pipeline.source],
+        "FOUR": [pipeline.four],
+        "OUT": [tmp_path / "out"],
+        "OUT.zarr": [tmp_path / "out.zarr"],
+        "FILE": ["--source-strategy", pipeline.files / name],
+        "FILE-ITSELF": [pipeline.files / name],
+        "TARGET": ["--target-strategy", pipeline.four_strategy],
+        "VERIFIED": ["--target-strategy", pipeline.four_strategy],
+    }
+    assert_refused(call(*(part for word in words for part in meant.get(word, [word]))), "--stage", stage)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("stage", "name"), [FIRST, LAST])
+@pytest.mark.parametrize("all_stages", [False, True])
+def test_a_stage_of_the_source_that_is_asked_for_says_what_others_have(
+    pipeline: Pipeline, tmp_path: Path, stage: int, name: str, all_stages: bool
+) -> None:
+    """From the stage's own file and from that of all; with a target strategy and to whole tensors."""
+    others = sorted(pipeline.of(1 - stage))
+    strategy = pipeline.files if all_stages else pipeline.files / name
+    read = [pipeline.source, tmp_path / "out", "--source-strategy", strategy, "--stage", str(stage)]
+    command = ["transform", *read, "--target-strategy", pipeline.four_strategy]
+    for more in (["--dry-run"], []):
+        told = json.loads(done(*command, *more, "--json").stdout)
+        assert sorted(told["missing"]) == others
+        assert told["dropped"] == []
+    assert [file["path"] for file in told["files"]] == [f"rank_{r}/checkpoint_{r}_part{stage}.ckpt" for r in range(4)]
+    assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
+    missing = [name for name in [*others, *pipeline.all.tensors] if name in others or name.startswith("accu_grads")]
+    whole = json.loads(done("transform", *read[:1], tmp_path / "whole", *read[2:], "--json").stdout)
+    assert set(others) <= set(whole["missing"]) <= set(missing)
+    assert [file["path"] for file in whole["files"]] == [f"rank_0/checkpoint_0_part{stage}.ckpt"]
+    told = json.loads(done("unify", *read[:1], tmp_path / "set", *read[2:], "--json").stdout)
+    assert told["missing"] == whole["missing"]
+    report = done("transform", *read[:1], tmp_path / "words", *command[3:])
+    assert f"missing, because the source does not have it: {len(others)} names: " in report.stdout
+
+
+def test_stage_after_stage_gives_what_all_of_the_strategy_does(pipeline: Pipeline, tmp_path: Path) -> None:
+    target = reshard.read_strategy(pipeline.four_strategy)
+    for stage, name in (FIRST, LAST):
+        read = ["--source-strategy", pipeline.files / name, "--stage", str(stage)]
+        done("transform", pipeline.source, tmp_path / "out", *read, "--target-strategy", pipeline.four_strategy)
+    opened = reshard.open(tmp_path / "out", strategy=target)
+    assert all(np.array_equal(opened[name].compute(), value) for name, value in pipeline.full.items())
+
+
+def test_python_is_asked_for_the_stage_too(pipeline: Pipeline, tmp_path: Path) -> None:
+    for stage, name in (FIRST, LAST):
+        for strategy in (pipeline.files / name, pipeline.all.of_stage(stage)):
+            with pytest.raises(
+                StrategyError, match=rf"that of stage {stage} of a pipeline.*--stage {stage} \(stage=\)"
+            ):
+                reshard.open(pipeline.source, strategy=strategy)
+            for given in (stage, "own"):
+                source = reshard.open(pipeline.source, strategy=strategy, stage=given)
+                assert (source.part, source.elsewhere) == (stage, set(pipeline.of(1 - stage)))
+        assert set(reshard.plan(source).missing) >= set(pipeline.of(1 - stage))
+        some = reshard.plan(source.sel("global_step"))  # what `sel` leaves out is not missed
+        assert not set(some.missing) & set(pipeline.of(1 - stage))
+        planned = reshard.plan(source, reshard.read_strategy(pipeline.four_strategy))
+        planned.save(tmp_path / f"{stage}.json")
+        assert reshard.read_plan(tmp_path / f"{stage}.json").missing == planned.missing
+    with pytest.raises(UsageError, match="stage is 'both'; expected the number of one"):
+        reshard.open(pipeline.source, strategy=pipeline.all, stage="both")  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match="stage 0 is asked for; the strategy has stages 1"):
+        reshard.open(pipeline.source, strategy=pipeline.files / LAST[1], stage=0)
+
+
+def test_a_weight_of_the_stage_itself_is_missed_as_before(pipeline: Pipeline, tmp_path: Path) -> None:
+    write_ranks(tmp_path, {n: v for n, v in pipeline.full.items() if n != "net.layer1.bias"}, pipeline.all, "ckpt")
+    source = reshard.open(tmp_path, strategy=pipeline.files / FIRST[1], stage=0)
+    with pytest.raises(SourceError, match=r"tensor 'net\.layer1\.bias': is in the strategy and in no source file"):
+        reshard.plan(source)
+
+
+# --- the target's ---
+
+
+@pytest.mark.parametrize(("stage", "name"), [FIRST, LAST])
+@pytest.mark.parametrize("more", [[], ["-q"], ["--json"], ["--dry-run"], ["--drop", "*"]], ids=" ".join)
+def test_a_target_strategy_of_one_stage_is_refused(
+    pipeline: Pipeline, tmp_path: Path, stage: int, name: str, more: list[str]
+) -> None:
+    """From whole tensors, whose every weight would go whole to each rank; from ranks; from another pipeline."""
+    target = ["--target-strategy", pipeline.files / name, *more]
+    for read in (
+        [pipeline.whole],
+        [pipeline.four, "--source-strategy", pipeline.four_strategy],
+        [pipeline.source, "--source-strategy", pipeline.files],
+    ):
+        result = call("transform", read[0], tmp_path / "out", *read[1:], *target)
+        assert_refused(result, "--target-stage", stage)
+        if more not in (["--json"], ["--dry-run"]):
+            assert_refused(call("plan", *read, *target), "--target-stage", stage)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("stage", "name"), [FIRST, LAST])
+@pytest.mark.parametrize("all_stages", [False, True])
+def test_a_stage_of_the_target_that_is_asked_for(
+    pipeline: Pipeline, tmp_path: Path, stage: int, name: str, all_stages: bool
+) -> None:
+    """The files are those that the whole target has of these ranks: nobody else writes a part of them."""
+    strategy = pipeline.files if all_stages else pipeline.files / name
+    target = ["--target-strategy", strategy, "--target-stage", str(stage)]
+    ranks = range(4 * stage, 4 * stage + 4)
+    command = ["transform", pipeline.four, tmp_path / "out", "--source-strategy", pipeline.four_strategy, *target]
+    result = done(*command)
+    paths = [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in ranks]
+    assert sorted(tree(tmp_path / "out")) == paths
+    for rank in ranks:
+        assert helpers.read_rank_file(tmp_path / "out" / paths[rank % 4]) == held(pipeline, rank)
+    assert done(*proposed(result)).exit_code == 0
+    told = json.loads(done(*command, "--overwrite", "--restart", "--json").stdout)
+    assert sorted(told["dropped"]) == ([] if all_stages else sorted(pipeline.of(1 - stage)))
+    assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
+    done("plan", pipeline.four, *command[3:], "-o", tmp_path / "plan.json")
+    told = json.loads(done("run", tmp_path / "plan.json", tmp_path / "planned", "--json").stdout)
+    assert tree(tmp_path / "planned") == tree(tmp_path / "out")
+    assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
+
+
+def test_stages_of_a_target_are_written_beside_each_other(pipeline: Pipeline, tmp_path: Path) -> None:
+    for stage, name in (FIRST, LAST):
+        target = ["--target-strategy", pipeline.files / name, "--target-stage", str(stage)]
+        read = ["--source-strategy", pipeline.four_strategy]
+        told = json.loads(done("transform", pipeline.four, tmp_path / "out", *read, *target, "--json").stdout)
+        assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
+    for rank in pipeline.all.ranks:
+        found = helpers.read_rank_file(tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
+        assert found == held(pipeline, rank)
+    refused = call("verify", tmp_path / "out", "--target-strategy", pipeline.files / FIRST[1])
+    assert_refused(refused, "--target-stage", 0)
+
+
+def test_a_stage_of_the_target_in_python(pipeline: Pipeline) -> None:
+    source = reshard.open(pipeline.four, strategy=pipeline.four_strategy)
+    for stage, name in (FIRST, LAST):
+        for one in (reshard.read_strategy(pipeline.files / name), pipeline.all.of_stage(stage)):
+            with pytest.raises(StrategyError, match=rf"the target strategy is that of stage {stage} of a pipeline"):
+                reshard.plan(source, one)
+            assert reshard.plan(source, one, stage=stage).ranks == tuple(range(4 * stage, 4 * stage + 4))
+        assert reshard.plan(source, pipeline.all, stage=stage, ranks=[4 * stage]).ranks == (4 * stage,)
+        with pytest.raises(UsageError, match=rf"rank {4 - 4 * stage} is asked for; stage {stage} has the ranks"):
+            reshard.plan(source, pipeline.all, stage=stage, ranks=[4 - 4 * stage])
+    with pytest.raises(StrategyError, match="stage 2 is asked for; the strategy has stages 0, 1"):
+        reshard.plan(source, pipeline.all, stage=2)
+    with pytest.raises(UsageError, match="no strategy says which ranks it has"):
+        reshard.plan(source, stage=0)
+    assert call("unify", pipeline.whole, "out", "--target-stage", "0").exit_code == 2
+    words = ["plan", pipeline.whole, "--style", "mindspore", "--target-stage", "0"]
+    assert "leave --target-stage out" in call(*words).stderr
+
+
+def test_weights_that_would_be_dropped_make_one_think_of_a_pipeline(pipeline: Pipeline, tmp_path: Path) -> None:
+    """A copy of the first stage's file that lies alone says nothing of others."""
+    alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
+    said = "if the strategy is that of one stage of a pipeline, give the directory of its strategy files"
+    read = [pipeline.four, "--source-strategy", pipeline.four_strategy]
+    for words in (
+        ["transform", read[0], tmp_path / "out", *read[1:], "--target-strategy", alone],
+        ["strategy", "check", alone, *read],
+    ):
+        result = call(*words)
+        assert result.exit_code == 4
+        assert "--drop 'net.layer2.weight'" in result.stderr or words[0] == "strategy"
+        assert said in result.stderr.splitlines()[-1]
+
+
+def test_weights_that_go_whole_to_every_rank_are_told(pipeline: Pipeline, tmp_path: Path) -> None:
+    """No strategy says how those of a file of whole tensors are cut, which the target's does not name."""
+    alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
+    source = reshard.open(pipeline.whole)
+    (notice,) = reshard.plan(source, reshard.read_strategy(alone)).notices
+    assert notice.startswith("copied whole to every rank, as the target strategy does not name it: 8 tensors, net.")
+    assert reshard.plan(source, pipeline.all).notices == ()  # of global_step nothing is told
+
+
+def test_a_strategy_of_one_stage_does_not_fit_a_whole_model(pipeline: Pipeline) -> None:
+    for _, name in (FIRST, LAST):
+        result = call("strategy", "check", pipeline.files / name, pipeline.whole)
+        assert result.exit_code == 4
+        assert "is in the files and not in the strategy" in result.stderr
+    for stage, name in (FIRST, LAST):
+        done("strategy", "check", pipeline.files / name, pipeline.source, "--stage", str(stage))
+
+
+# --- whether a file is of one stage ---
+
+
+def test_the_first_stage_s_file_is_known_by_those_beside_it(pipeline: Pipeline, tmp_path: Path) -> None:
+    """By that of the highest rank, in the name of which the rank is the last number, or stands twice."""
+    first, last = pipeline.files / FIRST[1], pipeline.files / LAST[1]
+
+    def beside(own: str, *others: str, of: Path = last) -> bool:
+        folder = tmp_path / "-".join([own, *others])
+        folder.mkdir()
+        shutil.copy(first, folder / own)
+        for other in others:
+            shutil.copy(of, folder / other)
+        return reshard.read_strategy(folder / own).others
+
+    assert reshard.read_strategy(first).others
+    assert beside("strategy_0.ckpt", "strategy_7.ckpt")
+    assert beside("s_3.ckpt", "s_12.ckpt", "s_4.ckpt")
+    assert beside("rank_0_rank_0.ckpt", "rank_4_rank_4.ckpt")
+    assert not beside("strategy.ckpt", "strategy_7.ckpt")
+    assert not beside("run_0_s_0.ckpt", "run_1_s_7.ckpt")
+    assert not beside("strategy_1.ckpt")
+    assert not beside("a_0.ckpt", "a_3.ckpt", of=first)  # a rank of the same stage
+    assert not beside("b_0.ckpt", "b_7.ckpt", of=pipeline.whole)
+    assert not beside("c_0.ckpt", "c_7.ckpt", of=pipeline.four_strategy)
+    assert repr(reshard.read_strategy(first)).endswith("(stage 0 of a pipeline)>")
+    assert "stage 0 of a longer pipeline" in done("strategy", "show", first).stdout
+    assert not pipeline.all.others
+
+
+def test_strategies_without_a_pipeline_are_not_asked_for_a_stage(mindspore_data: Path) -> None:
+    """All recorded ones: networks of other configurations lie side by side, one run's ranks have a file each."""
+    files = [*(mindspore_data / "strategies").glob("*.*"), *(mindspore_data / "real").glob("*/strategy_*.ckpt")]
+    found = {path: reshard.read_strategy(path) for path in files if path.name not in {"index.json", "summary.txt"}}
+    assert len(found) > 50
+    assert {path.parent.name for path, strategy in found.items() if strategy.others} == {"pipe8_opt"}
+
+
+def test_a_stage_of_a_merged_file_is_written_and_read_again(pipeline: Pipeline, tmp_path: Path) -> None:
+    for stage in (0, 1):
+        one = pipeline.all.of_stage(stage)
+        reshard.write_strategy(one, tmp_path / f"s_{stage}.ckpt")
+        again = reshard.read_strategy(tmp_path / f"s_{stage}.ckpt")
+        assert meaning(again) == meaning(one)
+        assert {operator.stage for operator in again.operators} == {stage}
+
+
+# --- a stage that has operators and no tensors ---
+
+
+@pytest.mark.parametrize("extension", ["ckpt", "json"])
+def test_a_stage_without_tensors_has_ranks(tmp_path: Path, extension: str) -> None:
+    """The last of a merged file's as one between others: its ranks get what no strategy names."""
+    full = numbers({"w": (4, 2), "v": (2, 2)})
+    merged = Strategy.of({"w": {0: ROWS}, "v": {1: ROWS}})
+    operators = tuple(Operator(f"op{stage}", stage, ((2, 1),)) for stage in range(3))
+    reshard.write_strategy(replace(merged, operators=operators), tmp_path / f"s.{extension}")
+    target = reshard.read_strategy(tmp_path / f"s.{extension}")
+    assert (target.stages, target.ranks) == (range(3), range(6))
+    before = Strategy.of({"w": ROWS, "v": ROWS})
+    source = reshard.open(write_ranks(tmp_path / "src", full, before, also=STEP), strategy=before)
+    reshard.plan(source, target).run(tmp_path / "out")
+    for rank in range(6):
+        found = helpers.read_rank_file(tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.safetensors")
+        assert set(found) == {*blocks(full, merged, rank), "global_step"}
+    again = reshard.open(tmp_path / "out", strategy=target)
+    assert all(np.array_equal(again[name].compute(), value) for name, value in full.items())
+    assert reshard.verify(tmp_path / "out", target, against=source).equal
+
+
+# --- MindSpore's names ---
+
+
+def test_mindspores_names_take_the_target_s_stage_for_no_model(pipeline: Pipeline, tmp_path: Path) -> None:
+    """MindSpore copies what a target strategy does not name; the weights of other stages would be lost here."""
+    said = r"dst_strategy_file is that of stage \d of a pipeline, and names none of \d tensors: .*give that of all"
+    for _, name in (FIRST, LAST):
+        for read in ((pipeline.four, pipeline.four_strategy), (pipeline.whole, None)):
+            with pytest.raises(StrategyError, match=said):
+                ms.transform_checkpoints(read[0], tmp_path / "out", "checkpoint_", read[1], pipeline.files / name)
+        ms.unified_safetensors(pipeline.four, pipeline.four_strategy, tmp_path / "set")
+        with pytest.raises(StrategyError, match=said.replace("dst_strategy_file", "predict_strategy")):
+            ms.load_distributed_checkpoint(
+                None, predict_strategy=pipeline.files / name, format="safetensors",
+                unified_safetensors_dir=tmp_path / "set", dst_safetensors_dir=tmp_path / "out",
+            )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_mindspores_names_take_stages_of_both_sides(pipeline: Pipeline, tmp_path: Path) -> None:
+    """One sub-network to one of an equal pipeline, and one rank of a pipeline by its own strategy file."""
+    for stage, name in (FIRST, LAST):
+        own = pipeline.files / name
+        ms.transform_checkpoints(pipeline.source, tmp_path / "out", "x", own, own)
+        ranks = range(4 * stage, 4 * stage + 4)
+        for rank in ranks:
+            path = tmp_path / "out" / f"rank_{rank}" / f"x{rank}_part{stage}.ckpt"
+            assert helpers.read_rank_file(path) == held(pipeline, rank)
+            path = tmp_path / f"{rank}.ckpt"
+            files = {r: pipeline.four / f"rank_{r}" / f"checkpoint_{r}.ckpt" for r in range(4)}
+            ms.transform_checkpoint_by_rank(rank, files, path, pipeline.four_strategy, own)
+            assert helpers.read_rank_file(path) == held(pipeline, rank)
+
+
+@pytest.mark.parametrize(("stage", "name"), [FIRST, LAST])
+def test_one_stage_of_whole_tensors_is_the_same_by_its_file_and_by_all(
+    pipeline: Pipeline, tmp_path: Path, stage: int, name: str
+) -> None:
+    """And verify takes the option that the conversion had."""
+    for place, strategy in (("one", pipeline.files / name), ("all", pipeline.files)):
+        target = ["--target-strategy", strategy, "--target-stage", str(stage)]
+        told = json.loads(done("transform", pipeline.whole, tmp_path / place, *target, "--json").stdout)
+        assert sorted(told["dropped"]) == (sorted(pipeline.of(1 - stage)) if place == "one" else [])
+        done("verify", tmp_path / place, *target, "--against", pipeline.whole)
+    assert tree(tmp_path / "one") == tree(tmp_path / "all")

@@ -1,0 +1,203 @@
+"""Strategy files, protobuf and JSON: what is read, what is written, and that they say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import generators
+import pytest
+from hypothesis import given
+from strategy_files import add_layout, add_operator, json_item, json_top, meaning, message, saved
+
+from reshard.errors import TargetError, UsageError
+from reshard.layout.layout import Layout
+from reshard.strategy.files import read_strategy, write_strategy
+from reshard.strategy.proto import DESCRIPTORS, HERE
+from reshard.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from reshard.layout.block import Shape
+
+
+def test_a_protobuf_file(tmp_path: Path) -> None:
+    top = message()
+    add_layout(top, "flat", [2, 4], [1, -1])
+    add_layout(top, "nested", [2, 2, 2], [2], [1, 0], opt_weight_shard_size=-1)
+    add_layout(top, "nested, one dimension", [2, 4], [1, 0], [])  # the empty message is no dimension
+    add_layout(top, "scalar", [8], [])
+    add_operator(top, "MatMul", 3)
+    strategy = read_strategy(saved(tmp_path / "strategy.ckpt", top))
+    assert {name: placed.layout for name, (placed,) in strategy.tensors.items()} == {
+        "flat": Layout.of([2, 4], [1, -1]),
+        "nested": Layout.of([2, 2, 2], [2, (1, 0)], -1),
+        "nested, one dimension": Layout.of([2, 4], [(1, 0)]),
+        "scalar": Layout.of([8], []),
+    }
+    # The stage is in the operators alone; current_stage says nothing.
+    assert (strategy.stages, strategy.ranks, strategy.merged) == (range(3, 4), range(24, 32), False)
+
+
+def test_a_json_file(tmp_path: Path) -> None:
+    top = json_top({"w": json_item()}, {"MatMul": {"stage": 1, "parallel_strategy": [[2, 1], [1]]}})
+    strategy = read_strategy(saved(tmp_path / "strategy.json", top))
+    (placed,) = strategy.tensors["w"]
+    assert (placed.layout, placed.shape, placed.stage) == (Layout.of([2, 4], [1, -1]), (8, 8), 1)
+    assert strategy.operators[0].strategy == ((2, 1), (1,))
+
+
+def test_names_with_stage_numbers_make_a_merged_file(tmp_path: Path) -> None:
+    top = message()
+    add_layout(top, "0-w", [2], [0])
+    add_layout(top, "1-w", [2], [-1])
+    add_layout(top, "1-a-b", [2], [0])
+    strategy = read_strategy(saved(tmp_path / "merged.ckpt", top))
+    assert strategy.merged
+    assert strategy.stages == range(2)
+    assert {name: strategy.stages_of(name) for name in strategy.tensors} == {"w": (0, 1), "a-b": (1,)}
+
+
+def test_one_name_without_a_stage_number_makes_it_a_file_of_one_stage(tmp_path: Path) -> None:
+    top = message()
+    add_layout(top, "0-w", [2], [0])
+    add_layout(top, "bias", [2], [0])
+    strategy = read_strategy(saved(tmp_path / "strategy.ckpt", top))
+    assert (list(strategy.tensors), strategy.merged) == (["0-w", "bias"], False)
+
+
+def test_the_format_is_told_by_content(tmp_path: Path) -> None:
+    path = saved(tmp_path / "misnamed.ckpt", json_top({"w": json_item()}))
+    assert list(read_strategy(path).tensors) == ["w"]
+
+
+def test_older_files_without_the_optimizer_fields(tmp_path: Path) -> None:
+    top = message()
+    item = add_layout(top, "w", [2], [0])
+    item.parallel_layouts.ClearField("opt_weight_shard_step")
+    item.parallel_layouts.ClearField("opt_weight_shard_size")
+    assert read_strategy(saved(tmp_path / "a.ckpt", top)).tensors["w"][0].layout == Layout.of([2], [0])
+    older = {key: value for key, value in json_item().items() if not key.startswith("opt")}
+    assert read_strategy(saved(tmp_path / "a.json", json_top({"w": older}))).tensors["w"][0].layout == Layout.of(
+        [2, 4], [1, -1]
+    )
+
+
+def test_uneven_shapes_and_fields_are_kept(tmp_path: Path) -> None:
+    layout = Layout.of([2], [0], param_split_shape=[5, 3], indices_offset=[0, 5], field=2)
+    for name in ("a.ckpt", "a.json"):
+        write_strategy(Strategy.of({"w": layout}), tmp_path / name)
+        assert read_strategy(tmp_path / name).tensors["w"][0].layout == layout
+
+
+def test_nested_entries_are_written_expanded_in_json(tmp_path: Path) -> None:
+    strategy = Strategy.of({"w": Layout.of([2, 2, 2], [-1, (1, 0)])}, shapes={"w": (784, 512)})
+    write_strategy(strategy, tmp_path / "a.json")
+    item = json.loads((tmp_path / "a.json").read_text())["parallel_layout_item"]["w"]
+    assert (item["tensor_map"], item["tensor_shape"]) == ([-1, 1, 0], [784, 2, 256])
+    assert read_strategy(tmp_path / "a.json").grid("w", (784, 512)) == strategy.grid("w", (784, 512))
+
+
+@pytest.mark.parametrize("shape", [None, (784,)])
+def test_nested_entries_without_a_fitting_shape_need_protobuf(tmp_path: Path, shape: Shape | None) -> None:
+    layout = Layout.of([2, 2], [-1, (1, 0)])
+    strategy = Strategy.of({"w": layout}, shapes={"w": shape} if shape else None)
+    with pytest.raises(UsageError, match="tensor 'w'"):
+        write_strategy(strategy, tmp_path / "a.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_expanded_layout_is_not_written_as_protobuf_of_more_dimensions(tmp_path: Path) -> None:
+    """JSON does not tell how many dimensions the tensor has; protobuf must."""
+    write_strategy(
+        Strategy.of({"w": Layout.of([2, 2, 2], [-1, (1, 0)])}, shapes={"w": (784, 512)}), tmp_path / "b.json"
+    )
+    strategy = read_strategy(tmp_path / "b.json")
+    with pytest.raises(UsageError, match="cannot be told; write JSON"):
+        write_strategy(strategy, tmp_path / "a.ckpt")
+    write_strategy(strategy, tmp_path / "a.json")
+
+
+def test_a_nested_tensor_of_one_dimension_has_an_empty_second_map(tmp_path: Path) -> None:
+    # So does MindSpore: one message would be read as a flat map of two dimensions.
+    write_strategy(Strategy.of({"w": Layout.of([2, 2], [(1, 0)])}), tmp_path / "a.ckpt")
+    top = message()
+    top.ParseFromString((tmp_path / "a.ckpt").read_bytes())
+    assert [list(part.dim) for part in top.parallel_layout_item[0].parallel_layouts.tensor_map] == [[1, 0], []]
+
+
+def test_unknown_protobuf_fields_come_back_where_they_were(tmp_path: Path) -> None:
+    top = message()
+    layout, operator = add_layout(top, "w", [2], [0]), add_operator(top, "MatMul", 0)
+    for number, place in enumerate([top, layout, layout.parallel_layouts, operator, operator.parallel_strategys]):
+        place.MergeFromString(b"\xa2\x06\x03no" + bytes([48 + number]))  # field 100, "no0" and so on
+    path = saved(tmp_path / "a.ckpt", top)
+    write_strategy(read_strategy(path), tmp_path / "b.ckpt")
+    assert (tmp_path / "b.ckpt").read_bytes() == path.read_bytes()
+    assert path.read_bytes().count(b"\xa2\x06\x03no") == 5
+
+
+def test_unknown_json_keys_come_back_where_they_were(tmp_path: Path) -> None:
+    top = json_top(
+        {"w": json_item(new=[1, {"a": None}])}, {"op": {"stage": 0, "parallel_strategy": [], "new": 1}}, newer="x"
+    )
+    write_strategy(read_strategy(saved(tmp_path / "a.json", top)), tmp_path / "b.json")
+    assert json.loads((tmp_path / "b.json").read_text()) == top
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new folder" / "a.ckpt"
+    write_strategy(Strategy.of({"w": Layout.of([2], [0])}), path)
+    before, inode = path.read_bytes(), path.stat().st_ino
+
+    def failing(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", failing)
+        with pytest.raises(TargetError, match="No space left"):
+            write_strategy(Strategy.of({"v": Layout.of([4], [0])}), path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+    write_strategy(Strategy.of({"v": Layout.of([4], [0])}), path)
+    assert path.stat().st_ino != inode  # another file took the name; the old one was not written over
+    assert list(path.parent.iterdir()) == [path]
+
+
+@given(generators.models())
+def test_what_is_written_as_protobuf_is_read_again(
+    tmp_path_factory: pytest.TempPathFactory, model: generators.Model
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "a.ckpt"
+    for strategy in (model.source, model.target):
+        write_strategy(strategy, path)
+        assert meaning(read_strategy(path)) == meaning(strategy)
+
+
+@given(generators.models())
+def test_what_is_written_as_json_says_the_same(
+    tmp_path_factory: pytest.TempPathFactory, model: generators.Model
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "a.json"
+    layouts = {n: {p.stage: p.layout for p in places} for n, places in model.source.tensors.items()}
+    strategy = Strategy.of(layouts, shapes=model.shapes)
+    write_strategy(strategy, path)
+    found = read_strategy(path)
+    assert (found.stages, found.devices, found.merged) == (strategy.stages, strategy.devices, strategy.merged)
+    for name, shape in model.shapes.items():
+        assert found.stages_of(name) == strategy.stages_of(name)
+        assert found.grid(name, shape) == strategy.grid(name, shape)
+        if all(len(axes) <= 1 for placed in strategy.tensors[name] for axes in placed.layout.tensor_map):
+            assert [(p.layout, p.shape) for p in found.tensors[name]] == [
+                (p.layout, p.shape) for p in strategy.tensors[name]
+            ]
+
+
+def test_the_descriptor_set_is_what_the_proto_files_say(tmp_path: Path) -> None:
+    protoc = pytest.importorskip("grpc_tools.protoc")
+    from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+    target = tmp_path / "descriptors.binpb"
+    sources = sorted(str(path) for path in HERE.glob("*.proto"))
+    assert protoc.main(["protoc", f"-I{HERE}", f"--descriptor_set_out={target}", *sources]) == 0
+    assert FileDescriptorSet.FromString(target.read_bytes()) == FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())

@@ -1,0 +1,294 @@
+"""Strategy files that are damaged, unsound or of no one pipeline: one error, with every fault and its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategy_files import add_layout, add_operator, json_item, json_top, message, saved
+
+from reshard.errors import StrategyError
+from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+# Directories that are not one pipeline.
+
+
+def part(stage: int, **layouts: list[int]) -> Any:
+    top = message()
+    add_operator(top, "op", stage)
+    for name, tensor_map in layouts.items():
+        add_layout(top, name, [2], tensor_map)
+    return top
+
+
+def test_all_faults_of_a_directory_are_told_at_once(tmp_path: Path) -> None:
+    saved(tmp_path / "in" / "strategy_0.ckpt", part(0, w=[0]))
+    saved(tmp_path / "in" / "strategy_1.ckpt", part(0, w=[-1]))
+    saved(tmp_path / "in" / "strategy_2.ckpt", part(0))
+    saved(tmp_path / "in" / "strategy_10.ckpt", part(2, w=[0]))
+    merged = message()
+    add_layout(merged, "0-w", [2], [0])
+    saved(tmp_path / "in" / "merged.ckpt", merged)
+    for call in (read_strategy, lambda folder: merge_strategies(folder, tmp_path / "out.ckpt")):
+        with pytest.raises(StrategyError) as caught:
+            call(tmp_path / "in")
+        message_ = str(caught.value)
+        assert "has 4 faults:" in message_
+        assert re.search(r"strategy_1\.ckpt: disagrees with .*strategy_0\.ckpt of the same stage 0 on w", message_)
+        assert re.search(r"strategy_2\.ckpt: names no tensor", message_)
+        assert re.search(r"merged\.ckpt: is merged already", message_)
+        assert re.search(r"stage 1: has no file; 3 stages are expected because .*strategy_10\.ckpt", message_)
+    assert not (tmp_path / "out.ckpt").exists()
+
+
+def test_both_formats_in_one_directory(tmp_path: Path) -> None:
+    saved(tmp_path / "a.ckpt", part(0, w=[0]))
+    saved(tmp_path / "a.json", json_top({"w": json_item()}))
+    with pytest.raises(StrategyError, match=r"both formats \(1 \.ckpt, 1 \.json\); expected one"):
+        read_strategy(tmp_path)
+
+
+def test_a_directory_without_strategy_files(tmp_path: Path) -> None:
+    saved(tmp_path / "notes.txt", b"")
+    with pytest.raises(StrategyError, match="holds no strategy file; expected"):
+        read_strategy(tmp_path)
+    with pytest.raises(StrategyError, match=r"notes\.txt: is not a directory"):
+        merge_strategies(tmp_path / "notes.txt", tmp_path / "out.ckpt")
+
+
+def test_a_pipeline_whose_last_stage_is_impossible_is_not_counted_through(tmp_path: Path) -> None:
+    saved(tmp_path / "a.ckpt", part(4_000_000_000, w=[0]))
+    with pytest.raises(StrategyError, match="stage 4000000000, more than any pipeline has"):
+        read_strategy(tmp_path)
+
+
+# Files that are not sound: one error with every fault and its place.
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r"nowhere\.ckpt: cannot be read: No such file or directory"):
+        read_strategy(tmp_path / "nowhere.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "is empty; a strategy file was expected"),
+        (b"[1, 2]", "is a JSON list; expected an object"),
+        (b'{"parallel_layout_item": ', "is not JSON"),
+        (b'{"a":' * 100_000, "is not JSON: it is nested too deeply"),
+        (b"\xff\xfe{", "is not JSON"),
+        ({}, "names no tensor"),
+        (json_top([]), "$.parallel_layout_item: is a list; expected an object"),
+        (json_top({"w": [1]}), "$.parallel_layout_item.w: is a list; expected an object"),
+        (json_top({"w": {"dev_matrix": [2]}}), "$.parallel_layout_item.w.tensor_map: is missing"),
+        (json_top({"w": json_item(dev_matrix=[2, 0])}), "$.parallel_layout_item.w: dev_matrix is [2, 0]"),
+        (json_top({"w": json_item(dev_matrix=["2"])}), ".w.dev_matrix: is ['2']; expected a list of integers"),
+        (json_top({"w": json_item(dev_matrix=[-2])}), ".w.dev_matrix: holds -2; expected 0 to 4294967295"),
+        (json_top({"w": json_item(tensor_map=[True, -1])}), ".w.tensor_map: is [True, -1]; expected a list of"),
+        (json_top({"w": json_item(tensor_map=[5, -1])}), "$.parallel_layout_item.w: tensor_map[0] is 5"),
+        (json_top({"w": json_item(tensor_map=[[1, 0]])}), ".w.tensor_map: is [[1, 0]]; expected a list of integers"),
+        (json_top({"w": json_item(tensor_shape=[8])}), ".w.tensor_shape: is [8], of 1 dimensions; tensor_map has 2"),
+        (json_top({"w": json_item(tensor_shape=[-8, 8])}), ".w.tensor_shape: holds -8; expected 0 to"),
+        (json_top({"w": json_item(field=None)}), ".w.field: is None; expected an integer"),
+        (json_top({"w": json_item(opt_weight_shard_step=1 << 40)}), ".w.opt_weight_shard_step: is 1099511627776"),
+        (json_top({"w": json_item(opt_weight_shard_size=-7)}), "opt_weight_shard_size is -7; expected -1 or more"),
+        (json_top({"\ud800": json_item()}), "is no name; half of a surrogate pair"),
+        (json_top({"w": json_item()}, {"op": {"stage": -1}}), "$.parallel_strategy_item.op.stage: is -1; expected 0"),
+        (json_top({"w": json_item()}, {"op": {"parallel_strategy": [1]}}), ".op.parallel_strategy[0]: is 1;"),
+        (json_top({"w": json_item()}, {"op": {"parallel_strategy": 1}}), ".op.parallel_strategy: is 1; expected"),
+        (json_top({"w": json_item()}, {"a": {"stage": 0}, "b": {"stage": 1}}), "operators: are of stages [0, 1]"),
+        (json_top({"w": json_item()}, current_stage=-1), "$.current_stage: is -1; expected 0"),
+        (json_top({"w": json_item(), "v": json_item(dev_matrix=[4])}), "tensor_map[0] is 1; expected -1 to 0"),
+        (json_top({"w": json_item(), "v": json_item(dev_matrix=[2, 2])}), "v.dev_matrix: [2, 2] has 4 devices"),
+        (json_top({"99999-w": json_item()}), "stage 99999: is more than any pipeline has"),
+        (json_top({"9" * 4000 + "-w": json_item()}), "is more than any pipeline has"),
+        (json_top({"w" * 5000: json_item()}), "is a name of 5000 characters; at most 4096 bytes"),
+        (
+            b'{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}, "w": {}}}',
+            "w: is listed a second time",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_json_file_that_is_not_sound_says_where(tmp_path: Path, content: object, expected: str) -> None:
+    path = saved(tmp_path / "a.json", content)
+    with pytest.raises(StrategyError, match=re.escape(expected)) as caught:
+        read_strategy(path)
+    assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "misspelt"),
+    [
+        ("opt_weight_shard_size", "opt_weight_shard_sIze"),
+        ("opt_weight_shard_step", "opt_weigth_shard_step"),
+        ("tensor_shape", "tensor_shap"),
+        ("stage", "Stage"),
+        ("parallel_layout_item", "parallel_layout_items"),
+        ("parallel_strategy_item", "parallel_stratsgy_item"),
+    ],
+)
+def test_a_json_key_that_is_misspelt(tmp_path: Path, key: str, misspelt: str) -> None:
+    """It was kept as one of a later format, and the known one taken to be 0."""
+    item = json_item(opt_weight_shard_size=-1, opt_weight_shard_step=1)
+    content = json.dumps(json_top({"w": item}, {"op": {"stage": 1, "parallel_strategy": []}}))
+    assert content.count(f'"{key}":') == 1
+    read_strategy(saved(tmp_path / "sound.json", json.loads(content)))
+    changed = json.loads(content.replace(f'"{key}":', f'"{misspelt}":'))
+    with pytest.raises(StrategyError, match=rf"\$\S*\.{misspelt}: is not known; did you mean '{key}'\?"):
+        read_strategy(saved(tmp_path / "a.json", changed))
+
+
+def test_a_key_of_a_later_format_is_none_that_is_misspelt(tmp_path: Path) -> None:
+    """Older files lack the optimizer's keys, newer ones may have others that are like keys that are there."""
+    item = {key: value for key, value in json_item().items() if not key.startswith("opt_weight")}
+    later = {"tensor_map_2": [0], "dev_matrix2": [2], "pipeline_shared": True, "shape": [1]}
+    read = read_strategy(saved(tmp_path / "a.json", json_top({"w": {**item, **later}})))
+    assert read.tensors["w"][0].unknown == tuple(later.items())
+
+
+def test_all_faults_of_a_json_file_are_told_at_once(tmp_path: Path) -> None:
+    top = json_top(
+        {"a": 1, "b": json_item(dev_matrix=[]), "c": json_item(tensor_map="x"), "d": json_item(field="y")},
+        {"op": {"stage": "z"}},
+    )
+    with pytest.raises(StrategyError) as caught:
+        read_strategy(saved(tmp_path / "a.json", top))
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "  $.parallel_layout_item.a",
+        "  $.parallel_layout_item.b",
+        "  $.parallel_layout_item.c.tensor_map",
+        "  $.parallel_layout_item.d.field",
+        "  $.parallel_strategy_item.op.stage",
+    ]
+
+
+def test_all_faults_of_a_protobuf_file_are_told_at_once(tmp_path: Path) -> None:
+    top = message()
+    add_layout(top, "a", [2, 2], [2])
+    add_layout(top, "b", [0], [-1])
+    add_layout(top, "c", [4], [0])
+    add_layout(top, "c", [4], [0])
+    add_layout(top, "d", [8], [0])
+    for stage in (0, 1):
+        add_operator(top, f"op{stage}", stage)
+    with pytest.raises(StrategyError) as caught:
+        read_strategy(saved(tmp_path / "a.ckpt", top))
+    assert str(caught.value).splitlines()[1:] == [
+        "  a: tensor_map[0] is 2; expected -1 to 1 for dev_matrix [2, 2]",
+        "  b: dev_matrix is [0]; expected extents of at least 1",
+        "  operators: are of stages [0, 1]; expected one stage in a file that is not merged",
+        "  c: is listed a second time",
+        "  d.dev_matrix: [8] has 8 devices; the tensors before it have 4",
+    ]
+
+
+def test_missing_required_fields_are_all_named(tmp_path: Path) -> None:
+    top = message()
+    top.ClearField("current_stage")
+    add_layout(top, "a", [2], [0]).parallel_layouts.ClearField("field")
+    with pytest.raises(StrategyError) as caught:
+        read_strategy(saved(tmp_path / "a.ckpt", top))
+    assert [line.split(": ")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "  current_stage",
+        "  parallel_layout_item[0].parallel_layouts.field",
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"\xff" * 20, b"PK\x03\x04", b"a text"])
+def test_what_is_no_strategy_file(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(StrategyError, match=r"a\.ckpt: "):
+        read_strategy(saved(tmp_path / "a.ckpt", content))
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    top = message()
+    add_layout(top, "wwww", [2], [0])
+    add_operator(top, "oooo", 0)
+    content = top.SerializeToString().replace(b"wwww", b"w\xed\xa0\x80").replace(b"oooo", b"\xff\xfe\xfd\xfc")
+    with pytest.raises(StrategyError, match=r"(?i)utf-8"):
+        read_strategy(saved(tmp_path / "a.ckpt", content))
+
+
+# Properties.
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-3, 9) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def nearly_strategies(draw: st.DrawFn) -> dict[str, object]:
+    """A JSON strategy in which a few values are replaced by anything."""
+    layouts = {
+        name: json_item() for name in draw(st.lists(st.sampled_from(["w", "1-w", "0-é", "\ud800"]), unique=True))
+    }
+    for item in layouts.values():
+        for key in draw(st.lists(st.sampled_from(sorted(item)), max_size=2)):
+            item[key] = draw(ANY_JSON | st.lists(st.integers(-2, 5), max_size=3))
+    operators: dict[str, object] = {"op": draw(st.just({"stage": 1, "parallel_strategy": [[2]]}) | ANY_JSON)}
+    return json_top(layouts, operators, current_stage=draw(st.integers(0, 3) | ANY_JSON))
+
+
+def reads_or_refuses(path: Path) -> None:
+    """A strategy that is read can be written in both formats and means the same; all else is one StrategyError."""
+    try:
+        strategy = read_strategy(path)
+    except StrategyError as error:
+        assert str(path) in str(error)  # noqa: PT017 -- the other outcome is as good
+        return
+    assert all(placed.layout.devices == strategy.devices for places in strategy.tensors.values() for placed in places)
+    ours = path.with_name("ours.ckpt")
+    write_strategy(strategy, ours)
+    again = read_strategy(ours)
+    assert {n: [(p.stage, p.layout) for p in places] for n, places in again.tensors.items()} == {
+        n: [(p.stage, p.layout) for p in places] for n, places in strategy.tensors.items()
+    }
+    assert (again.stages, again.devices, again.merged) == (strategy.stages, strategy.devices, strategy.merged)
+
+
+@settings(max_examples=300)
+@given(nearly_strategies())
+def test_any_json_is_a_strategy_or_one_error(tmp_path_factory: pytest.TempPathFactory, top: dict[str, object]) -> None:
+    reads_or_refuses(saved(tmp_path_factory.getbasetemp() / "any.json", top))
+
+
+@given(st.data())
+def test_any_damage_to_a_protobuf_file_is_a_strategy_or_one_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    top = message()
+    add_layout(top, "0-w", [2, 2], [1], [0, -1], opt_weight_shard_size=-1)
+    add_layout(top, "1-b", [4], [0])
+    add_operator(top, "op", 1)
+    content = bytearray(top.SerializeToString())
+    for _ in range(data.draw(st.integers(1, 3))):
+        begin = data.draw(st.integers(0, len(content)))
+        content[begin : begin + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    reads_or_refuses(saved(tmp_path_factory.getbasetemp() / "any.ckpt", bytes(content)))
+
+
+def test_a_protobuf_file_cut_at_any_byte_is_a_shorter_strategy_or_one_error(tmp_path: Path) -> None:
+    top = message()
+    add_operator(top, "op", 1)
+    add_layout(top, "w", [2, 2], [1], [0, -1], opt_weight_shard_size=-1)
+    add_layout(top, "b", [4], [0])
+    content, refused = top.SerializeToString(), 0
+    for length in range(len(content)):
+        path = saved(tmp_path / "a.ckpt", content[:length])
+        try:
+            assert list(read_strategy(path).tensors) == ["w"]  # cut between two tensors, which no field tells
+        except StrategyError:
+            refused += 1
+    assert refused == len(content) - 1

@@ -1,0 +1,272 @@
+"""Manifests: made by reading, checked without a strategy, refused where they lie or lead astray."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import numbers, write_file, write_ranks
+from compared import AFTER, BEFORE, FULL, flip, rank_file
+
+import reshard
+from reshard import Layout, Manifest, Strategy
+from reshard.dtypes import BFLOAT16, BY_NAME
+from reshard.errors import SourceError, TargetError, UsageError
+from reshard.storage.crc32c import combine_ranges, crc32c
+from reshard.verify import manifest_files
+from reshard.verify.manifest import FileSums, read_manifest, write_manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Sides = tuple["Path", "Path"]
+
+
+@pytest.fixture
+def made(sides: Sides) -> Manifest:
+    return reshard.make_manifest(sides[1])
+
+
+def test_a_manifest_has_sizes_and_sums(sides: Sides, made: Manifest) -> None:
+    _, target = sides
+    assert list(made.files) == [f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in range(6)]
+    for rank in range(6):
+        file = made.files[f"rank_{rank}/checkpoint_{rank}.safetensors"]
+        assert file.nbytes == rank_file(target, rank).stat().st_size
+        assert set(file.tensors) == {*FULL, "step", "note"}
+        block = FULL["c"][4 * rank : 4 * rank + 4]
+        assert file.tensors["c"] == (BY_NAME["float32"], (4, 8), crc32c(block.tobytes()))
+        assert file.tensors["note"] == (BY_NAME["str"], (), crc32c(b"hello"))
+
+
+def test_the_sums_do_not_depend_on_format_threads_or_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for format in ("ckpt", "safetensors"):
+        for threads, nbytes in ((1, 64 << 20), (3, 100)):
+            monkeypatch.setattr(manifest_files, "TASK_BYTES", nbytes)
+            monkeypatch.setattr(manifest_files, "BAND_BYTES", nbytes // 2 - 13)
+            path = write_file(tmp_path / f"a.{format}", {**FULL, "note": "größe", "none": np.zeros(0)}, format)
+            found.append(reshard.make_manifest(path, threads=threads).files[path.name].tensors)
+    assert all(a == b for a, b in pairwise(found))
+    assert found[0]["w"].crc32c == crc32c(FULL["w"].tobytes())
+    assert found[0]["none"].crc32c == 0
+
+
+def test_there_and_back(tmp_path: Path, made: Manifest) -> None:
+    write_manifest(made, tmp_path / "m.json")
+    assert read_manifest(tmp_path / "m.json") == made
+    before = (tmp_path / "m.json").read_bytes()
+    with pytest.raises(TargetError, match="--overwrite"):
+        write_manifest(made, tmp_path / "m.json")
+    write_manifest(made, tmp_path / "m.json", overwrite=True)
+    assert (tmp_path / "m.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.glob("m.json*")) == ["m.json"]
+
+
+def test_written_file_by_file(tmp_path: Path, made: Manifest) -> None:
+    count = write_manifest(made, tmp_path / "m.json")
+    assert count == made.checksums == 30 + 6
+    assert write_manifest(iter(made.files.items()), tmp_path / "n.json") == count
+    assert (tmp_path / "n.json").read_bytes() == (tmp_path / "m.json").read_bytes()
+    with pytest.raises(SourceError, match="'../x': is no path below a directory"):
+        write_manifest([*made.files.items(), ("../x", FileSums(0, 0))], tmp_path / "o.json")
+    assert sorted(path.name for path in tmp_path.glob("*.json*")) == ["m.json", "n.json"]
+
+
+def test_built_from_the_ranges_that_a_run_wrote() -> None:
+    content = bytes(range(100))
+    ranges = [(60, 40, crc32c(content[60:])), (0, 60, crc32c(content[:60]))]
+    one = Manifest.of({"a.ckpt": {"w": (BFLOAT16, (5, 10), combine_ranges(ranges))}}, {"a.ckpt": 130}, {"a.ckpt": 9})
+    assert one.files["a.ckpt"] == FileSums(130, 9, {"w": (BFLOAT16, (5, 10), crc32c(content))})  # type: ignore[dict-item]
+    for wrong in (ranges[:1], [*ranges, ranges[0]]):
+        with pytest.raises(ValueError, match="begins at byte 60"):
+            combine_ranges(wrong)
+
+
+def test_unharmed_files_pass_wherever_they_are(sides: Sides, made: Manifest) -> None:
+    moved = sides[1].rename(sides[1].parent / "elsewhere")
+    found = reshard.verify(moved, manifest=made)
+    assert found.equal
+    assert (found.files, found.tensors, found.copies) == (6, 5, 30)
+    assert found.bytes_read == sum(rank_file(moved, rank).stat().st_size for rank in range(6))
+    assert not found.notices
+
+
+@pytest.mark.parametrize("name", [*FULL, "step"])
+def test_one_flipped_bit_of_contents(sides: Sides, made: Manifest, name: str) -> None:
+    flip(rank_file(sides[1], 3), name, 0, bit=31)
+    (one,) = reshard.verify(sides[1], manifest=made).differences
+    assert (one.kind, one.name, one.path) == ("checksum", name, "rank_3/checkpoint_3.safetensors")
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_any_flipped_bit_of_a_file_is_found(tmp_path: Path, format: str) -> None:
+    """In the header too: names, places, notes, what a `str` entry has beside its text, padding, the number at the end.
+
+    A note is no part of a tensor, and of a `str` entry the dims are not.
+    """
+    tensors = {**numbers({"w": (2, 3), "v": (1,)}), "note": "ü"}
+    path = write_file(tmp_path / f"a.{format}", tensors, format, step="3")
+    content = path.read_bytes() + (b"crc_num\0\0\0\0\0\0\1\2\3\4" if format == "ckpt" else b"")
+    path.write_bytes(content)
+    made = reshard.make_manifest(path)
+    assert reshard.verify(path, manifest=made).equal
+    missed = []
+    for place in range(len(content)):
+        for bit in range(8):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            if reshard.verify(path, manifest=made).equal:
+                missed.append((place, bit))
+    assert not missed
+
+
+def test_a_flipped_bit_of_a_note_is_a_difference_of_the_file(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.safetensors", numbers({"w": (2, 3)}), epoch="7")
+    made = reshard.make_manifest(path)
+    path.write_bytes(path.read_bytes().replace(b'"epoch":"7"', b'"epoch":"6"'))
+    (one,) = reshard.verify(path, manifest=made).differences
+    assert (one.kind, one.name, one.path) == ("checksum", None, "a.safetensors")
+    assert one.told.startswith("the header, or what else is not contents, has the CRC-32C ")
+
+
+def test_what_is_wrong_is_told_of_each_file(sides: Sides, made: Manifest) -> None:
+    _, target = sides
+    rank_file(target, 0).unlink()
+    with rank_file(target, 1).open("ab") as file:
+        file.write(b"\0")
+    rank_file(target, 2).write_bytes(bytes(rank_file(target, 2).stat().st_size))
+    other = {name: array[::-1].copy() if name == "w" else array for name, array in FULL.items()}
+    write_ranks(target.parent / "other", {**other, "v": FULL["c"]}, AFTER, also={"step": np.array(7, np.int32)})
+    outside = target.parent / "outside"
+    rank_file(target, 4).rename(outside)
+    (target / "rank_4" / "checkpoint_4.safetensors").symlink_to(outside)
+    write_file(target / "rank_9" / "late.ckpt", FULL, "ckpt")
+    found = reshard.verify(target, manifest=made)
+    told = {str(one.path)[:6]: (one.kind, one.told.split(";")[0]) for one in found.differences}
+    assert told == {
+        "rank_0": ("file", "is not there"),
+        "rank_1": ("size", f"has {rank_file(target, 1).stat().st_size} bytes"),
+        "rank_2": ("file", told["rank_2"][1]),
+        "rank_4": ("file", "leads out of the directory, and is not followed"),
+    }
+    assert "no known checkpoint format" in told["rank_2"][1]
+    assert found.notices == ("rank_9/late.ckpt: not in the manifest, and not checked",)
+
+
+def test_headers_that_say_something_else(tmp_path: Path) -> None:
+    def sums(**tensors: Any) -> tuple[Path, Manifest]:
+        path = write_file(tmp_path / "a.safetensors", tensors)
+        return path, reshard.make_manifest(path)
+
+    zeros = np.zeros((2, 4), np.float32)
+    _, before = sums(w=zeros, v=zeros, u=zeros)
+    path, after = sums(w=zeros.reshape(4, 2), v=zeros.view(np.int32), x=zeros)
+    (one,) = before.files.values()
+    same_size = Manifest({path.name: FileSums(after.files[path.name].nbytes, one.crc32c, one.tensors)})
+    found = {(one.kind, one.name) for one in reshard.verify(path, manifest=same_size).differences}
+    assert found == {("shape", "w"), ("dtype", "v"), ("missing", "u"), ("extra", "x")}
+
+
+def test_some_of_the_files_only(sides: Sides, made: Manifest) -> None:
+    for rank in (0, 2, 5):
+        rank_file(sides[1], rank).unlink()
+    assert len(reshard.verify(sides[1], manifest=made).differences) == 3
+    found = reshard.verify(sides[1], manifest=made, partial=True)
+    assert found.equal
+    assert found.files == 3
+    assert found.notices == ("3 of the 6 files of the manifest are not here",)
+
+
+@pytest.mark.parametrize("style", [reshard.MindSporeSet, reshard.HuggingFaceSet])
+def test_the_index_of_a_set_is_summed_whole(sides: Sides, tmp_path: Path, style: Any) -> None:
+    source = reshard.open(sides[0], strategy=BEFORE)
+    reshard.plan(source, files=style(4000), format="safetensors").run(tmp_path / "set", fsync=False)
+    made = reshard.make_manifest(tmp_path / "set")
+    assert reshard.verify(tmp_path / "set", manifest=made).equal
+    (index,) = (tmp_path / "set").glob("*.json")
+    assert made.files[index.name] == FileSums(index.stat().st_size, crc32c(index.read_bytes()))
+    index.write_bytes(index.read_bytes().replace(b'"w"', b'"v"'))
+    (one,) = reshard.verify(tmp_path / "set", manifest=made).differences
+    assert (one.kind, one.name, one.path) == ("checksum", None, index.name)
+
+
+PART = ["float32", [2], "00000000"]
+FILE = {"nbytes": 8, "crc32c": "00000000", "tensors": {"w": PART}}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is not JSON"),
+        (b"\xff{}", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "expected a JSON object with the key 'reshard_manifest'"),
+        (b'{"files": {}}', "expected a JSON object with the key"),
+        (b'{"reshard_manifest": 3, "files": {}}', "is of version 3; expected 2; use a newer reshard"),
+        (b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it anew from files"),
+        (b'{"reshard_manifest": true, "files": 1}', "is of version True; expected 2"),
+        (b'{"reshard_manifest": 2, "files": []}', "with an object of paths"),
+        (b'{"reshard_manifest": 2, "files": {}, "more": 1}', "and no other"),
+        (b'{"reshard_manifest": 2, "files": {"a": {"nbytes": 1, "nbytes": 2}}}', "has nbytes twice"),
+    ],
+)
+def test_what_is_no_manifest(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_bytes(content)
+    with pytest.raises(SourceError, match=told) as caught:
+        read_manifest(path)
+    assert caught.value.exit_code == 4
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "path", ["../a", "/etc/passwd", "a/../../b", "", ".", "a//b", "a/", "./a", "a\nb", "a\x00", "..", "a/./b"]
+)
+def test_paths_stay_below_the_directory(tmp_path: Path, path: str) -> None:
+    (tmp_path / "m.json").write_text(json.dumps({"reshard_manifest": 2, "files": {path: FILE}}))
+    with pytest.raises(SourceError, match="is no path below a directory"):
+        read_manifest(tmp_path / "m.json")
+    with pytest.raises(SourceError, match="is no path below a directory"):
+        Manifest({path: FileSums(8, 0)})
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        None, [], {}, {"nbytes": 8}, {"nbytes": 8, "tensors": {"w": PART}}, {**FILE, "nbytes": -1},
+        {**FILE, "nbytes": True}, {**FILE, "nbytes": 1e3}, {**FILE, "nbytes": 1 << 63}, {**FILE, "tensors": []},
+        {"nbytes": 8, "crc32c": "1"}, {"nbytes": 8, "crc32c": "ABCDEF00"}, {"nbytes": 8, "crc32c": 7},
+        {**FILE, "more": 1},
+        *({**FILE, "tensors": {"w": part}} for part in (
+            None, {}, PART[:2], [*PART, 1], ["float33", [2], "00000000"], ["float32", [-2], "00000000"],
+            ["float32", 2, "00000000"], ["float32", [2.0], "00000000"], ["float32", [True], "00000000"],
+            ["float32", [2], "0000000g"], ["float32", [2], "000000000"], ["float32", [1] * 65, "00000000"],
+            ["float32", [1 << 62], "00000000"], [["float32"], [2], "00000000"],
+        )),
+    ],
+)  # fmt: skip
+def test_files_and_parts_that_are_none(tmp_path: Path, file: object) -> None:
+    (tmp_path / "m.json").write_text(json.dumps({"reshard_manifest": 2, "files": {"a": file, "b": FILE}}))
+    with pytest.raises(SourceError, match=r"\$\.files\['a'\]"):
+        read_manifest(tmp_path / "m.json")
+
+
+def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="cannot be read: No such file"):
+        read_manifest(tmp_path / "m.json")
+
+
+def test_a_checkpoint_is_no_directory_of_files(sides: Sides, made: Manifest) -> None:
+    with pytest.raises(UsageError, match="name the directory"):
+        reshard.verify(reshard.open(sides[1], strategy=AFTER), manifest=made)
+
+
+def test_strategies_are_not_needed(tmp_path: Path) -> None:
+    strategy = Strategy.of({"w": Layout.of([4], [0])})
+    write_ranks(tmp_path / "a", numbers({"w": (8,)}), strategy, "ckpt", name="net")
+    made = reshard.make_manifest(tmp_path / "a", rank_pattern="rank_{rank}/net*", suffix=".ckpt")
+    assert list(made.files) == [f"rank_{rank}/net.ckpt" for rank in range(4)]
+    assert repr(made).startswith("<Manifest: 4 files, ")

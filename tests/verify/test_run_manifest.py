@@ -1,0 +1,305 @@
+"""Manifests from the receipts of a run: byte for byte those that reading the files would give, and nothing is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import numbers, write_ranks
+from commands import call
+from generators import Model, models
+from hypothesis import given, settings
+from remotes import get
+from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture that is used by all
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import UsageError
+from reshard.run.journal import Journal
+from reshard.verify import run_manifest
+
+if TYPE_CHECKING:
+    from reshard.formats.entries import Entry
+    from reshard.run.run import Report
+
+FULL = numbers({"w": (48, 16), "b": (24,), "c": (12, 8), "moments.w": (48, 16)})
+ALSO = {"step": np.array(7, np.int64), "none": np.zeros((0, 3), np.float32), "note": "größe"}
+SOURCE = Strategy.of({
+    "w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1]), "c": Layout.of([4], [-1, 0]),
+    "moments.w": Layout.of([4], [0, -1]),
+})  # fmt: skip
+TARGET = Strategy.of({
+    "w": Layout.of([2, 2], [-1, 0]), "b": Layout.of([2, 2], [0]), "c": Layout.of([2, 2], [0, -1]),
+    "moments.w": Layout.of([2, 2], [-1, 0], opt_weight_shard_size=2),
+})  # fmt: skip
+SAME = Strategy.of({name: Layout.of([2], [-1] * array.ndim) for name, array in FULL.items()})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: src (4 ranks), and the strategies before.ckpt, after.ckpt (4 ranks), same.ckpt (2)."""
+    monkeypatch.chdir(tmp_path)
+    write_ranks(Path("src"), FULL, SOURCE, "ckpt", ALSO)
+    for name, strategy in (("before", SOURCE), ("after", TARGET), ("same", SAME)):
+        reshard.write_strategy(strategy, f"{name}.ckpt")
+    return tmp_path
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """File and tensor of every block that is read for its sum, `str` entries apart."""
+    found: list[tuple[str, str]] = []
+    original = run_manifest.sum_entries
+
+    def sum_entries(indexed: dict[str, dict[str, Entry]], *, threads: int) -> Any:
+        found.extend(
+            (path.rpartition("/")[2], name)
+            for path, held in indexed.items()
+            for name, entry in held.items()
+            if entry.text is None
+        )
+        return original(indexed, threads=threads)
+
+    monkeypatch.setattr(run_manifest, "sum_entries", sum_entries)
+    return found
+
+
+def ran(*words: object) -> str:
+    result = call(*words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def assert_as_read(target: object, manifest: str = "m.json") -> None:
+    """A manifest that a run wrote is the one of its files."""
+    ran("verify", target, "--write-manifest", "read.json", "--overwrite")
+    assert Path(manifest).read_bytes() == Path("read.json").read_bytes()
+    assert json.loads(Path(manifest).read_text())["files"]
+    ran("verify", target, "--manifest", manifest)
+
+
+BEFORE = ["--source-strategy", "before.ckpt"]
+AFTER = [*BEFORE, "--target-strategy", "after.ckpt"]
+MANIFEST = ["--write-manifest", "m.json"]
+
+COMMANDS = {
+    "ckpt": ["transform", "src", "dst", *AFTER],
+    "safetensors": ["transform", "src", "dst", *AFTER, "--format", "safetensors"],
+    "by file": ["transform", "src", "dst", *AFTER, "--ownership", "file"],
+    "no fsync": ["transform", "src", "dst", *AFTER, "--no-fsync"],
+    "without replicas": ["transform", "src", "dst", *AFTER, "--remove-redundancy"],
+    "linked replicas": ["transform", "src", "dst", *BEFORE, "--target-strategy", "same.ckpt", "--link-replicas"],
+    "some ranks": ["transform", "src", "dst", *AFTER, "--ranks", "1-2"],
+    "cast": ["transform", "src", "dst", *AFTER, "--cast", "float32=bfloat16"],
+    "one rank": ["transform", "src", "dst", *BEFORE],
+    "MindSpore's set": ["unify", "src", "dst", *BEFORE, "--max-shard-size", "3000"],
+    "Hugging Face's set": ["unify", "src", "dst", *BEFORE, "--max-shard-size", "3000", "--style", "huggingface"],
+    "converted ranks": ["convert", "src", "dst", "--format", "safetensors"],
+    "a converted file": ["convert", "src/rank_0/checkpoint_0.ckpt", "dst", "--format", "safetensors"],
+    "local cluster": ["transform", "src", "dst", *AFTER, "--cluster", "local:1", "--threads", "1"],
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=list(COMMANDS))
+def test_it_is_that_of_the_files_and_nothing_is_read(words: list[str], folder: Path, read: list[Any]) -> None:
+    said = ran(*words, *MANIFEST)
+    assert not read
+    assert_as_read("dst")
+    sums = sum(1 + len(file.get("tensors", [])) for file in json.loads(Path("m.json").read_text())["files"].values())
+    assert f"\nmanifest: m.json, {sums} checksums of " in said
+    assert said.endswith("\nto check it against the manifest: reshard verify dst --manifest m.json\n")
+    Path("m.json").unlink()
+    assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
+    assert not read
+    assert_as_read("dst")
+
+
+@pytest.mark.parametrize("name", ["ckpt", "linked replicas", "Hugging Face's set"])
+def test_of_files_at_a_url(name: str, folder: Path, read: list[Any], request: pytest.FixtureRequest) -> None:
+    """They are checked by it once they are local."""
+    url = f"memory://{abs(hash(request.node.nodeid))}"
+    words = [url if word == "dst" else word for word in COMMANDS[name]]
+    said = ran(*words, *MANIFEST)
+    assert "\nmanifest: m.json, " in said
+    assert "to check it" not in said
+    for path, content in get(url).items():
+        Path("dst", path).parent.mkdir(parents=True, exist_ok=True)
+        Path("dst", path).write_bytes(content)
+    assert not read
+    assert_as_read("dst")
+    Path("m.json").unlink()
+    assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
+    assert not read
+    assert_as_read("dst")
+    ran(*words, "--restart", "--no-fsync")
+    Path("m.json").unlink()
+    ran(*words, *MANIFEST)
+    assert read
+    assert_as_read("dst")
+
+
+def test_of_a_plan_file(folder: Path, read: list[Any]) -> None:
+    ran("plan", "src", *AFTER, "-o", "plan.json")
+    data = json.loads(ran("run", "plan.json", "dst", *MANIFEST, "--json"))
+    assert data["manifest"] == "reshard verify dst --manifest m.json"
+    assert not read
+    assert_as_read("dst")
+
+
+def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
+    plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
+    stopped(plan, folder / "dst", 8)
+    report = plan.run("dst")
+    assert 0 < report.resumed < plan.stats.bytes_written
+    report.write_manifest("m.json")
+    assert not read
+    assert_as_read("dst")
+
+
+def test_of_a_run_that_linked_and_was_gone_on_with(folder: Path, read: list[Any]) -> None:
+    plan = reshard.plan(reshard.open("src", strategy=SOURCE), SAME, link_replicas=True)
+    stopped(plan, folder / "dst", 6)
+    report = plan.run("dst")
+    assert report.links == 1
+    report.write_manifest("m.json")
+    assert not read
+    assert_as_read("dst")
+    assert report.checksums is not None
+    assert report.checksums["rank_1/checkpoint_1.ckpt"] == report.checksums["rank_0/checkpoint_0.ckpt"]
+
+
+def test_only_blocks_without_a_sum_are_read(folder: Path, read: list[Any]) -> None:
+    """What was written twice around a crash, in ranges that do not fit together."""
+    plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
+    plan.run("dst")
+    path = "rank_2/checkpoint_2.ckpt"
+    journal = Journal(str(folder / "dst"))
+    (place,) = plan.files[2].layout.places["c"]
+    kept = [some for some in journal.read(path).wrote if not place[0] <= some[0] < sum(place)]
+    file = Path(journal.path(path))
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line]
+    others = [line for line in lines if "wrote" not in line]
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*others, {"wrote": [*kept, [place[0], 5, 1]]}]))
+    plan.run("dst").write_manifest("m.json")
+    assert read == [("checkpoint_2.ckpt", "c")]
+    assert_as_read("dst")
+
+
+def test_after_a_run_without_sums_all_is_read(folder: Path, read: list[Any]) -> None:
+    words = ["transform", "src", "dst", *AFTER, "--no-fsync"]
+    ran(*words)
+    assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
+    assert len(read) == 4 * (len(FULL) + 1)  # of no bytes the sum is known
+    assert_as_read("dst")
+
+
+@settings(max_examples=15)
+@given(models())
+def test_of_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model) -> None:
+    root = tmp_path_factory.mktemp("any")
+    write_ranks(root / "src", numbers(model.shapes, "int16"), model.source)
+    plan = reshard.plan(reshard.open(root / "src", strategy=model.source), model.target)
+    assert plan.run(root / "dst").manifest() == reshard.make_manifest(root / "dst")
+
+
+def test_of_a_file_of_nothing(folder: Path, read: list[Any]) -> None:
+    """A .ckpt file without tensors has no bytes."""
+    write_ranks(Path("small"), {"b": FULL["b"]}, SOURCE, "ckpt")
+    stages = Strategy.of({"b": {0: Layout.of([1], [-1])}, "w": {1: Layout.of([1], [-1, -1])}})
+    reshard.write_strategy(stages, "stages.ckpt")
+    ran("transform", "small", "dst", *BEFORE, "--target-strategy", "stages.ckpt", "--allow-missing", "w", *MANIFEST)
+    files = json.loads(Path("m.json").read_text())["files"]
+    assert {"nbytes": 0, "crc32c": "00000000"} in files.values()
+    assert not read
+    assert_as_read("dst")
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+SET = ["unify", "src", "dst", *BEFORE]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (
+            [*SET, "--write-manifest", "there.json"],
+            6,
+            "there.json: is there already; choose another name, or replace it",
+        ),
+        ([*SET, "--write-manifest", "src"], 6, "src: is a directory; expected the name of a file"),
+        ([*SET, "--write-manifest", "src", "--overwrite"], 6, "src: is a directory; expected the name of a file"),
+        ([*SET, "--write-manifest", "dst/part0.safetensors"], 6, "dst/part0.safetensors: is one of the target files"),
+        (
+            [*SET, "--write-manifest", "src/rank_0/checkpoint_0.ckpt", "--overwrite"],
+            6,
+            "src/rank_0/checkpoint_0.ckpt: is one of the source files; choose another name for the manifest",
+        ),
+        (
+            [*SET, "--format", "zarr", *MANIFEST],
+            2,
+            "is of checkpoint files, and dst becomes a zarr store; leave it out",
+        ),
+        (
+            ["transform", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
+            6,
+            "there.json: is there already",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused_first(folder: Path, words: list[str], code: int, says: str) -> None:
+    Path("there.json").write_text("mine")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    for more in ([], ["--dry-run"]):
+        result = call(*words, *more)
+        assert (result.exit_code, result.stdout) == (code, "")
+        assert says in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_one_that_is_there_is_replaced_when_asked(folder: Path) -> None:
+    Path("m.json").write_text("mine")
+    ran(*SET, *MANIFEST, "--overwrite")
+    assert_as_read("dst")
+
+
+def test_through_a_zarr_store(folder: Path, read: list[Any]) -> None:
+    ran("transform", "src", "dst", *AFTER, "--via-zarr", "store", *MANIFEST)
+    assert not read
+    assert_as_read("dst")
+
+
+def test_a_manifest_that_cannot_be_written_is_not_there_in_parts(folder: Path) -> None:
+    Path("file").write_text("")
+    result = call(*SET, "--write-manifest", "file/m.json")
+    assert result.exit_code == 6
+    assert result.stderr.startswith("error: file/m.json: cannot be written: ")
+    assert result.stderr.endswith(
+        "; the target files are complete; the same command, without --restart, makes the manifest alone\n"
+    )
+    assert ran(*SET, *MANIFEST).startswith("nothing is left to do: ")
+    assert_as_read("dst")
+
+
+def test_a_dry_run_writes_none(folder: Path) -> None:
+    assert json.loads(ran(*SET, *MANIFEST, "--dry-run", "--json"))["manifest"] is None
+    assert not Path("m.json").exists()
+
+
+def test_without_checksums_there_is_none(folder: Path) -> None:
+    plan = reshard.plan(reshard.open("src", strategy=SOURCE))
+    reports: list[Report] = [
+        plan.run("unsummed", fsync=False),
+        plan.run("unnoted", journal=False),
+        reshard.plan(plan.source, format="zarr", drop=["note"]).run("zarr"),
+    ]
+    for report in reports:
+        with pytest.raises(UsageError, match=r"no checksums were made for a manifest; run with checksums=True and"):
+            report.manifest()
+        with pytest.raises(UsageError, match=r"no checksums were made for a manifest; run with checksums=True and"):
+            report.write_manifest("m.json")
+    assert not list(Path().glob("m.json*"))

@@ -1,0 +1,700 @@
+"""Verification: every bit of a target is the source's, and what is not is found where it is."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+from checkpoints import numbers, strategy_of, write_file, write_ranks
+from compared import AFTER, BEFORE, FULL, flip, rank_file
+from generators import Model, models
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard import Layout, Selection, Strategy
+from reshard.errors import BudgetError, SourceError, UsageError
+from reshard.formats import index_file
+from reshard.plan.convert import plan_convert
+from reshard.verify import compare
+from reshard.verify import verify as verification
+
+
+@pytest.fixture
+def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the work so fine that a small model has many bands and tasks."""
+    monkeypatch.setattr(compare, "TASK_BYTES", 512)
+    monkeypatch.setattr(compare, "SAMPLE_BYTES", 64)
+    monkeypatch.setattr(verification, "BAND_BYTES", 128)
+
+
+def compared(source: Path, target: Path, **options: Any) -> reshard.Verification:
+    return reshard.verify(target, AFTER, against=source, source_strategy=BEFORE, **options)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_a_conversion_made_is_equal(sides: tuple[Path, Path], small_bands: None, threads: int) -> None:
+    told: list[Any] = []
+    found = compared(*sides, threads=threads, progress=told.append)
+    assert found
+    assert found.equal
+    assert not found.differences
+    assert found.tensors == 4
+    stored = sum(array.nbytes for name, array in FULL.items() if name != "b") + FULL["b"].nbytes * 8 + 8 * 4
+    made = FULL["w"].nbytes * 3 + FULL["b"].nbytes + FULL["c"].nbytes + 6 * 4
+    assert found.bytes_read == found.total_bytes == stored + made  # each byte of either side, once
+    assert [event.written for event in told] == sorted(event.written for event in told)
+    assert told[-1].written == told[-1].total == found.bytes_read
+
+
+@pytest.mark.parametrize("name", [name for name in helpers.case_names() if not name.startswith("lost")][::2])
+def test_recorded_cases_are_equal_after_a_conversion(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    """Both formats, twice: against what MindSpore saved in the same format, and in the other."""
+    case = mindspore_data / "cases" / name
+    meta = helpers.load_meta(case)
+    before, after = strategy_of(case, meta["src"]), strategy_of(case, meta["dst"])
+    every = Selection(drop=("*",), allow_missing=("*",))
+    for source, format in (("ckpt", "safetensors"), ("safetensors", "ckpt")):
+        opened = reshard.open(case / f"src_{source}", strategy=before)
+        plan = reshard.plan(opened, after, format=format, selection=every)
+        plan.run(tmp_path / source, fsync=False)
+        for other in ("ckpt", "safetensors"):
+            found = reshard.verify(
+                tmp_path / source, after, against=case / f"src_{other}", source_strategy=before, selection=every
+            )
+            assert not found.differences
+            assert found.tensors + len(plan.texts) == len({move.name for move in plan.moves})
+            assert set(found.dropped) == set(plan.dropped)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(model=models(), data=st.data(), format=st.sampled_from(["ckpt", "safetensors"]))
+def test_one_flipped_bit_is_found_where_it_is(
+    tmp_path_factory: pytest.TempPathFactory, model: Model, data: st.DataObject, format: str
+) -> None:
+    """In any file of either side. Every element is another number, and that tells its place in the whole tensor."""
+    root = tmp_path_factory.mktemp("model")
+    full = numbers(model.shapes, "int32")
+    source = write_ranks(root / "src", full, model.source)
+    plan = reshard.plan(reshard.open(source, strategy=model.source), model.target, format=format)
+    plan.run(root / "dst", fsync=False)
+
+    def verified() -> reshard.Verification:
+        return reshard.verify(root / "dst", model.target, against=source, source_strategy=model.source)
+
+    assert verified().equal
+    side = data.draw(st.sampled_from(["source", "target"]), label="side")
+    strategy = model.source if side == "source" else model.target
+    rank = data.draw(st.sampled_from(strategy.ranks), label="rank")
+    path = rank_file(root / ("src" if side == "source" else "dst"), rank)
+    held = helpers.read_rank_file(path)
+    assume(held)
+    name = data.draw(st.sampled_from(sorted(held)), label="name")
+    _, shape, content = held[name]
+    elements = np.frombuffer(content, np.int32)
+    element = data.draw(st.integers(0, elements.size - 1), label="element")
+    flip(path, name, element, data.draw(st.integers(0, 31), label="bit"))
+    inside = tuple(map(int, np.unravel_index(element, shape)))
+    whole = tuple(map(int, np.argwhere(full[name] == elements[element])[0]))
+
+    found = verified().differences
+    assert {one.name for one in found} == {name}
+    assert {one.kind for one in found} == {"values"}
+    assert {one.index for one in found} == {whole}
+    assert {one.count for one in found} == {1}
+    if str(path) in {one.path for one in found}:
+        (one,) = found
+        assert (one.side, one.rank, one.path, one.index_in_block) == (side, rank, str(path), inside)
+    else:  # the copy that all else is held against: it is named by each that differs from it
+        assert side == "source"
+        assert {one.reference for one in found} == {str(path)}
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_replica_that_differs(sides: tuple[Path, Path], rank: int) -> None:
+    source, target = sides
+    flip(rank_file(target, rank), "w", 5, bit=9)
+    (one,) = compared(source, target).differences
+    assert (one.name, one.side, one.rank, one.index_in_block, one.count) == ("w", "target", rank, (0, 5), 1)
+    assert one.path == str(rank_file(target, rank))
+    assert int(one.found or "", 16) ^ int(one.expected or "", 16) == 1 << 9
+
+
+def test_a_replica_in_the_source_that_no_conversion_reads(sides: tuple[Path, Path]) -> None:
+    source, target = sides
+    flip(rank_file(source, 5), "b", 11)
+    (one,) = compared(source, target).differences
+    assert (one.name, one.side, one.rank, one.index, one.count) == ("b", "source", 5, (11,), 1)
+    assert one.reference == str(rank_file(source, 0))
+
+
+def test_many_elements_are_counted(sides: tuple[Path, Path], small_bands: None) -> None:
+    source, target = sides
+    for element in (7, 300, 301):
+        flip(rank_file(target, 4), "w", element)
+    (one,) = compared(source, target).differences
+    assert one.count == 3
+    assert one.index_in_block == (0, 7)
+
+
+def test_bits_are_compared_not_numbers(tmp_path: Path) -> None:
+    """NaNs with other payloads differ, and so do 0.0 and -0.0; equal NaNs do not."""
+    values = np.zeros((4, 4), np.float32)
+    values[1] = np.nan
+    other = values.copy()
+    other[0, 2] = -0.0
+    other.view(np.uint32)[1, 3] ^= 1
+    one, two = (write_file(tmp_path / f"{n}.safetensors", {"w": array}) for n, array in enumerate((values, other)))
+    assert reshard.verify(one, against=one).equal
+    (difference,) = reshard.verify(two, against=one).differences
+    assert (difference.count, difference.index) == (2, (0, 2))
+    assert (difference.found, difference.expected) == ("80000000", "00000000")
+
+
+@pytest.mark.parametrize("name", ["step", "note"])
+def test_what_no_strategy_names_is_compared_too(sides: tuple[Path, Path], name: str, tmp_path: Path) -> None:
+    source, _ = sides
+    also: dict[str, Any] = {"step": np.array(7, np.int32), "note": "hello"}
+    also[name] = np.array(8, np.int32) if name == "step" else "other"
+    wrong = write_ranks(tmp_path / "wrong", FULL, AFTER, also=also)
+    found = compared(source, wrong).differences
+    assert {(one.name, one.rank, one.kind) for one in found} == {
+        (name, rank, "values" if name == "step" else "text") for rank in range(6)
+    }
+
+
+def test_ranks_values_of_their_own_are_those_of_some_source_rank(tmp_path: Path) -> None:
+    """A random state: every rank has its own, and a target rank that of one source rank."""
+    states = [np.random.default_rng(rank).integers(0, 99, 40) for rank in range(4)]
+    strategy = Strategy.of({"w": Layout.of([4], [0])})
+    weight = numbers({"w": (8,)})
+    for rank in range(4):
+        part = {"w": weight["w"][2 * rank : 2 * rank + 2], "rng": states[rank]}
+        write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", part)
+    reading = {"strategy": strategy, "layouts": {"rng": "copy"}, "contents": False}
+    source = reshard.open(tmp_path / "src", **reading)
+    half = Strategy.of({"w": Layout.of([2], [0])})
+    reshard.plan(source, half).run(tmp_path / "dst")
+
+    def verified() -> reshard.Verification:
+        target = reshard.open(tmp_path / "dst", strategy=half, layouts={"rng": "copy"}, contents=False)
+        return reshard.verify(target, against=reshard.open(tmp_path / "src", **reading))
+
+    assert verified().equal
+    assert verified().notices == ("rng differs between the ranks of the source; any of its values will do",)
+    flip(rank_file(tmp_path / "dst", 1), "rng", 17)
+    (one,) = verified().differences
+    assert (one.name, one.rank) == ("rng", 1)
+
+
+def test_names_and_casts_as_in_a_conversion(sides: tuple[Path, Path], tmp_path: Path) -> None:
+    source, _ = sides
+    wishes = Selection(weights_only=True, names={"w": "model.w"}, cast={"float32": "bfloat16"}, exclude=("c",))
+    opened = reshard.open(source, strategy=BEFORE)
+    reshard.plan(opened, files=reshard.HuggingFaceSet(4000), format="safetensors", selection=wishes).run(tmp_path / "u")
+
+    def verified(selection: Selection) -> reshard.Verification:
+        return reshard.verify(tmp_path / "u", against=source, source_strategy=BEFORE, selection=selection)
+
+    found = verified(wishes)
+    assert found.equal
+    assert found.tensors == 3
+    flip(tmp_path / "u" / "model-00001-of-00001.safetensors", "model.w", 1000)
+    (one,) = verified(wishes).differences
+    assert (one.name, one.index, one.found) == ("model.w", (27, 28), f"{int(one.expected or '', 16) ^ 1:04x}")
+    without = {(one.kind, one.name) for one in verified(Selection()).differences}
+    assert without == {
+        ("missing", "w"), ("missing", "c"), ("missing", "note"), ("extra", "model.w"), ("dtype", "b"),
+    }  # fmt: skip
+
+
+def test_a_missing_tensor_and_one_too_many(sides: tuple[Path, Path], tmp_path: Path) -> None:
+    source, _ = sides
+    less = {name: array for name, array in FULL.items() if name != "c"} | {"d": FULL["c"]}
+    strategy = Strategy.of({"w": AFTER.tensors["w"][0].layout, "b": AFTER.tensors["b"][0].layout})
+    other = write_ranks(tmp_path / "dst", less, strategy, also={"d": FULL["c"]})
+
+    def found(**selected: Any) -> set[tuple[str, str | None]]:
+        result = reshard.verify(
+            other, strategy, against=source, source_strategy=BEFORE, selection=Selection(**selected)
+        )
+        return {(one.kind, one.name) for one in result.differences}
+
+    assert found() == {("missing", "c"), ("missing", "step"), ("missing", "note"), ("extra", "d")}
+    assert found(drop=("c",), exclude=("step", "note"), allow_missing=("d",)) == set()
+    # A conversion writes what no strategy names, whatever it may drop.
+    assert found(drop=("c", "step", "note"), allow_missing=("d",)) == {("missing", "step"), ("missing", "note")}
+
+
+def test_shapes_that_differ(tmp_path: Path) -> None:
+    one = write_file(tmp_path / "a.ckpt", {"w": np.zeros((4, 2), np.float32)}, "ckpt")
+    two = write_file(tmp_path / "b.ckpt", {"w": np.zeros((2, 4), np.float32)}, "ckpt")
+    (difference,) = reshard.verify(two, against=one).differences
+    assert (difference.kind, difference.told) == ("shape", "is [2, 4]; the source has [4, 2]")
+
+
+def test_directories_of_the_same_ranks_need_no_strategy(sides: tuple[Path, Path], tmp_path: Path) -> None:
+    source, target = sides
+    plan_convert(source, "safetensors").run(tmp_path / "converted", fsync=False)
+    assert reshard.verify(tmp_path / "converted", against=source).equal
+    flip(rank_file(tmp_path / "converted", 6), "c", 3)
+    (one,) = reshard.verify(tmp_path / "converted", against=source).differences
+    assert (one.name, one.rank, one.index) == ("c", 6, (1, 1))
+    with pytest.raises(SourceError, match=r"8 ranks and no strategy.*--source-strategy"):
+        reshard.verify(target, AFTER, against=source)
+    with pytest.raises(SourceError, match=r"6 ranks and no strategy.*--target-strategy.*--target-layout"):
+        reshard.verify(target, against=source, source_strategy=BEFORE)
+
+
+def test_a_tensor_that_stages_share_is_compared_in_each(tmp_path: Path) -> None:
+    """Two stages cut it differently; the first is read, the other is held against it."""
+    rows, columns = Layout.of([2], [0, -1]), Layout.of([2], [-1, 0])
+    strategy = Strategy.of({"first": {0: rows}, "w": {0: rows, 1: columns}})  # both have the same blocks in stage 0
+    full = numbers({"first": (4, 6), "w": (4, 6)})
+    source = write_ranks(tmp_path / "src", full, strategy)
+    target = write_file(tmp_path / "whole.safetensors", full)
+    assert reshard.verify(target, against=source, source_strategy=strategy).equal
+    assert reshard.verify(source, strategy, against=target).equal
+    flip(rank_file(source, 3), "w", 4)
+    for found in (
+        reshard.verify(target, against=source, source_strategy=strategy),
+        reshard.verify(source, strategy, against=target),
+    ):
+        (one,) = found.differences
+        assert (one.rank, one.index, one.index_in_block) == (3, (1, 4), (1, 1))
+    assert found.differences[0].side == "target"
+
+
+def test_a_sample_reads_less_and_is_the_same_again(tmp_path: Path, small_bands: None) -> None:
+    full = numbers({"a": (400, 8), "b": (400, 8), "tiny": (2,)}, "int32")
+    one, two = (write_file(tmp_path / f"{n}.safetensors", full) for n in range(2))
+    for element in range(0, 3200, 8):
+        flip(two, "a", element)
+    found = [reshard.verify(two, against=one, sample=0.1, seed=seed) for seed in (1, 1, 2)]
+    counts = [result.differences[0].count for result in found]
+    assert counts[0] == counts[1]
+    assert found[0].differences == found[1].differences != found[2].differences
+    assert found[0].bytes_read == pytest.approx(0.1 * found[0].total_bytes, rel=0.1)
+    assert found[0].tensors == 3
+    assert reshard.verify(two, against=one, sample=0.1).seed is not None
+    assert reshard.verify(two, against=one, sample=1.0).differences[0].count == 400
+
+
+@pytest.mark.parametrize("sample", [0, -1, 1.5, math.nan])
+def test_a_share_that_is_none(tmp_path: Path, sample: float) -> None:
+    path = write_file(tmp_path / "a.ckpt", FULL, "ckpt")
+    with pytest.raises(UsageError, match="sample is"):
+        reshard.verify(path, against=path, sample=sample)
+
+
+def test_no_contradicting_wishes(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.ckpt", FULL, "ckpt")
+    with pytest.raises(UsageError, match="against a source or against a manifest"):
+        reshard.verify(path, against=path, manifest=path)
+    with pytest.raises(UsageError, match="0 threads"):
+        reshard.verify(path, threads=0)
+    with pytest.raises(BudgetError, match="least that works"):
+        reshard.verify(path, against=path, memory=1000)
+
+
+def test_tensors_without_elements(tmp_path: Path) -> None:
+    full = {"none": np.zeros((0, 4), np.float32), "rows": np.zeros((4, 0), np.float32), "one": np.zeros((), np.float32)}
+    one, two = (write_file(tmp_path / f"a.{format}", full, format) for format in ("ckpt", "safetensors"))
+    assert reshard.verify(one, against=two).equal
+    flip(two, "one", 0)
+    assert [one.index for one in reshard.verify(one, against=two).differences] == [()]
+
+
+def test_a_file_that_shrinks_meanwhile_is_an_error(sides: tuple[Path, Path]) -> None:
+    source, target = sides
+    opened = verification.opened(target, AFTER)
+    path = rank_file(target, 2)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(SourceError, match=r"rank_2.*ends at byte"):
+        reshard.verify(opened, against=source, source_strategy=BEFORE)
+
+
+# --- what every rank shall hold ----------------------------------------------------------------------------------
+
+SHARED = Strategy.of({
+    "first": {0: Layout.of([2], [0, -1])}, "w": {0: Layout.of([2], [-1, -1]), 1: Layout.of([2], [-1, -1])},
+    "last": {1: Layout.of([2], [-1, -1])},
+})  # fmt: skip
+STAGES = numbers({"first": (4, 6), "w": (4, 6), "last": (2, 2)})
+
+
+def without(path: Path, *names: str, format: str = "ckpt") -> None:
+    """Write a rank's file anew without some of its tensors."""
+    held = {name: (dtype, shape, content) for name, (dtype, shape, content) in helpers.read_rank_file(path).items()}
+    arrays: dict[str, Any] = {
+        name: np.frombuffer(content, dtype).reshape(shape) for name, (dtype, shape, content) in held.items()
+    }
+    write_file(path, {name: array for name, array in arrays.items() if name not in names}, format)
+
+
+def as_map(path: Path, name: str) -> None:
+    """Flip the bit of a `.ckpt` file that makes the message of a tensor one of a map parameter."""
+    content = bytearray(path.read_bytes())
+    place = content.index(b"\x0a" + bytes([len(name)]) + name.encode()) + 2 + len(name)
+    assert content[place] == 0x12
+    content[place] ^= 0x08
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> tuple[Path, Path]:
+    """As `sides`, without what no strategy names, all in .ckpt files."""
+    source = write_ranks(tmp_path / "src", FULL, BEFORE, "ckpt")
+    reshard.plan(reshard.open(source, strategy=BEFORE), AFTER).run(tmp_path / "dst", fsync=False)
+    return source, tmp_path / "dst"
+
+
+def lacking(found: reshard.Verification) -> set[tuple[str, int | None, str | None]]:
+    assert {one.side for one in found.differences} <= {"target"}
+    return {(one.kind, one.rank, one.name) for one in found.differences}
+
+
+def test_an_empty_file_of_a_rank_is_not_equal(plain: tuple[Path, Path]) -> None:
+    """Rank 1 shares w with ranks 3 and 5; of b and c it has blocks of its own in another test."""
+    source = write_ranks(plain[0].parent / "w", {"w": FULL["w"]}, BEFORE, "ckpt")
+    target = write_ranks(plain[0].parent / "t", {"w": FULL["w"]}, AFTER, "ckpt")
+    path = rank_file(target, 1)
+    path.write_bytes(b"")
+    found = compared(source, target)
+    assert lacking(found) == {("missing", 1, "w")}
+    (one,) = found.differences
+    assert (one.path, one.block) == (str(path), reshard.Block((0, 18), (48, 36)))
+    assert one.told.endswith("if each replica is stored once, give --deduplicated (deduplicated=True)")
+    assert compared(source, target, deduplicated=True).equal
+    only_w = Strategy.of({"w": AFTER.tensors["w"][0].layout})
+    with pytest.raises(
+        SourceError, match="rank 1: has no w in its file, which other ranks of the stage have"
+    ) as caught:
+        reshard.verify(target, only_w)
+    assert caught.value.exit_code == 4
+    assert reshard.verify(target, only_w, deduplicated=True).equal
+
+
+def test_a_replica_that_a_rank_lacks(plain: tuple[Path, Path]) -> None:
+    source, target = plain
+    assert compared(source, target).equal
+    without(rank_file(target, 2), "w")
+    assert lacking(compared(source, target)) == {("missing", 2, "w")}
+    with pytest.raises(SourceError, match="rank 2: has no w in its file, which other ranks"):
+        reshard.verify(target, AFTER)
+    assert reshard.verify(target, AFTER, selection=Selection(allow_missing=("w",))).equal
+    (notice,) = reshard.verify(target, AFTER, deduplicated=True).notices
+    assert "replicas are stored once" in notice
+
+
+@pytest.mark.parametrize("name", ["w", "step"])
+def test_one_bit_makes_a_tensor_a_map_parameter(tmp_path: Path, name: str) -> None:
+    also = {"step": np.array(7, np.int32)}
+    source = write_ranks(tmp_path / "src", FULL, BEFORE, "ckpt", also)
+    target = write_ranks(tmp_path / "dst", FULL, AFTER, "ckpt", also)
+    as_map(rank_file(target, 4), name)
+    for more in ({}, {"deduplicated": True}, {"selection": Selection(drop=("*",))}):
+        found = compared(source, target, **more)
+        assert lacking(found) == {("missing", 4, name)}
+        assert (
+            found.differences[0].told == "is a map parameter (a hash table), which has no layout, and is not compared"
+        )
+    with pytest.raises(SourceError, match=f"rank 4: '{name}': is a map parameter.*--drop '{name}'"):
+        reshard.verify(target, AFTER)
+    assert reshard.verify(target, AFTER, selection=Selection(drop=(name,))).equal
+    for rank in (0, 1, 2, 3, 5):
+        as_map(rank_file(target, rank), name)
+    found = compared(source, target, selection=Selection(drop=("*",)))
+    assert lacking(found) == {("missing", rank, name) for rank in range(6)}
+
+
+def test_map_parameters_of_both_sides_are_left_out_when_asked(tmp_path: Path) -> None:
+    one, two = (write_file(tmp_path / f"{n}.ckpt", {"w": FULL["w"], "table": FULL["b"]}, "ckpt") for n in range(2))
+    as_map(two, "table")
+    assert lacking(reshard.verify(two, against=one)) == {("missing", 0, "table")}
+    as_map(one, "table")
+    assert not reshard.verify(two, against=one).equal
+    found = reshard.verify(two, against=one, selection=Selection(drop=("table",)))
+    assert (found.equal, found.dropped, found.left_out) == (True, ("table",), ("table",))
+
+
+@pytest.mark.parametrize("name", ["step", "note"])
+def test_what_no_strategy_names_is_on_every_rank(sides: tuple[Path, Path], name: str) -> None:
+    source, target = sides
+    also: dict[str, Any] = {"step": np.array(7, np.int32), "note": "hello"}
+    del also[name]
+    other = write_ranks(target.parent / "other", FULL, AFTER, also=also)
+    rank_file(other, 3).rename(rank_file(target, 3))
+    assert lacking(compared(source, target)) == {("missing", 3, name)}
+    with pytest.raises(SourceError, match=f"rank 3: has no {name} in its file"):
+        reshard.verify(target, AFTER)
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_a_deduplicated_target_has_every_block_once(tmp_path: Path, format: str) -> None:
+    source = write_ranks(tmp_path / "src", FULL, BEFORE, "ckpt", {"step": np.array(7, np.int32)})
+    opened = reshard.open(source, strategy=BEFORE)
+    reshard.plan(opened, AFTER, format=format, remove_redundancy=True).run(tmp_path / "dst", fsync=False)
+    found = compared(source, tmp_path / "dst")
+    assert found.equal == (format == "safetensors")  # .ckpt files do not say it
+    for more in ({}, {"deduplicated": True})[format == "ckpt" :]:
+        assert compared(source, tmp_path / "dst", **more).equal
+        assert reshard.verify(tmp_path / "dst", AFTER, **more).equal
+    if format == "ckpt":
+        with pytest.raises(SourceError, match="give --deduplicated"):
+            reshard.verify(tmp_path / "dst", AFTER)
+
+
+def test_a_tensor_that_stages_share_is_in_each_of_a_conversion(tmp_path: Path) -> None:
+    """MindSpore leaves it out of the later stage; a conversion does not, and a network of that stage has it."""
+    write_file(tmp_path / "src.ckpt", STAGES, "ckpt")
+    target = write_ranks(tmp_path / "dst", STAGES, SHARED, "ckpt")
+
+    def verified(**more: Any) -> reshard.Verification:
+        return reshard.verify(target, SHARED, against=tmp_path / "src.ckpt", **more)
+
+    assert verified().equal
+    assert not reshard.verify(target, SHARED).notices
+    without(rank_file(target, 3), "w")
+    assert lacking(verified()) == {("missing", 3, "w")}
+    assert verified(deduplicated=True).equal
+    with pytest.raises(SourceError, match="rank 3: has no w in its file"):
+        reshard.verify(target, SHARED)
+    without(rank_file(target, 2), "w")
+    assert lacking(verified()) == {("missing", 2, "w"), ("missing", 3, "w")}
+    assert lacking(verified(deduplicated=True)) == {("missing", 2, "w"), ("missing", 3, "w")}
+    assert reshard.verify(target, SHARED).notices == (
+        "stage 1 has nothing of w, which it shares with others: MindSpore leaves out what another stage stores",
+    )
+    # As a source it is whole: stage 0 has all.
+    assert reshard.verify(tmp_path / "src.ckpt", against=target, source_strategy=SHARED).equal
+
+
+def test_some_ranks_are_verified_for_what_they_shall_hold(plain: tuple[Path, Path]) -> None:
+    source, target = plain
+    for rank in (0, 4, 5):
+        rank_file(target, rank).unlink()
+    partial = verification.opened(target, AFTER, partial=True)
+    assert reshard.verify(partial, against=source, source_strategy=BEFORE).equal
+    assert reshard.verify(partial).equal
+    without(rank_file(target, 2), "w", "c")
+    partial = verification.opened(target, AFTER, partial=True)
+    found = reshard.verify(partial, against=source, source_strategy=BEFORE)
+    assert lacking(found) == {("missing", 2, "w"), ("missing", 2, "c")}
+    once = reshard.verify(partial, against=source, source_strategy=BEFORE, deduplicated=True)
+    assert lacking(once) == {("missing", 2, "c")}  # w may be on rank 0 or 4, and of c nobody else has its block
+
+
+def test_what_may_be_dropped_is_not_what_may_be_lost(plain: tuple[Path, Path]) -> None:
+    """The target strategy names it, so that a conversion writes it, whatever it may drop."""
+    source, target = plain
+    for rank in range(6):
+        without(rank_file(target, rank), "c")
+    found = compared(source, target, selection=Selection(drop=("*",), allow_missing=("*",)))
+    assert (found.dropped, lacking(found)) == ((), {("missing", None, "c")})
+
+
+def test_rank_by_rank_what_is_missing_is_told_of_its_rank(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    source, _ = plain
+    plan_convert(source, "ckpt").run(tmp_path / "converted", fsync=False)
+    without(rank_file(tmp_path / "converted", 2), "c")
+    as_map(rank_file(tmp_path / "converted", 5), "w")
+    found = reshard.verify(tmp_path / "converted", against=source)
+    assert lacking(found) == {("missing", 2, "c"), ("missing", 5, "w")}
+    assert {one.path for one in found.differences} == {str(rank_file(tmp_path / "converted", r)) for r in (2, 5)}
+    with pytest.raises(SourceError, match="rank 5: 'w': is a map parameter"):
+        reshard.verify(tmp_path / "converted")
+    rank_file(tmp_path / "converted", 5).write_bytes(b"")
+    assert any("rank 5 has a file without any" in notice for notice in reshard.verify(tmp_path / "converted").notices)
+
+
+def test_notes_of_the_files_are_carried_over(tmp_path: Path) -> None:
+    source = write_file(tmp_path / "src.safetensors", FULL, epoch="7")
+    reshard.plan(reshard.open(source)).run(tmp_path / "dst", fsync=False)
+    target = rank_file(tmp_path / "dst", 0)
+    found = reshard.verify(tmp_path / "dst", against=source)
+    assert found.equal
+    assert found.unchecked[0] == "the note `format`"
+    content = target.read_bytes()
+    for old, new, told in (
+        (b'"epoch":"7"', b'"epoch":"6"', ["has the note 'epoch' with '6'; the source has the note 'epoch' with '7'"]),
+        (b'"epoch":"7"', b'"epoci":"7"', [
+            "has no note 'epoch'; the source has the note 'epoch' with '7'",
+            "has the note 'epoci' with '7'; the source has no note 'epoci'",
+        ]),
+    ):  # fmt: skip
+        target.write_bytes(content.replace(old, new))
+        differences = reshard.verify(tmp_path / "dst", against=source).differences
+        assert [one.told for one in differences] == told
+        assert {(one.kind, one.rank, one.path) for one in differences} == {("note", 0, str(target))}
+    plain = write_file(tmp_path / "src.ckpt", FULL, "ckpt")
+    found = reshard.verify(tmp_path / "dst", against=plain)  # such files have none
+    assert found.equal
+    assert found.unchecked[0] == "notes (__metadata__)"
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_a_flipped_bit_is_noticed_or_not_looked_at(tmp_path: Path, format: str) -> None:
+    """In headers and contents; what passes is of what the result says it did not look at."""
+    full = numbers({"w": (4, 2), "b": (2,)}, "int16")
+    strategy = Strategy.of({"w": Layout.of([2], [0, -1]), "b": Layout.of([2], [-1])})
+    also: dict[str, Any] = {"step": np.array(7, np.int32), "note": "ü"}
+    source = write_ranks(tmp_path / "src", full, strategy, format, also)
+    target = write_ranks(tmp_path / "dst", full, strategy, format, also)
+    path = rank_file(target, 1)
+    content = path.read_bytes()
+
+    def passes() -> dict[str, bool]:
+        found = {}
+        for way, more in (("structure", {}), ("against", {"against": source, "source_strategy": strategy})):
+            try:
+                found[way] = reshard.verify(target, strategy, **more).equal
+            except SourceError:
+                found[way] = False
+        return found
+
+    entries = index_file(str(path)).entries
+    stored = {place for entry in entries.values() for at, n in entry.runs for place in range(at, at + n)}
+    text = content.index("ü".encode() if format == "safetensors" else "ü".encode("utf-32-le"))
+    if format == "safetensors":
+        unseen = set(range(content.index(b'"format"'), content.index(b'"ms"') + 4))
+    else:
+        unseen = {content.index(b"\x08\x00\x12\x03str") + 1}  # dims of text
+    random = Random(format)  # noqa: S311 -- the same bits again
+    for place in range(len(content)):
+        bit = random.randrange(8)
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+        passed = passes()
+        assert not passed["against"] or place in unseen, (place, bit)
+        assert not passed["structure"] or place in unseen | stored | {text, text + 1}, (place, bit)
+
+
+def test_an_option_that_would_do_nothing(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.ckpt", FULL, "ckpt")
+    with pytest.raises(UsageError, match="leave deduplicated out"):
+        reshard.verify(path, manifest=path, deduplicated=True)
+
+
+# --- structure --------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_structure(sides: tuple[Path, Path]) -> None:
+    found = reshard.verify(sides[1], AFTER)
+    assert found.equal
+    assert (found.against, found.files, found.tensors, found.bytes_read) == (None, 6, 5, 0)
+    assert found.ranks == tuple(range(6))
+    assert not found.notices
+
+
+def test_a_missing_rank(sides: tuple[Path, Path]) -> None:
+    rank_file(sides[1], 4).unlink()
+    with pytest.raises(SourceError, match="rank 4") as caught:
+        reshard.verify(sides[1], AFTER)
+    assert caught.value.exit_code == 4
+    with pytest.raises(SourceError, match="rank 4: has no file, though there are ranks up to 5"):
+        reshard.verify(sides[1])
+
+
+def test_a_lying_header(sides: tuple[Path, Path]) -> None:
+    path = rank_file(sides[1], 1)
+    content = path.read_bytes()
+    assert b'"shape":[48,18]' in content
+    path.write_bytes(content.replace(b'"shape":[48,18]', b'"shape":[18,48]'))
+    with pytest.raises(SourceError, match=r"rank_1.*tensor 'w' has shape \[18, 48\].*\[48, 18\]"):
+        reshard.verify(sides[1], AFTER)
+    path.write_bytes(content.replace(b'"shape":[48,18]', b'"shape":[48,19]'))
+    with pytest.raises(SourceError, match=r"rank_1.*tensor 'w'.*occupies"):
+        reshard.verify(sides[1])
+
+
+def test_a_weight_that_the_strategy_names(sides: tuple[Path, Path]) -> None:
+    more = Strategy.of({**{name: places[0].layout for name, places in AFTER.tensors.items()}, "v": Layout.of([6], [0])})
+    with pytest.raises(SourceError, match="tensor 'v': is in the strategy and in no file"):
+        reshard.verify(sides[1], more)
+    assert reshard.verify(sides[1], more, selection=Selection(allow_missing=("v",))).equal
+
+
+def test_unfinished_files_are_told(sides: tuple[Path, Path]) -> None:
+    path = rank_file(sides[1], 4)
+    (path.parent / "checkpoint_4.safetensors.partial").touch()
+    notices = reshard.verify(sides[1], AFTER).notices
+    assert "1 unfinished file (rank_4/checkpoint_4.safetensors.partial)" in notices[0]
+    path.unlink()
+    with pytest.raises(SourceError, match="(?s)rank 4.*unfinished file"):
+        reshard.verify(sides[1], AFTER)
+
+
+def test_replicas_that_are_stored_once_are_told(mindspore_data: Path) -> None:
+    folder = mindspore_data / "deduplicated" / "tut_src8"
+    strategy = reshard.read_strategy(mindspore_data / "real" / "tut_src8" / "strategy_0.ckpt")
+    found = reshard.verify(folder, strategy)
+    assert found.equal
+    assert any("replicas are stored once" in notice for notice in found.notices)
+    assert reshard.verify(
+        folder, strategy, against=mindspore_data / "real" / "tut_src8" / "ckpt", source_strategy=strategy
+    ).equal
+
+
+def test_blocks_that_overlap_or_leave_a_gap() -> None:
+    """No strategy makes such; a format that lists its own blocks might."""
+    from reshard.layout.block import Block
+    from reshard.verify.structure import _cover_fault
+
+    whole = [Block((0, 0), (2, 4)), Block((2, 0), (4, 2)), Block((2, 2), (4, 4))]
+    assert _cover_fault((4, 4), whole) is None
+    assert _cover_fault((4, 4), whole[:2]) == "is of shape [4, 4], and its blocks have 12 of 16 elements"
+    assert "overlap" in str(_cover_fault((4, 4), [*whole, Block((0, 0), (1, 1))]))
+
+
+# --- memory and speed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
+    """600 MB on each side, row blocks against column blocks, within 100 MB; predicted where a budget is given."""
+    before = Strategy.of({f"h.{i}": Layout.of([4], [0, -1]) for i in range(3)})
+    after = Strategy.of({f"h.{i}": Layout.of([2], [-1, 0]) for i in range(3)})
+    random = np.random.default_rng(0)
+    for rank in range(4):
+        part = {name: random.integers(0, 1 << 16, (2560, 10_240), np.uint16) for name in before.tensors}
+        write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", part)
+    reshard.plan(reshard.open(tmp_path / "src", strategy=before), after).run(tmp_path / "dst", fsync=False)
+    reshard.write_strategy(before, tmp_path / "before.ckpt")
+    reshard.write_strategy(after, tmp_path / "after.ckpt")
+    flip(rank_file(tmp_path / "dst", 1), "h.2", 52_000_000)
+    for budget in (None, 70_000_000):
+        script = f"""
+import reshard
+found = reshard.verify("dst", "after.ckpt", against="src", source_strategy="before.ckpt", memory={budget})
+(one,) = found.differences
+print(one.rank, one.index, found.bytes_read, open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+"""
+        environment = {**os.environ, "PYTHONPATH": str(Path(reshard.__file__).parent.parent)}
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True, env=environment
+        )
+        rank, *index, nbytes, peak = done.stdout.replace("(", "").replace(")", "").replace(",", "").split()
+        assert (int(rank), [*map(int, index)]) == (1, [10_156, 5_120 + 1_280])
+        assert int(nbytes) == 2 * 3 * 10_240 * 10_240 * 2
+        assert int(peak) * 1024 < (budget or 100_000_000)
+
+
+def test_a_state_whose_weight_is_in_another_stage_is_one(tmp_path: Path) -> None:
+    one = Layout.of([1], [-1])
+    strategy = Strategy.of({"w": {0: one}, "adam_m.w": {1: one}, "v": {1: one}})
+    weights = Strategy.of({"w": one, "v": one})
+    write_ranks(tmp_path / "src", numbers({"w": (4,), "adam_m.w": (4,), "v": (4,)}), strategy)
+    source = reshard.open(tmp_path / "src", strategy=strategy, stage=1)
+    report = reshard.plan(source, weights).run(tmp_path / "out")
+    assert report.dropped == ("adam_m.w",)
+    found = reshard.verify(tmp_path / "out", weights, against=source, partial=True)
+    assert (found.differences, found.dropped) == ((), ("adam_m.w",))

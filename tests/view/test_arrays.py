@@ -1,0 +1,480 @@
+"""Lazy arrays: the right values, only the bytes asked for, and sums that are right in low precision."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import count, pairwise, product
+from math import prod
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import dask
+import dask.array as da
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.dtypes import BY_NAME, STR
+from reshard.errors import SourceError
+from reshard.formats import by_name, index_file
+from reshard.formats.entries import Content, Entry, FileIndex
+from reshard.layout.block import Block
+from reshard.plan.plan import Held
+from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.storage.local import local_store
+from reshard.view import arrays
+from reshard.view.arrays import RankArrays, TensorArray, guard, sub_array, tensor_array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from reshard.layout.block import Shape
+
+LOW = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+NUMBERS = count()
+
+
+def grid(shape: Shape, cuts: Sequence[Sequence[int]]) -> list[Block]:
+    """The blocks of a tensor cut at these places along each dimension."""
+    edges = [[0, *inner, extent] for extent, inner in zip(shape, cuts, strict=True)]
+    return [
+        Block(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+        for spans in product(*(list(pairwise(of_dim)) for of_dim in edges))
+    ]
+
+
+def numbered(shape: Shape, dtype: str = "float32") -> np.ndarray[Any, Any]:
+    """An array of small numbers, which every dtype holds exactly."""
+    kind = BY_NAME[dtype].numpy()
+    return (np.arange(prod(shape)).reshape(shape) % 7 + 1).astype(kind)
+
+
+def stored(
+    root: Path,
+    values: np.ndarray[Any, Any],
+    blocks: Iterable[Block],
+    dtype: str,
+    *,
+    cuts: Sequence[int] = (),
+) -> Checkpoint:
+    """A checkpoint of one tensor `w`, one file a block; the bytes of each are cut into runs, the last first."""
+    files, shards = [], []
+    for number, block in enumerate(blocks):
+        contents = values[block.within(Block.whole(values.shape))].tobytes()
+        places = sorted({min(cut, len(contents)) for cut in (0, len(contents), *cuts)})
+        laid, runs = b"#", []
+        for begin, end in reversed(list(pairwise(places))):
+            runs.insert(0, (len(laid), end - begin))
+            laid += contents[begin:end] + b"#"
+        path = root / f"{next(NUMBERS)}.bin"
+        path.write_bytes(laid)
+        index = FileIndex("ckpt", {"w": Entry(BY_NAME[dtype], block.shape, tuple(runs))})
+        files.append(SourceFile(str(path), len(laid), path.stat().st_mtime_ns, index))
+        shards.append(Shard(block, (number,)))
+    spec = TensorSpec("w", BY_NAME[dtype], values.shape)
+    return Checkpoint(str(root), {"w": Tensor(spec, tuple(shards))}, tuple(files), tuple(range(len(files))))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all reads, in bytes."""
+    sizes: list[int] = []
+
+    class Counting:
+        def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+            sizes.append(len(buffer))
+            local_store().read_into(path, offset, buffer)
+
+    monkeypatch.setattr(arrays, "store_of", lambda _: Counting())
+    return sizes
+
+
+@pytest.fixture(params=LOW)
+def low(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TensorArray, np.ndarray[Any, Any]]:
+    """A low-precision tensor of four shards, and its values in float32."""
+    values = numbered((6, 4), request.param)
+    lazy = tensor_array(stored(tmp_path, values, grid((6, 4), [[3], [2]]), request.param), "w")
+    return lazy, values.astype("float32")
+
+
+def test_chunks_are_the_source_shards(tmp_path: Path) -> None:
+    values = numbered((6, 4))
+    checkpoint = stored(tmp_path, values, grid((6, 4), [[3], [1]]), "float32")
+    lazy = checkpoint["w"]
+    assert lazy.chunks == ((3, 3), (1, 3))
+    assert isinstance(lazy, da.Array)
+    assert np.array_equal(lazy.compute(), values)
+    assert repr(lazy) == "dask.array<w, shape=(6, 4), dtype=float32, chunksize=(3, 3), chunktype=numpy.ndarray>"
+
+
+def test_shards_that_are_no_grid_are_cut_at_every_edge(tmp_path: Path) -> None:
+    values = numbered((6, 4))
+    blocks = [Block((0, 0), (2, 4)), Block((2, 0), (6, 1)), Block((2, 1), (6, 4))]
+    lazy = tensor_array(stored(tmp_path, values, blocks, "float32"), "w")
+    assert lazy.chunks == ((2, 4), (1, 3))
+    assert np.array_equal(lazy.compute(), values)
+
+
+def test_a_slice_reads_only_its_bytes(tmp_path: Path, reads: list[int]) -> None:
+    lazy = tensor_array(stored(tmp_path, numbered((64, 8)), grid((64, 8), [[32], []]), "float32"), "w")
+    for index, expected in [
+        (slice(4), [4 * 8 * 4]),
+        ((7, 3), [4]),
+        (slice(30, 34), [64, 64]),
+        ((slice(5, 6), slice(2, 5)), [12]),
+        ((slice(5, 7), slice(2, 5)), [32 + 12]),  # the gap between two rows is read through
+        (slice(0, 0), []),
+    ]:
+        reads.clear()
+        lazy[index].compute(scheduler="sync")
+        assert reads == expected
+
+
+def test_gaps_wider_than_64_kib_are_jumped_over(tmp_path: Path, reads: list[int]) -> None:
+    values = numbered((3, 40_000))
+    lazy = tensor_array(stored(tmp_path, values, grid(values.shape, [[], []]), "float32"), "w")
+    assert np.array_equal(lazy[:, 5:7].compute(), values[:, 5:7])
+    assert reads == [8, 8, 8]
+    reads.clear()
+    assert np.array_equal(lazy[::2].compute(), values[::2])
+    assert reads == [160_000, 160_000]
+    reads.clear()
+    lazy.compute()
+    assert reads == [480_000]
+
+
+def test_what_is_held_beside_the_result_is_bounded(
+    tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = numbered((5, 4, 25), "float32")  # 100 bytes a row
+    lazy = tensor_array(stored(tmp_path, values, grid(values.shape, [[], [], []]), "float32"), "w")
+    monkeypatch.setattr(arrays, "_SCRATCH", 250)
+    for index, expected in [
+        ((slice(None), slice(None), slice(1, None)), [196, 196] * 5),  # two rows at a time
+        ((slice(None), slice(1, None)), [300] * 5),  # straight into the result
+        ((0, 0, slice(None, None, 2)), [100]),
+        ((), [2000]),
+    ]:
+        reads.clear()
+        assert np.array_equal(lazy[index].compute(scheduler="sync"), values[index])
+        assert reads == expected
+    reads.clear()
+    values = numbered((2, 4, 50), "float32")
+    lazy = tensor_array(stored(tmp_path, values, grid(values.shape, [[], [], [25]]), "float32"), "w")
+    (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, arrays._Stored))
+    assert np.array_equal(beneath[...], values)
+    assert max(reads) == 200  # the shards lie side by side in the result, so that nothing goes straight into it
+
+
+def test_lists_are_taken_from_what_the_slices_read(tmp_path: Path, reads: list[int]) -> None:
+    values = numbered((4, 6, 8), "int8")
+    lazy = tensor_array(stored(tmp_path, values, grid((4, 6, 8), [[], [], []]), "int8"), "w")
+    (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, arrays._Stored))
+    for index in [(slice(1, 2), [0, 5], slice(None)), (1, slice(2), [True, False] * 4), ([0, 2], slice(3, 4), [1, 7])]:
+        assert np.array_equal(beneath[index], values[index])
+        assert np.array_equal(lazy[1:, [2, 0]][0].compute(), values[1:, [2, 0]][0])
+    assert max(reads) < values.nbytes
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[Shape, list[list[int]], tuple[Any, ...]]:
+    """A shape, where it is cut, and an index into it."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+    cuts = [sorted(draw(st.sets(st.integers(1, extent - 1)))) if extent > 1 else [] for extent in shape]
+    index: list[Any] = []
+    for extent in shape[: draw(st.integers(0, len(shape)))]:
+        bounds = st.none() | st.integers(-extent, extent + 1)  # dask clips a start before the first wrongly
+        steps = st.sampled_from([None, 1, 2, 3, -1, -2])
+        one = st.integers(-extent, extent - 1) if extent else st.nothing()
+        index.append(draw(st.builds(slice, bounds, bounds, steps) | one))
+    if draw(st.booleans()):
+        index.insert(draw(st.integers(0, len(index))), ...)
+        missing = len(shape) - len(index) + 1  # what stands after the ellipsis must fit the last dimensions
+        index = index if not missing else [*index[: index.index(...)], ...]
+    return shape, cuts, tuple(index)
+
+
+@settings(max_examples=150)
+@given(
+    tensor=tensors(),
+    dtype=st.sampled_from(["bool", "int8", "bfloat16", "float32", "complex64"]),
+    runs=st.lists(st.integers(0, 40), max_size=3),
+    gap=st.sampled_from([0, 3, 1 << 16]),
+    scratch=st.sampled_from([1, 24, 1 << 23]),
+)
+def test_any_index_gives_what_numpy_gives(
+    tmp_path_factory: pytest.TempPathFactory,
+    tensor: tuple[Shape, list[list[int]], tuple[Any, ...]],
+    dtype: str,
+    runs: list[int],
+    gap: int,
+    scratch: int,
+) -> None:
+    shape, cuts, index = tensor
+    values = numbered(shape, dtype)
+    checkpoint = stored(tmp_path_factory.getbasetemp(), values, grid(shape, cuts), dtype, cuts=runs)
+    lazy = tensor_array(checkpoint, "w")
+    (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, arrays._Stored))
+    with mock.patch.multiple(arrays, _GAP=gap, _SCRATCH=scratch):
+        found = beneath[index]  # one read over all shards
+        chunked = lazy[index].compute(scheduler="sync")  # one read a chunk
+    for each in (found, chunked):
+        assert each.dtype == values.dtype
+        assert each.shape == values[index].shape
+        assert each.tobytes() == values[index].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [name for name in BY_NAME if name != "str"])
+def test_every_dtype_comes_back_from_a_file(tmp_path: Path, dtype: str) -> None:
+    kind = BY_NAME[dtype]
+    values = np.arange(5 * kind.itemsize, dtype=np.uint8).view(kind.carrier())
+    if dtype == "bool":
+        values = values % 2
+    layout = by_name("safetensors").lay_out([Content("w", kind, (5,)), Content("s", kind, ())], {})
+    contents = bytearray(layout.size)
+    for offset, literal in layout.literals:
+        contents[offset : offset + len(literal)] = literal
+    for name, data in {"w": values.tobytes(), "s": values[1].tobytes()}.items():
+        ((offset, nbytes),) = layout.places[name]
+        contents[offset : offset + nbytes] = data
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(contents)
+    file = SourceFile(str(path), len(contents), path.stat().st_mtime_ns, index_file(str(path)))
+    checkpoint = Checkpoint(
+        str(path),
+        {
+            name: Tensor(TensorSpec(name, kind, shape), (Shard(Block.whole(shape), (0,)),), listed=False)
+            for name, shape in {"w": (5,), "s": ()}.items()
+        },
+        (file,),
+        (0,),
+    )
+    whole, scalar = dask.compute(checkpoint["w"], checkpoint["s"])
+    assert whole.dtype == scalar.dtype == checkpoint["w"].dtype == kind.numpy()
+    assert whole.tobytes() == values.tobytes()
+    assert scalar.shape == ()
+    assert scalar.tobytes() == values[1].tobytes()
+
+
+def test_the_lazy_object_keeps_its_dtype_through_a_pickle(tmp_path: Path) -> None:
+    values = np.array([-128, 127], np.int8)
+    lazy = pickle.loads(pickle.dumps(tensor_array(stored(tmp_path, values, grid((2,), [[]]), "int4"), "w")))  # noqa: S301
+    assert lazy.compute().tolist() == [-128, 127]
+
+
+def test_a_text_entry_is_a_0d_array(tmp_path: Path) -> None:
+    spec = TensorSpec("note", STR, (0,))
+    whole = Block.whole((0,))
+    tensor = Tensor(spec, (Shard(whole, (0,)),), listed=False, text="step µ")
+    checkpoint = Checkpoint(str(tmp_path), {"note": tensor}, (), ())
+    assert checkpoint["note"].compute().item() == "step µ"
+    assert sub_array(checkpoint, "note", whole).compute() == "step µ"
+
+
+def test_rank_arrays_are_the_blocks_of_a_rank(tmp_path: Path, reads: list[int]) -> None:
+    values = numbered((6, 4), "bfloat16")
+    checkpoint = stored(tmp_path, values, grid((6, 4), [[3], []]), "bfloat16")
+    rank = RankArrays(checkpoint, {"new.w": Held("w", Block((2, 1), (5, 3)), checkpoint.tensors["w"].spec.dtype)})
+    assert list(rank) == ["new.w"]
+    assert "w" not in rank
+    with pytest.raises(KeyError):
+        rank["w"]
+    assert repr(rank) == f"<RankArrays of {tmp_path}: 1 tensor>"
+    assert np.array_equal(rank["new.w"].compute(), values[2:5, 1:3])
+    assert sum(reads) == 4 + (8 + 4)  # a row of one shard; two rows of the other, and the gap between them
+
+
+def test_names_tell_what_is_read(tmp_path: Path) -> None:
+    values = numbered((4,), "int8")
+    one = stored(tmp_path, values, grid((4,), [[]]), "int8")
+    assert one["w"].name == one["w"].name
+    names = {one["w"].name}
+    for dtype in ["int4", "uint8", "float8_e4m3fn", "float8_e5m2"]:
+        other = TensorSpec("w", BY_NAME[dtype], (4,))
+        checkpoint = Checkpoint(one.root, {"w": Tensor(other, one.tensors["w"].shards)}, one.files, one.ranks)
+        names.add(checkpoint["w"].name)
+    names.add(stored(tmp_path, values, grid((4,), [[]]), "int8")["w"].name)  # another file
+    (file,) = one.files
+    later = SourceFile(file.path, file.nbytes, file.mtime_ns + 1, file.index)
+    names.add(Checkpoint(one.root, one.tensors, (later,), one.ranks)["w"].name)
+    assert len(names) == 7
+
+
+def test_casts_to_two_float8_kinds_do_not_share_a_name() -> None:
+    ones = da.ones(4, dtype="float32")
+    kinds = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4]
+    assert len({ones.astype(kind).name for kind in kinds}) == 4
+    assert len({ones.astype("uint8").view(kind).name for kind in kinds[:3]}) == 3
+
+
+def test_what_travels_is_small(tmp_path: Path) -> None:
+    checkpoint = stored(tmp_path, numbered((8,)), grid((8,), [[4]]), "float32")
+    others = {f"other.{number}": checkpoint.tensors["w"] for number in range(1000)}
+    checkpoint = Checkpoint(checkpoint.root, {**checkpoint.tensors, **others}, checkpoint.files, checkpoint.ranks)
+    assert len(pickle.dumps(checkpoint["w"])) < 4000
+
+
+def test_bytes_that_are_not_there_are_an_error(tmp_path: Path) -> None:
+    values = numbered((4, 4))
+    whole = stored(tmp_path, values, grid((4, 4), [[2], []]), "float32")
+    half = Tensor(whole.tensors["w"].spec, whole.tensors["w"].shards[:1])
+    lazy = Checkpoint(whole.root, {"w": half}, whole.files, whole.ranks)["w"]
+    assert np.array_equal(lazy[:2].compute(), values[:2])
+    with pytest.raises(SourceError, match=r"tensor 'w': 8 of 8 items asked for are in no shard"):
+        lazy.compute()
+    file = whole.files[0]
+    short = Entry(BY_NAME["float32"], (2, 4), ((1, 28),))
+    files = (SourceFile(file.path, file.nbytes, 0, FileIndex("ckpt", {"w": short})), whole.files[1])
+    with pytest.raises(SourceError, match=r"bin: block \[0:2, 0:4\] is 4 bytes longer than what the file has"):
+        Checkpoint(whole.root, whole.tensors, files, whole.ranks)["w"].compute()
+
+
+KEEPS_ITS_KIND = {
+    "slice": lambda x: x[1:, ::-1],
+    "list": lambda x: x[[0, 2]],
+    "vindex": lambda x: x.vindex[[0, 1], [1, 0]],
+    "mask": lambda x: x[x > 3],
+    "blocks": lambda x: x.blocks[0],
+    "iteration": lambda x: next(iter(x)),
+    "reshape": lambda x: x.reshape(-1),
+    "transpose": lambda x: x.T,
+    "rechunk": lambda x: x.rechunk(2),
+    "ravel": TensorArray.ravel,
+    "astype": lambda x: x.astype("float16").astype(ml_dtypes.bfloat16),
+    "arithmetic": lambda x: (x + x) / 2 - x * 1,
+    "with a plain array": lambda x: da.Array(x.dask, x.name, x.chunks, meta=x._meta) + x,
+    "with a numpy array": lambda x: np.ones(4, x.dtype) + x,
+    "unary": lambda x: abs(-x),
+    "ufunc": lambda x: np.sqrt(np.abs(x)),
+    "outer": lambda x: np.multiply.outer(x[0], x[0]),
+    "concatenate": lambda x: np.concatenate([x, x]),
+    "where": lambda x: np.where(x > 3, x, -x),
+    "max": lambda x: x.max(axis=0),
+    "numpy max": lambda x: np.max(x, axis=0),
+    "real": lambda x: x.real,
+    "map_blocks": lambda x: x.map_blocks(np.copy),
+    "persist": lambda x: x.persist(scheduler="sync"),
+    "optimize": lambda x: dask.optimize(x)[0],
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),  # noqa: S301
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("what", KEEPS_ITS_KIND)
+def test_the_guard_survives(low: tuple[TensorArray, np.ndarray[Any, Any]], what: str) -> None:
+    lazy, _ = low
+    result = KEEPS_ITS_KIND[what](lazy)
+    assert isinstance(result, TensorArray)
+    value = result.compute(scheduler="sync")
+    assert isinstance(value, np.generic) or type(value) is np.ndarray
+    assert value.dtype == result.dtype
+
+
+ACCUMULATES = {
+    "sum": lambda x: x.sum(axis=0),
+    "mean": lambda x: x.mean(axis=0),
+    "std": lambda x: x.std(axis=0),
+    "var": lambda x: x.var(axis=1, ddof=1),
+    "prod": lambda x: x.prod(axis=0),
+    "cumsum": lambda x: x.cumsum(axis=0),
+    "cumprod": lambda x: x.cumprod(axis=1),
+    "dot": lambda x: x.dot(x.T),
+    "matmul": lambda x: x @ x.T,
+    "trace": lambda x: x.trace(1),
+    "numpy sum": lambda x: np.sum(x, axis=1),
+    "numpy mean": lambda x: np.mean(x, 0),
+    "numpy nanmean": lambda x: np.nanmean(x, axis=1),
+    "numpy matmul": lambda x: np.matmul(x, x.T),
+    "numpy einsum": lambda x: np.einsum("ij,ij->i", x, x),
+    "numpy norm": lambda x: np.linalg.norm(x, axis=0),
+    "of a difference": lambda x: (x - x[::-1]).mean(),
+}
+
+
+@pytest.mark.parametrize("what", ACCUMULATES)
+def test_what_accumulates_does_so_in_float32(low: tuple[TensorArray, np.ndarray[Any, Any]], what: str) -> None:
+    lazy, values = low
+    result = ACCUMULATES[what](lazy)
+    assert result.dtype == np.float32
+    assert type(result) is da.Array
+    np.testing.assert_allclose(result.compute(scheduler="sync"), ACCUMULATES[what](values), rtol=1e-6)
+
+
+def test_other_operands_are_widened_too(low: tuple[TensorArray, np.ndarray[Any, Any]]) -> None:
+    lazy, values = low
+    narrow = values.T.astype(lazy.dtype)
+    for product_ in (lazy @ narrow, (narrow.T @ lazy.T), lazy.dot(da.from_array(narrow))):
+        assert product_.dtype == np.float32
+        assert np.array_equal(product_.compute(), values @ values.T)
+
+
+def test_a_dtype_asked_for_is_given(low: tuple[TensorArray, np.ndarray[Any, Any]]) -> None:
+    lazy, _ = low
+    assert lazy.sum(dtype="float64").dtype == np.float64
+    ones = guard(da.ones(100_000, dtype="float16", chunks=30_000))
+    for mean in (ones.mean(dtype="float16"), ones.mean(None, "float16"), np.mean(ones, dtype="float16")):
+        assert mean.dtype == np.float16
+        assert mean.compute() == 1  # accumulated in float16 it is nan
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_million_ones(dtype: str) -> None:
+    ones = guard(da.ones(1_000_000, dtype=BY_NAME[dtype].numpy(), chunks=300_000))
+    assert ones.mean().compute() == np.mean(ones).compute() == 1
+    assert ones.sum().compute() == 1_000_000
+    assert ones.std().compute() == 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", LOW)
+def test_dasks_own_functions_are_not_covered(dtype: str) -> None:
+    """When this fails dask has become right, and the docstring of `TensorArray` can say less."""
+    ones = guard(da.ones(1_000_000, dtype=BY_NAME[dtype].numpy(), chunks=300_000))
+    assert da.mean(ones).compute() != 1
+
+
+def test_whatever_a_notebook_does_works_without_warnings(low: tuple[TensorArray, np.ndarray[Any, Any]]) -> None:
+    lazy, values = low
+    joined = da.concatenate([lazy, lazy])
+    assert joined.dtype == lazy.dtype
+    assert np.array_equal(joined.compute().astype("float32"), np.concatenate([values, values]))
+    assert type(guard(joined)) is TensorArray
+    assert np.array_equal(lazy.astype("float32").compute(), values)
+    assert (lazy == lazy.compute()).all().compute()
+    assert lazy.max().compute() == values.max()
+    assert lazy.argmax().compute() == values.argmax()
+    assert float(lazy[0, 0]) == values[0, 0]
+    assert str(lazy.dtype) in repr(lazy)
+    assert str(lazy.dtype) in lazy._repr_html_()
+    assert np.result_type(lazy) == lazy.dtype
+
+
+def test_other_dtypes_are_plain_dask_arrays() -> None:
+    for dtype in ("float32", "int8", "complex64"):
+        plain = da.ones(3, dtype=dtype)
+        assert guard(plain) is plain
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    distributed = pytest.importorskip("distributed")
+    with distributed.Client(processes=False, dashboard_address=":0", n_workers=1) as started:
+        yield started
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_on_a_cluster(client: Any, tmp_path: Path) -> None:
+    values = numbered((6, 4), "bfloat16")
+    lazy = tensor_array(stored(tmp_path, values, grid((6, 4), [[3], [2]]), "bfloat16"), "w")
+    whole = client.compute(lazy).result()
+    assert type(whole) is np.ndarray
+    assert whole.dtype == lazy.dtype
+    assert np.array_equal(whole, values)
+    assert client.compute((lazy - 1).mean()).result() == (values.astype("float32") - 1).mean()
+    kept = client.persist(lazy)
+    assert type(kept) is TensorArray
+    assert kept.sum().compute() == values.astype("float32").sum()

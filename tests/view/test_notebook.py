@@ -1,0 +1,447 @@
+"""What notebooks show: well-formed, harmless whatever the names are, small whatever the size, and true."""
+
+from __future__ import annotations
+
+import html
+import re
+import time
+import xml.etree.ElementTree as ET
+from itertools import combinations
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import checkpoints
+import dask
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_show import large
+
+import reshard
+from reshard.cli.demo import make
+from reshard.dtypes import BY_NAME
+from reshard.formats.entries import Entry, FileIndex
+from reshard.layout.block import Block
+from reshard.layout.layout import Layout
+from reshard.run.run import Report
+from reshard.run.tasks import Receipt
+from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.strategy.strategy import Strategy
+from reshard.view import flow
+from reshard.view.blocks import Side, draw
+from reshard.view.markup import Markup, tag
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.plan.plan import Plan
+
+MOST = 300_000
+HOSTILE = "<script>alert(1)</script>\"'&amp; onload=x \x1b[2J\u202e"
+ELEMENTS = """
+div span b i style details summary table thead tbody tr th td ul li code svg title g rect path text
+""".split()
+ATTRIBUTES = """
+class style title open viewBox width height role x y rx d fill stroke stroke-width stroke-opacity stroke-dasharray
+stroke-linejoin paint-order fill-opacity opacity pointer-events font-size font-weight text-anchor transform
+""".split()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo") / "reshard-demo"
+    make(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def source(demo: Path) -> Checkpoint:
+    return reshard.open(demo / "src_checkpoints", strategy=demo / "src_strategy.ckpt")
+
+
+@pytest.fixture(scope="module")
+def target(demo: Path) -> Strategy:
+    return reshard.read_strategy(demo / "dst_strategy.ckpt")
+
+
+@pytest.fixture(scope="module")
+def plan(source: Checkpoint, target: Strategy) -> Plan:
+    return reshard.plan(source, target, format="safetensors")
+
+
+def parsed(shown: Any) -> ET.Element:
+    """What a notebook shows of something, held against all that its HTML promises."""
+    text = shown._repr_html_()
+    root = ET.fromstring(text)  # no entity but those of XML, every element closed, every attribute quoted
+    assert (root.tag, root.get("class")) == ("div", "reshard")
+    for element in root.iter():
+        assert element.tag in ELEMENTS
+        assert element.attrib.keys() <= set(ATTRIBUTES)
+    (style,) = root.iter("style")
+    for rule in re.findall(r"([^{}]+)\{[^{}]*\}", style.text or ""):
+        assert all(selector.strip().startswith(".reshard") for selector in rule.split(",")), rule
+    assert not re.search(r"<script|javascript:|https?:|//|@import|url\(|&nbsp;", text.replace("://", "")), text[:80]
+    assert len(text) <= MOST
+    return root
+
+
+def texts(root: ET.Element) -> list[str]:
+    """The text of every element, tips included, without the styles."""
+    return [element.text or "" for element in root.iter() if element.tag != "style"]
+
+
+def test_everything_of_the_demo_is_shown(source: Checkpoint, target: Strategy, plan: Plan, tmp_path: Path) -> None:
+    layout = Layout.of([2, 4], [1, -1])
+    report = plan.run(tmp_path / "out")
+    shown: list[Any] = [
+        source, source.sel("net.*"), source.groups(), source.groups("dtype"), layout, source.strategy, target, plan,
+        report, plan.graph("elsewhere"), plan.picture(), plan.picture("net.layer1.weight"), layout.picture(),
+        layout.picture((8, 6), Layout.of([3], [-1, 0])), source.picture("net.layer1.weight", target),
+        target.picture("net.layer3.weight"),
+    ]  # fmt: skip
+    for each in shown:
+        parsed(each)
+        assert "\n" not in repr(each)
+        assert repr(each).isprintable()
+        assert len(repr(each)) < 400
+
+
+def test_what_is_shown_of_a_checkpoint(source: Checkpoint) -> None:
+    root = parsed(source)
+    rows = [list(row.itertext()) for row in root.iter("div") if row.get("class") == "row leaf"]
+    assert ["layer1.weight", "float32", "[16, 32]", "2.0 kB", "[2, 2, 2] map [-1, 1]", "2 x 4"] in rows
+    assert ["layer{1-2}.bias", "  x 2", "float32", "[32]", "256 B", "[8] map [-1]", "1 x 8"] in rows
+    branches = [[*next(d.iter("summary")).itertext()] for d in root.iter("details") if d.get("class") == "branch"]
+    layer = ["layer3", "  2 tensors", "1.1 kB"]
+    assert branches == [["net", "  6 tensors", "7.5 kB"], layer, ["moments.net", "  6 tensors", "7.5 kB"], layer]
+
+
+def test_the_tree_adds_up(mindspore_data: Path) -> None:
+    found = sorted(path for path in (mindspore_data / "real").iterdir() if (path / "ckpt").is_dir())
+    assert len(found) > 4
+    for path in found:
+        checkpoint = reshard.open(path / "ckpt", strategy=path / "strategy_0.ckpt")
+        root = parsed(checkpoint)
+        leaves = [row for row in root.iter("div") if row.get("class") == "row leaf"]
+        counts = [[span.text or "" for span in row.iter("span") if span.get("class") == "count"] for row in leaves]
+        assert sum(int(count[0].strip("x ")) if count else 1 for count in counts) == len(checkpoint)
+        parsed(checkpoint.strategy)
+        for name in checkpoint:
+            parsed(checkpoint.picture(name))
+
+
+def test_every_recorded_strategy_is_shown(mindspore_data: Path) -> None:
+    found = sorted((mindspore_data / "merged").iterdir())
+    assert found
+    for path in found:
+        strategy = reshard.read_strategy(path)
+        root = parsed(strategy)
+        rows = [row for row in root.iter("div") if row.get("class") == "group"]
+        assert len(rows) == min(32, len({(p.stage, p.layout) for places in strategy.tensors.values() for p in places}))
+
+
+# --- harmless ---------------------------------------------------------------------------------------------------
+
+
+def hostile() -> tuple[Checkpoint, Strategy]:
+    name, other = f"a.{HOSTILE}.w", f"b.{HOSTILE}"
+    index = FileIndex("ckpt", {n: Entry(BY_NAME["float32"], (2,), ((0, 8),)) for n in (name, other)})
+    file = SourceFile(f"/x/{HOSTILE}.ckpt", 10, 0, index)
+    shards = (Shard(Block.whole((2,)), (0,)),)
+    tensors = {n: Tensor(TensorSpec(n, BY_NAME["float32"], (2,)), shards) for n in (name, other)}
+    strategy = Strategy.of({n: Layout.of([2], [0]) for n in (name, f"c.{HOSTILE}", f"adam.{name}")})
+    one = Strategy.of({name: Layout.of([1], [-1]), other: Layout.of([1], [-1])})
+    checkpoint = Checkpoint(
+        HOSTILE, tensors, (file,), (0,), one, notices=(HOSTILE,), unreadable={HOSTILE: f"is {HOSTILE}"}
+    )
+    return checkpoint, strategy
+
+
+def test_names_are_never_markup() -> None:
+    checkpoint, strategy = hostile()
+    plan = reshard.plan(checkpoint, strategy, drop=["*"], allow_missing=["*"])
+    assert plan.dropped
+    assert plan.missing
+    name = next(iter(checkpoint))
+    receipts = (Receipt("move 0", 1, 1, 0.1),)
+    report = Report(HOSTILE, (HOSTILE,), 1, 1, 0.1, receipts, 1, 1, 1, 0, 0, (HOSTILE,), (HOSTILE,), 1)
+    shown: list[Any] = [
+        checkpoint, checkpoint.groups(), strategy, plan, plan.picture(), plan.picture(name), plan.graph(HOSTILE),
+        report, checkpoint.picture(name, strategy), strategy.picture(name),
+    ]  # fmt: skip
+    for each in shown:
+        root = parsed(each)
+        assert any("<script>alert(1)</script>\"'&amp; onload=x" in text for text in texts(root)), repr(each)
+        assert "\x1b" not in each._repr_html_()
+        assert "\\x1b[2J\\u202e" in each._repr_html_()
+        assert repr(each).isprintable()
+
+
+def test_whatever_is_no_markup_is_escaped() -> None:
+    assert tag("p", "<b>", tag("b", "&"), title='"<') == '<p title="&quot;&lt;">&lt;b&gt;<b>&amp;</b></p>'
+    assert tag("p", Markup("<i/>")) == "<p><i/></p>"
+
+
+@given(st.text(max_size=40))
+def test_any_text_comes_through_as_it_is_printed(text: str) -> None:
+    from reshard.view.words import printable
+
+    element = ET.fromstring(tag("p", text, title=text))
+    assert (element.text or "") == element.get("title") == printable(text)
+    assert html.unescape(tag("p", text)[3:-4]) == printable(text) or not text
+
+
+# --- small ------------------------------------------------------------------------------------------------------
+
+
+def test_ten_thousand_tensors_on_64_ranks() -> None:
+    checkpoint = large(10_000, 64)
+    plan = reshard.plan(checkpoint, Strategy.of(dict.fromkeys(checkpoint, Layout.of([32], [0, -1]))))
+    for each in (checkpoint, checkpoint.strategy, plan, checkpoint.groups(), plan.picture("h.7.wa")):
+        began = time.process_time()
+        root = parsed(each)
+        assert time.process_time() - began < 3, "measured: 0.3 s"
+        assert root is not None
+
+
+def test_one_tensor_of_thousands_of_ranks() -> None:
+    checkpoint = large(10, 2048)
+    plan = reshard.plan(checkpoint, Strategy.of(dict.fromkeys(checkpoint, Layout.of([1024], [0, -1]))))
+    began = time.process_time()
+    root = parsed(plan.picture("h.0.wa"))
+    assert time.process_time() - began < 10, "measured: 2.4 s; minutes without the bound"
+    assert "row bands, the first 65 runs" in texts(root)
+    parsed(plan)
+    parsed(checkpoint.picture("h.0.wa", Strategy.of({"h.0.wa": Layout.of([4], [0, -1])})))
+
+
+def test_names_that_do_not_fold() -> None:
+    checkpoint = large(10_000, 4)
+    renamed = {
+        f"{n:014b}".translate({48: "l", 49: "o"}) * 9 + ".w": t for n, t in enumerate(checkpoint.tensors.values())
+    }
+    odd = Checkpoint("odd", renamed, checkpoint.files, checkpoint.ranks)
+    root = parsed(odd)
+    assert any(text.startswith("and 9,760 more tensors") for text in texts(root))
+    parsed(odd.groups())
+    parsed(Strategy.of({name: Layout.of([4], [-1, n % 2 - 1]) for n, name in enumerate(renamed)}))
+
+
+def test_a_name_of_any_length() -> None:
+    index = FileIndex("ckpt", {})
+    block = Block.whole((2,))
+    tensors = {
+        f"{c}" * 100_000: Tensor(TensorSpec(c * 100_000, BY_NAME["float32"], (2,)), (Shard(block, (0,)),)) for c in "ab"
+    }
+    parsed(Checkpoint("long", tensors, (SourceFile("x", 1, 0, index),), (0,)))
+
+
+def test_thousands_of_ranks_are_drawn_coarser() -> None:
+    fine = Layout.of([64, 64], [1, 0])
+    rows = Layout.of([4096], [0, -1])
+    for each in (fine, rows, fine.picture((4096, 8192), rows), Layout.of([16, 16, 16], [2, 1, 0])):
+        root = parsed(each)
+        assert any("drawn coarser" in text for text in texts(root))
+    assert sum(1 for _ in parsed(fine).iter("rect")) <= 576
+    assert next(parsed(rows).iter("rect"))[0].text == "ranks 0-127: 128 blocks, [0:128, 0:1]"
+
+
+# --- true -------------------------------------------------------------------------------------------------------
+
+
+def rectangles(root: ET.Element) -> list[list[tuple[tuple[float, ...], str]]]:
+    """For each panel, its blocks: where each is, and what its tip says."""
+    panels = []
+    for group in root.iter("g"):
+        found = [child for child in group if child.tag == "rect" and child.get("class") == "block"]
+        if found:
+            panels.append(
+                [
+                    (tuple(float(each.get(key) or 0) for key in ("x", "y", "width", "height")), each[0].text or "")
+                    for each in found
+                ]
+            )
+    return panels
+
+
+def numbers(text: str) -> list[int]:
+    """The ranks in a tip."""
+    runs = text.removeprefix("rank").removeprefix("s").split(":")[0].strip().split(",")
+    return [n for run in runs for n in range(int(run.split("-")[0]), int(run.split("-")[-1]) + 1)]
+
+
+def box(text: str) -> tuple[tuple[int, int], ...]:
+    inside = text[text.index("[") + 1 : -1]
+    return tuple((int(a), int(b)) for a, b in (piece.split(":") for piece in inside.split(", ") if piece))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
+    devices = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    dims = draw(st.integers(0, 4))
+    axes = draw(st.permutations(range(len(devices))))
+    entries = [draw(st.integers(0, dims)) for _ in axes]  # which dimension an axis cuts; `dims` is none
+    tensor_map = [tuple(axis for axis, entry in zip(axes, entries, strict=True) if entry == dim) for dim in range(dims)]
+    layout = Layout.of(devices, tensor_map, draw(st.sampled_from([0, -1])) if dims else 0)
+    factors = [draw(st.integers(1, 3)) for _ in range(dims)]
+    return layout, tuple(ways * factor for ways, factor in zip(layout.splits, factors, strict=True))
+
+
+@given(layouts())
+def test_rectangles_are_the_blocks(made: tuple[Layout, tuple[int, ...]]) -> None:
+    layout, shape = made
+    grid = layout.grid(shape)
+    panels = rectangles(parsed(layout.picture(shape)))
+    shown = [(box(tip), numbers(tip)) for panel in panels for _, tip in panel]
+    expected = [
+        (tuple(zip(block.start, block.stop, strict=True)), list(ranks))
+        for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
+    ]
+    assert sorted(shown) == sorted(expected), "each block once, with its ranks"
+    total = 0.0
+    for panel in panels:
+        width = max(x + w for (x, _, w, _), _ in panel)
+        height = max(y + h for (_, y, _, h), _ in panel)
+        assert_tiles(panel, width, height)
+        thickness = sum(prod(b - a for a, b in box(tip)) for _, tip in panel)
+        for (_, _, w, h), tip in panel:
+            share = prod(b - a for a, b in box(tip)) / thickness
+            assert w * h / (width * height) == pytest.approx(share, rel=1e-3)
+        total += thickness
+    assert total == prod(shape)
+
+
+def assert_tiles(panel: list[tuple[tuple[float, ...], str]], width: float, height: float) -> None:
+    """Rectangles cover a panel, and none covers another."""
+    assert sum(w * h for (_, _, w, h), _ in panel) == pytest.approx(width * height, rel=1e-3)
+    for ((x, y, w, h), _), ((u, v, s, t), _) in combinations(panel, 2):
+        assert min(x + w, u + s) - max(x, u) < 0.01 or min(y + h, v + t) - max(y, v) < 0.01
+
+
+def test_coarser_rectangles_are_all_blocks_together() -> None:
+    layout = Layout.of([8, 60, 3], [2, 1, 0])
+    panels = rectangles(parsed(layout.picture((16, 120, 6))))
+    assert len(panels) == 8
+    ranks = sorted(rank for panel in panels for _, tip in panel for rank in numbers(tip.replace(",...", "")))
+    assert len(set(ranks)) == len(ranks)
+    for panel in panels:
+        assert_tiles(panel, max(x + w for (x, _, w, _), _ in panel), max(y + h for (_, y, _, h), _ in panel))
+        assert sum(prod(b - a for a, b in box(tip)) for _, tip in panel) == 2 * 120 * 6
+
+
+def test_source_and_target_stand_side_by_side(source: Checkpoint, target: Strategy) -> None:
+    root = parsed(source.picture("net.layer1.weight", target))
+    left, right = rectangles(root)
+    assert [tip for _, tip in left] == ["ranks 0-1,4-5: [0:16, 0:16]", "ranks 2-3,6-7: [0:16, 16:32]"]
+    assert [tip for _, tip in right] == [
+        "rank 0: [0:4, 0:32]", "rank 2: [4:8, 0:32]", "rank 1: [8:12, 0:32]", "rank 3: [12:16, 0:32]",
+    ]  # fmt: skip
+    assert [part.get("d") for part in root.iter("path") if part.get("class") == "cut"] == ["M110.00 0V110"]
+    fills = {part[0].text: part.get("fill") for part in root.iter("rect")}
+    assert fills["rank 0: [0:4, 0:32]"] == fills["ranks 0-1,4-5: [0:16, 0:16]"], "a rank has one colour"
+
+
+def test_replicas_are_hatched_and_others_are_not() -> None:
+    replicated = parsed(Layout.of([2, 2], [1, -1]))
+    assert sum(1 for _ in replicated.iter("path")) == 2
+    assert "hatched: on several ranks" in texts(replicated)
+    assert not list(parsed(Layout.of([2, 2], [1, 0])).iter("path"))
+
+
+def test_blocks_that_no_file_has_are_empty() -> None:
+    blocks = (Block((0,), (2,)), Block((2,), (4,)))
+    root = parsed(draw([Side("", (4,), blocks, ((0,), ()))], "w"))
+    assert [part.get("fill") for part in root.iter("rect")] == ["#77aadd", "none"]
+    assert "empty: in no file" in texts(root)
+
+
+def test_boxes_that_are_no_grid_are_drawn_as_they_are() -> None:
+    blocks = (Block((0, 0), (4, 2)), Block((0, 2), (1, 4)), Block((1, 2), (4, 4)))
+    (panel,) = rectangles(parsed(draw([Side("", (4, 4), blocks, ((0,), (1,), (2,)))], "w")))
+    assert_tiles(panel, *(max(rect[k] + rect[k + 2] for rect, _ in panel) for k in (0, 1)))
+    assert [box(tip) for _, tip in panel] == [tuple(zip(b.start, b.stop, strict=True)) for b in blocks]
+
+
+def test_a_layout_that_cannot_be_is_told() -> None:
+    root = parsed(Layout.of([4], [-1], 3, opt_weight_shard_step=1))
+    assert any("not possible: opt_weight_shard_size 3 does not divide" in text for text in texts(root))
+
+
+def test_stages_are_drawn_apart(mindspore_data: Path) -> None:
+    strategy = Strategy.of({"w": {0: Layout.of([4], [0, -1]), 1: Layout.of([4], [-1, 0])}})
+    root = parsed(strategy.picture("w", (8, 8)))
+    assert {"stage 0", "stage 1"} <= set(texts(root))
+    tips = [tip for panel in rectangles(root) for _, tip in panel]
+    assert tips[0] == "rank 0: [0:2, 0:8]"
+    assert tips[-1] == "rank 7: [0:8, 6:8]"
+
+
+@pytest.mark.parametrize("ranks", [None, [1], [0, 3]])
+def test_a_plans_ribbons_are_its_bytes(source: Checkpoint, target: Strategy, ranks: list[int] | None) -> None:
+    plan = reshard.plan(source, target, ranks=ranks)
+    drawn = flow._of_plan(plan)
+    assert sum(drawn.read.values()) == plan.stats.bytes_read == sum(node.nbytes for node in drawn.sources)
+    assert sum(drawn.written.values()) == plan.stats.bytes_written == sum(node.nbytes for node in drawn.targets)
+    assert [node.name for node in drawn.targets] == [f"rank {rank}" for rank in plan.ranks]
+    read = written = 0
+    for name in {move.name for move in plan.moves}:
+        of_one = flow._of_tensor(plan, [move for move in plan.moves if move.name == name])
+        read, written = read + sum(of_one.read.values()), written + sum(of_one.written.values())
+    assert (read, written) == (plan.stats.bytes_read, plan.stats.bytes_written)
+
+
+def test_a_cast_and_a_large_plan_keep_their_bytes() -> None:
+    checkpoint = large(300, 64)
+    target = Strategy.of(dict.fromkeys(checkpoint, Layout.of([32], [0, -1])))
+    plan = reshard.plan(checkpoint, target, selection=reshard.Selection(cast={"float32": "bfloat16"}))
+    drawn = flow._of_plan(plan)
+    assert sum(drawn.read.values()) == plan.stats.bytes_read
+    assert sum(drawn.written.values()) == plan.stats.bytes_written
+    assert [node.name for node in drawn.sources][:2] == ["ranks 0-3", "ranks 4-7"]
+    assert max(len(drawn.sources), len(drawn.middles), len(drawn.targets)) <= 16
+
+
+def test_bands_of_one_tensor(plan: Plan) -> None:
+    drawn = flow._of_tensor(plan, [move for move in plan.moves if move.name == "net.layer1.weight"])
+    assert [node.name for node in drawn.middles] == ["rows 0:4", "rows 4:8", "rows 8:12", "rows 12:16"]
+    assert [(node.name, node.remark) for node in drawn.sources] == [
+        ("rank 0", "[0:16, 0:16]"), ("rank 2", "[0:16, 16:32]"),
+    ]  # fmt: skip
+    assert drawn.read == {(shard, band): 4 * 16 * 4 for shard in range(2) for band in range(4)}
+    assert drawn.written == {(band, band): 4 * 32 * 4 for band in range(4)}
+
+
+def test_unknown_tensors_are_told(source: Checkpoint, target: Strategy, plan: Plan) -> None:
+    with pytest.raises(KeyError, match="did you mean net.layer1.weight"):
+        source.picture("net.layer1.weigth")
+    with pytest.raises(reshard.ReshardError, match="names no tensor 'nt.layer1.bias'; did you mean net.layer1.bias"):
+        target.picture("nt.layer1.bias")
+    with pytest.raises(reshard.ReshardError, match="moves no tensor 'xyz'$"):
+        plan.picture("xyz")
+    with pytest.raises(reshard.ReshardError, match="for 1 and 2 dimensions"):
+        Layout.of([2], [0]).picture(target=Layout.of([2], [0, -1]))
+
+
+def test_a_picture_is_a_file_of_its_own(plan: Plan, tmp_path: Path) -> None:
+    plan.picture().save(tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    root = ET.fromstring(text)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert text.count("http") == 1, "the namespace, and nothing that would be fetched"
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_a_graph_is_a_dask_collection_like_any_other(plan: Plan, source: Checkpoint, tmp_path: Path) -> None:
+    graph = plan.graph(tmp_path / "computed")
+    assert dask.is_dask_collection(graph)
+    assert len(graph) == len(graph.dask) == 16
+    assert graph.kinds() == {"create": 4, "move": 1, "check": 1, "commit": 4}
+    receipts, mean = dask.compute(graph, source["net.layer1.weight"].mean())
+    assert sum(receipt.written for receipt in receipts) == plan.stats.bytes_written
+    assert mean == pytest.approx(source["net.layer1.weight"].compute().mean())
+    (persisted,) = dask.persist(plan.graph(tmp_path / "persisted"))
+    written = checkpoints.tree(tmp_path / "persisted")
+    assert len(written) == 4
+    assert len(persisted.compute()) == len(receipts), "what has run, not a second run"
+    assert dask.delayed(len)(plan.graph(tmp_path / "delayed")).compute() == len(receipts)
+    assert checkpoints.tree(tmp_path / "delayed") == written == checkpoints.tree(tmp_path / "computed")

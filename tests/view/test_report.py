@@ -1,0 +1,126 @@
+"""The report at the end of a run, in words and as data."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import numbers, write_ranks
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.storage.crc32c import crc32c
+from reshard.view.report import report_data, report_text
+
+if TYPE_CHECKING:
+    from reshard.run.run import Report
+
+SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "adam_m.w": Layout.of([4], [0, -1])})
+TARGET = Strategy.of({"w": Layout.of([2, 2], [0, -1]), "adam_v.w": Layout.of([2, 2], [0, -1])})
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> reshard.Plan:
+    full = numbers({"w": (8, 8), "adam_m.w": (8, 8)})
+    root = write_ranks(tmp_path / "src", full, SOURCE, also={"global_step": np.array(7, np.int32)})
+    return reshard.plan(reshard.open(root, strategy=SOURCE), TARGET)
+
+
+@pytest.fixture
+def report(plan: reshard.Plan, tmp_path: Path) -> Report:
+    return plan.run(tmp_path / "dst")
+
+
+def test_it_counts_what_was_written(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
+    assert (report.tensors, report.source_files) == (2, 4)
+    assert report.replicas == plan.replicas == 2 + 3  # w has 2 blocks on 4 ranks, global_step 1
+    assert report.bytes_written == report.bytes_read + 256 + 3 * 4
+    assert report.target_bytes == sum(path.stat().st_size for path in (tmp_path / "dst").rglob("*.safetensors"))
+    assert (report.dropped, report.missing) == (("adam_m.w",), ("adam_v.w",))
+    assert report.checksums is not None
+    for path, sums in report.checksums.items():
+        held = reshard.open(tmp_path / "dst" / path)
+        assert sums == {name: crc32c(held[name].compute().tobytes()) for name in held}
+
+
+def test_linked_files_are_no_replicas_that_were_written(plan: reshard.Plan, tmp_path: Path) -> None:
+    linked = reshard.plan(plan.source, TARGET, link_replicas=True)
+    report = linked.run(tmp_path / "linked")
+    assert (report.links, report.replicas) == (2, 1)
+    assert "3 tensors" not in report_text(linked, report)
+    assert "2 tensors, 1 replica of their blocks, 2 files linked\n" in report_text(linked, report)
+
+
+def test_memory_is_measured(report: Report) -> None:
+    assert 20e6 < report.peak_memory < 2e9
+    held = b"\1" * (report.peak_memory + (64 << 20))
+    assert len(held) > report.peak_memory
+    from reshard.run.run import _peak_memory
+
+    assert _peak_memory() >= len(held)
+
+
+def test_in_words(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
+    report = report._replace(seconds=0.5, peak_memory=48_000_000)
+    assert report_text(plan, report, "reshard verify dst") == (
+        f"wrote 4 files (safetensors) for 4 ranks (0-3) to {tmp_path}/dst\n"
+        f"read 260 B from 4 files, wrote {report.target_bytes / 1000:.1f} kB in 0.50 s (1.1 kB/s)\n"
+        "2 tensors, 5 replicas of their blocks\n"
+        "dropped, because the target does not have it: 1 name: adam_m.w\n"
+        "missing, because the source does not have it: 1 name: adam_v.w\n"
+        f"checksums: CRC-32C of every block, in {tmp_path}/dst/.reshard\n"
+        "memory: 48.0 MB at the peak of this process\n"
+        "to verify it: reshard verify dst"
+    )
+
+
+def test_finished_files_are_not_read_again(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
+    """A bit of one has rotted, with its size and time kept: only `verify` sees it."""
+    path = Path(report.directory) / report.files[3]
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    again = plan.run(report.directory)
+    command = "reshard verify dst"
+    told = "finished files, whose size and time are as the earlier run noted them; the command below reads every bit\n"
+    assert again.finished == 4
+    assert f"\nnot read again: 4 {told}to verify it: {command}" in report_text(plan, again, command)
+    assert report_text(plan, again).endswith("as the earlier run noted them; reshard verify reads every bit")
+    assert report_data(plan, "dst", again)["finished"] == 4
+    (Path(report.directory) / report.files[0]).unlink()
+    again = plan.run(report.directory)
+    assert again.finished == 3
+    assert f"\nnot read again: 3 {told}" in report_text(plan, again, command)
+    path.unlink()
+    assert "not read again: 3 " in report_text(plan, plan.run(report.directory))
+    assert "not read again" not in report_text(plan, plan.run(report.directory, restart=True))
+
+
+def test_it_fits_on_one_screen_and_shows_no_control_characters(plan: reshard.Plan, report: Report) -> None:
+    many = tuple(f"n{k}.x{k % 7}\x1b.{'w' * (k % 5)}" for k in range(10_000))
+    text = report_text(plan, report._replace(dropped=many, missing=many), "reshard verify dst")
+    assert sum(-(-len(line) // 80) for line in text.splitlines()) <= 24
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+def test_checksums_have_their_place(plan: reshard.Plan, report: Report) -> None:
+    sums = {"rank_0/checkpoint_0.safetensors": {"w": 0x1A2B, "global_step": 0xFFFFFFFF}}
+    summed = report._replace(checksums=sums)
+    assert "checksums: none made\n" in report_text(plan, report._replace(checksums=None))
+    data = report_data(plan, "dst", summed)
+    assert data["checksums"] == {"rank_0/checkpoint_0.safetensors": {"w": "00001a2b", "global_step": "ffffffff"}}
+
+
+def test_as_data_it_has_the_same_keys_before_and_after(plan: reshard.Plan, report: Report) -> None:
+    before, after = report_data(plan, "dst"), report_data(plan, "dst", report, "reshard verify dst")
+    assert list(before) == list(after)
+    assert [key for key in before if before[key] != after[key]] == [
+        "dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "verify",
+    ]  # fmt: skip
+    assert json.loads(json.dumps(after))["replicas"] == 5

@@ -1,0 +1,208 @@
+"""Text for people: folded names, escaped names, tables that stay quick."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard
+from reshard.dtypes import BY_NAME
+from reshard.formats.entries import Entry, FileIndex
+from reshard.layout.block import Block
+from reshard.layout.layout import Layout
+from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.strategy.strategy import Strategy
+from reshard.view.checkpoints import checkpoint_text, rank_files_data, rank_files_text
+from reshard.view.folding import fold
+from reshard.view.plans import plan_data, plan_text
+from reshard.view.strategies import layout_text, strategy_data, strategy_text
+from reshard.view.words import bytes_text, printable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FLOAT32 = BY_NAME["float32"]
+
+
+def expand(folded: str) -> list[str]:
+    """The names that a folded one stands for; they hold no braces of their own."""
+    parts = re.split(r"\{([0-9,-]+)\}", folded)
+    choices = [[text] for text in parts]
+    for place in range(1, len(parts), 2):
+        choices[place] = []
+        for run in parts[place].split(","):
+            first, _, last = run.partition("-")
+            choices[place] += [str(n) for n in range(int(first), int(last or first) + 1)]
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+def test_layers_and_experts_become_one_row() -> None:
+    names = [f"layers.{i}.experts.{j}.w1" for i in range(12) for j in range(8)]
+    assert fold((name, None) for name in names) == [("layers.{0-11}.experts.{0-7}.w1", None, 96)]
+
+
+def test_a_row_stands_for_nothing_that_is_not_there() -> None:
+    names = ["a.0.0", "a.0.1", "a.1.0"]
+    assert fold((name, None) for name in names) == [("a.0.{0-1}", None, 2), ("a.1.0", None, 1)]
+
+
+def test_different_kinds_stay_apart() -> None:
+    rows = fold([("h.0.w", "float32"), ("h.1.w", "bfloat16"), ("h.2.w", "float32")])
+    assert rows == [("h.{0,2}.w", "float32", 2), ("h.1.w", "bfloat16", 1)]
+
+
+@given(
+    st.sets(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 4), st.integers(0, 3)).map(lambda t: f"{t[0]}.{t[1]}.w{t[2]}"),
+        max_size=25,
+    )
+)
+def test_folding_loses_nothing_and_makes_nothing_up(names: set[str]) -> None:
+    rows = fold((name, None) for name in sorted(names))
+    assert sorted(name for row, _, _ in rows for name in expand(row)) == sorted(names)
+    assert [len(expand(row)) for row, _, _ in rows] == [count for _, _, count in rows]
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "a\nb", "\u202eltr", "\x9b31m", "\udcff", "\x00"])
+def test_what_a_terminal_would_obey_is_escaped(name: str) -> None:
+    text = printable(f"w{name}")
+    assert text.isprintable()
+    assert text.startswith("w\\" if name != "a\nb" else "wa\\n")
+
+
+def test_letters_of_any_script_are_left_alone() -> None:
+    assert printable("größe.ω.权重") == "größe.ω.权重"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (14_924, "14.9 kB"), (999_950, "1.0 MB"), (2_147_483_648, "2.1 GB")],
+)
+def test_sizes(nbytes: int, text: str) -> None:
+    assert bytes_text(nbytes) == text
+
+
+def test_optimizer_sharding_is_told() -> None:
+    assert layout_text(Layout.of([2, 2], [0, -1], -1)) == ("[2, 2] map [0, -1] opt -1: 4 x 1 blocks, each on 1 rank")
+
+
+def test_a_layout_that_cannot_be_is_shown_with_the_reason() -> None:
+    text = layout_text(Layout.of([4], [-1], 3, opt_weight_shard_step=1))
+    assert "not possible" in text
+    assert "3 does not divide the 4 devices" in text
+
+
+def test_a_real_strategy(mindspore_data: Path) -> None:
+    path = mindspore_data / "real" / "tut_dst4_opt" / "strategy_0.ckpt"
+    text = strategy_text(reshard.read_strategy(path), "dst_strategy.ckpt")
+    assert text.startswith("dst_strategy.ckpt: 12 tensors over 4 ranks (0-3): 1 stage of 4 devices\n")
+    assert "[4] map [-1] opt -1: 4 blocks, each on 1 rank\n  net.layer{1-3}.bias  (3 tensors)" in text
+
+
+def test_a_real_pipeline_tells_its_stages(mindspore_data: Path) -> None:
+    strategy = reshard.read_strategy(mindspore_data / "merged" / "pipe_tut8.ckpt")
+    text = strategy_text(strategy, "merged.ckpt")
+    assert "2 stages of 4 devices" in text
+    assert {line.split(":")[0] for line in text.splitlines() if line.startswith("stage")} == {"stage 0", "stage 1"}
+    assert sum(len(places) for places in strategy.tensors.values()) == len(strategy_data(strategy)["tensors"])
+
+
+def test_a_real_checkpoint(mindspore_data: Path) -> None:
+    root = mindspore_data / "real" / "tut_src8"
+    lines = checkpoint_text(reshard.open(root / "ckpt", strategy=root / "strategy_0.ckpt")).splitlines()
+    assert lines[0].endswith("8 files (ckpt), 8 ranks (0-7), 99.6 kB")
+    weight = next(line for line in lines if line.startswith("net.layer1.weight"))
+    assert re.split(r"  +", weight) == [
+        "net.layer1.weight", "1", "float32", "[16, 32]", "2.0 kB", "[2, 2, 2] map [-1, 1]", "2 x 4",
+    ]  # fmt: skip
+    bias = next(line for line in lines if line.startswith("net.layer{1-2}.bias"))
+    assert re.split(r"  +", bias)[1:5] == ["2", "float32", "[32]", "256 B"]
+    step = next(line for line in lines if line.startswith("global_step"))
+    assert re.split(r"  +", step)[5:] == ["whole", "1 x 8"]
+    assert lines[-1].startswith("15 tensors, 14.9 kB in whole tensors")
+
+
+def large(tensors: int, ranks: int) -> Checkpoint:
+    """A checkpoint of many tensors, as `open` would make it, without files."""
+    rows, columns = Layout.of([ranks], [0, -1]), Layout.of([ranks], [-1, 0])
+    layouts = {f"h.{i // 10}.w{'abcdefghij'[i % 10]}": rows if i % 2 else columns for i in range(tensors)}
+    strategy = Strategy.of(layouts)
+    shards = {
+        layout: tuple(
+            Shard(block, holders)
+            for block, holders in zip(
+                layout.grid((ranks, ranks)).blocks, layout.grid((ranks, ranks)).ranks, strict=True
+            )
+        )
+        for layout in (rows, columns)
+    }
+    index = FileIndex("ckpt", {name: Entry(FLOAT32, (1, ranks), ((0, 4 * ranks),)) for name in layouts})
+    files = tuple(SourceFile(f"rank_{rank}/x.ckpt", 100, 0, index) for rank in range(ranks))
+    found = {
+        name: Tensor(TensorSpec(name, FLOAT32, (ranks, ranks)), shards[layout]) for name, layout in layouts.items()
+    }
+    return Checkpoint("big", found, files, tuple(range(ranks)), strategy)
+
+
+def test_ten_thousand_tensors_are_quick_and_short() -> None:
+    checkpoint = large(10_000, 64)
+    began = time.perf_counter()
+    text = checkpoint_text(checkpoint)
+    files = rank_files_text("big", checkpoint.files, checkpoint.ranks)
+    seconds = time.perf_counter() - began
+    assert len(text.splitlines()) == 19
+    assert "h.{0-999}.wa" in text
+    assert "ranks 0-63: each 10,000 tensors" in files
+    assert seconds < 2, "measured: 0.15 s"
+
+
+def test_ranks_with_different_files_are_shown_apart() -> None:
+    one = FileIndex("ckpt", {"w": Entry(FLOAT32, (2, 4), ((0, 32),))})
+    other = FileIndex("ckpt", {"w": Entry(FLOAT32, (3, 4), ((0, 48),))})
+    files = tuple(SourceFile(f"{n}", 10, 0, index) for n, index in enumerate([one, other, one, one]))
+    text = rank_files_text("src", files, (0, 1, 2, 3))
+    assert "ranks 0,2-3: each 1 tensor, 32 B" in text
+    assert "rank 1: 1 tensor, 48 B" in text
+    groups = rank_files_data("src", files, (0, 1, 2, 3))["groups"]
+    assert [group["ranks"] for group in groups] == [[0, 2, 3], [1]]  # type: ignore[attr-defined,index]
+
+
+def test_hostile_names_do_not_reach_a_terminal() -> None:
+    name = "w\x1b]0;title\x07\n\u202e"
+    block = Block.whole((2,))
+    spec = TensorSpec(name, FLOAT32, (2,))
+    index = FileIndex("ckpt", {name: Entry(FLOAT32, (2,), ((0, 8),))})
+    file = SourceFile("x\x1b[0m.ckpt", 10, 0, index)
+    unreadable = {"m\x1bap": "is a \x1b map"}
+    checkpoint = Checkpoint("x\x1b", {name: Tensor(spec, (Shard(block, (0,)),))}, (file,), (0,), unreadable=unreadable)
+    strategy = Strategy.of({name: Layout.of([1], [-1])})
+    texts = [
+        checkpoint_text(checkpoint),
+        rank_files_text("x\x1b", (file,), (0,)),
+        strategy_text(strategy, "x\x1b"),
+        plan_text(reshard.plan(checkpoint, strategy, drop=["*"]), "out\x1b"),
+    ]
+    for text in texts:
+        assert all(line.isprintable() for line in text.split("\n"))
+        assert "\\x1b" in text
+        assert len([line for line in text.split("\n") if "title" in line]) <= 1
+
+
+def test_a_plan_tells_what_it_costs(mindspore_data: Path) -> None:
+    real = mindspore_data / "real"
+    source = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
+    plan = reshard.plan(source, reshard.read_strategy(real / "tut_dst4_opt" / "strategy_0.ckpt"), format="safetensors")
+    text = plan_text(plan, "dst")
+    assert "to       dst: 4 files (safetensors), 4 ranks (0-3)" in text
+    assert "1.00 x what is needed" in text
+    assert f"to 4 files\ntasks    {plan.stats.tasks}\nmemory   about " in text
+    assert "dst/rank_3/checkpoint_3.safetensors" in text
+    data = plan_data(plan, "dst")
+    assert data["target_bytes"] == sum(file.layout.size for file in plan.files)
+    assert data["seconds"] is None
