@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import BudgetError, ChangedError, ReshardError, TargetError, names
-from reshard.formats.entries import ranges
+from reshard.plan.fingerprint import changes_digest, file_digests
 from reshard.plan.partition import group_plan
-from reshard.run.journal import Journal, changes_digest, digests, joined
+from reshard.plan.remaining import bytes_left, content_bytes, covers, joined, remaining
+from reshard.run.journal import Journal
 from reshard.run.receipts import in_files
 from reshard.run.remote_journal import RemoteJournal, journal_at
 from reshard.run.target_check import check_target
@@ -32,8 +32,8 @@ from reshard.storage.threads import results
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from reshard.formats.entries import FileLayout
-    from reshard.plan.plan import Move, Piece, Plan
+    from reshard.plan.plan import Plan
+    from reshard.plan.remaining import Spans
     from reshard.run.journal import Range, Record
     from reshard.run.tasks import Receipt
     from reshard.storage.remote import Status
@@ -42,7 +42,6 @@ FLUSH_SECONDS = 1.0
 """How long receipts wait before they are noted: what is lost of them with the process is written again."""
 
 T = TypeVar("T")
-Spans = list[tuple[int, int]]  # begins and ends of byte ranges of a file, ascending, which do not touch
 
 
 class Found(NamedTuple):
@@ -88,7 +87,7 @@ def foreseen(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Found:
     journal.look(paths)
     if not any(journal.found(path) or journal.read(path).digest for path in paths):
         return Found()  # digests of a large plan take long
-    return _sorted_out(plan, journal, digests(plan), overwrite=overwrite, restart=restart)
+    return _sorted_out(plan, journal, file_digests(plan), overwrite=overwrite, restart=restart)
 
 
 class Session:
@@ -112,7 +111,7 @@ class Session:
         self._journal = journal_at(root, alone=plan.alone)
         try:
             self._journal.lock([file.path for file in plan.files])
-            self._digests, self._sources = digests(plan), changes_digest(plan)
+            self._digests, self._sources = file_digests(plan), changes_digest(plan)
             there = self._accepted(overwrite=overwrite, restart=restart)
             self._ours, begun, self.touched = there.ours, there.begun, len(there.touched)
             if fsync:
@@ -123,7 +122,10 @@ class Session:
             }
             local_store().close()  # what was read is written next
             written = {number: _spans(good) for number, good in self._good.items()}
-            self.plan = remaining(plan, there.finished, written, root)
+            complete = [
+                number for number in written if plan.groups and _is_complete(plan, number, written[number], root)
+            ]
+            self.plan = remaining(plan, there.finished, written, complete)
             # Links are made before that is noted; what is there now was not made by this run.
             self._before = {n: self._journal.found(file.path) for n, file in enumerate(plan.files) if file.link}
             self._left = [number for number, file in enumerate(self.plan.files) if not file.done]
@@ -137,7 +139,7 @@ class Session:
                 )
             self._journal.unlock()
             raise
-        self.resumed = 0 if self.plan is plan else plan.stats.bytes_written - _bytes_left(self.plan)
+        self.resumed = 0 if self.plan is plan else plan.stats.bytes_written - bytes_left(self.plan)
         self._noted: dict[int, list[Range]] = {}
         self._flushed = time.monotonic()
 
@@ -204,7 +206,7 @@ class Session:
         for number, status in changed.items():
             nbytes, mtime_ns = status[:2] if status else (0, 0)
             files[number] = replace(files[number], nbytes=nbytes, mtime_ns=mtime_ns)
-        now = digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
+        now = file_digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
         held = [self._journal.read(file.path).digest for file in self._whole.files]
         refused = not self._overwrite and any(old not in {"", new} for old, new in zip(held, now, strict=True))
         option = "with --restart, since files that were made of it before are there"
@@ -226,7 +228,7 @@ class Session:
                 with suppress(ReshardError):  # it got its name before all were complete
                     self._journal.remove(file.path)
                 return 0
-            return 0 if file.link else _content_bytes(file.layout)
+            return 0 if file.link else content_bytes(file.layout)
         if number in self._good:
             return sum(end - begin for begin, end in _spans(self._good[number]))
         self._journal.discard(file.path)
@@ -360,59 +362,11 @@ def exists(root: str, files: Sequence[str]) -> TargetError:
     )
 
 
-def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans], root: str) -> Plan:
-    """Return a plan without what is done; files keep their numbers.
-
-    Args:
-        plan: the whole plan.
-        finished: the numbers of finished files.
-        written: for unfinished files, the byte ranges that are written.
-        root: the target directory.
-    """
-    done = frozenset(finished)
-    if not done and not written:
-        return plan
-    files = tuple(file._replace(done=True) if number in done else file for number, file in enumerate(plan.files))
-    moves = tuple(
-        move._replace(targets=tuple(tuple(file for file in files if file not in done) for files in move.targets))
-        if done
-        else move
-        for move in plan.moves
-    )
-    plan = replace(plan, files=files, moves=moves)
-    if plan.groups:
-        whole = {number for number in written if _is_whole(plan, number, written[number], root)} | done
-        groups = (group for group in plan.groups if not whole.issuperset(group))
-        return replace(plan, groups=tuple(tuple(file for file in group if file not in done) for group in groups))
-    tasks = [tuple(piece for piece in pieces if _is_left(plan, piece, written)) for pieces in plan.tasks]
-    return replace(plan, tasks=tuple(pieces for pieces in tasks if pieces))
-
-
-def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
-    """Return whether some bytes of a piece are not in all their files."""
-    move = plan.moves[piece.move]
-    return any(
-        not _is_written(plan, move, piece, number, written.get(file, []), file)
-        for number, files in enumerate(move.targets)
-        for file in files
-    )
-
-
-def _is_written(plan: Plan, move: Move, piece: Piece, number: int, spans: Spans, file: int) -> bool:
-    width = move.target_dtype.itemsize
-    first = move.starts[number] if move.starts else 0
-    begin, end = (first + move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
-    runs = plan.files[file].layout.places[move.name]
-    return all(
-        _covers(spans, offset, offset + stop - start) for offset, start, stop in ranges(runs, begin, end - begin)
-    )
-
-
-def _is_whole(plan: Plan, number: int, spans: Spans, root: str) -> bool:
+def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
     """Return whether a file that is written in order has all its contents, and all its own bytes."""
     layout = plan.files[number].layout
     path = f"{root}/{plan.files[number].path}{PARTIAL}"
-    if not all(_covers(spans, offset, offset + n) for runs in layout.places.values() for offset, n in runs):
+    if not all(covers(spans, offset, offset + n) for runs in layout.places.values() for offset, n in runs):
         return False
     for offset, content in layout.literals:
         held = bytearray(len(content))
@@ -422,37 +376,8 @@ def _is_whole(plan: Plan, number: int, spans: Spans, root: str) -> bool:
     return True
 
 
-def _bytes_left(plan: Plan) -> int:
-    """Return how many bytes of contents a plan writes."""
-    if plan.groups:
-        layouts = [plan.files[number].layout for group in plan.groups for number in group]
-        return sum(map(_content_bytes, layouts))
-    total = 0
-    for piece in (piece for pieces in plan.tasks for piece in pieces):
-        move = plan.moves[piece.move]
-        for number, files in enumerate(move.targets):
-            if files:
-                rows = (move.recipe.before(number, move.axis, row) for row in (piece.stop, piece.start))
-                total += (next(rows) - next(rows)) * move.target_dtype.itemsize * len(files)
-    return total
-
-
-def _content_bytes(layout: FileLayout) -> int:
-    return sum(nbytes for runs in layout.places.values() for _, nbytes in runs)
-
-
 def _spans(good: Iterable[Range]) -> Spans:
     return joined((begin, begin + nbytes) for begin, nbytes, _ in good)
-
-
-def _covers(spans: Spans, begin: int, end: int) -> bool:
-    """Return whether one of some spans holds a range.
-
-    >>> [_covers([(0, 4), (6, 9)], *some) for some in ((0, 4), (3, 7), (6, 6), (9, 10))]
-    [True, False, True, False]
-    """
-    place = bisect_right(spans, begin, key=lambda span: span[0]) - 1
-    return begin == end or (place >= 0 and end <= spans[place][1])
 
 
 def _allocated(path: str) -> int:

@@ -17,8 +17,8 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ChangedError, ReshardError, SourceError, TargetError
 from reshard.plan import fingerprint
+from reshard.plan.fingerprint import file_digests
 from reshard.run import session as resume
-from reshard.run.journal import digests
 from reshard.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def test_a_header_that_is_shared_is_digested_once(tmp_path: Path, monkeypatch: p
         return real(entries)
 
     monkeypatch.setattr(fingerprint, "_entries_digest", entries_digest)
-    digests(reshard.plan(source, TARGET))
+    file_digests(reshard.plan(source, TARGET))
     assert len(digested) == 1
     assert len({*fingerprint.index_digests([source.files[0].index._replace(crc=crc) for crc in (1, 2, 3)])}) == 3
     assert len(digested) == 2

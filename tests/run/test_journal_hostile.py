@@ -11,7 +11,8 @@ from stopped_runs import TARGET, small_tasks, source, stopped
 
 import reshard
 from reshard.errors import TargetError
-from reshard.run.journal import DIRECTORY, Journal, digests
+from reshard.plan.fingerprint import file_digests
+from reshard.run.journal import DIRECTORY, Journal
 from reshard.storage.local import PARTIAL
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
@@ -38,7 +39,7 @@ def test_a_journal_that_lies(source: reshard.Checkpoint, tmp_path: Path, content
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
     noted = Journal(str(tmp_path / "out"))
-    for file, digest in zip(plan.files, digests(plan), strict=True):
+    for file, digest in zip(plan.files, file_digests(plan), strict=True):
         path = Path(noted.path(file.path))
         path.parent.mkdir(parents=True, exist_ok=True)
         size = str(file.layout.size).encode()

@@ -16,7 +16,7 @@ from remotes import COLUMNS, FULL, ROWS, get, put, records
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ChangedError, TargetError
-from reshard.run.journal import digests
+from reshard.plan.fingerprint import file_digests
 from reshard.run.remote_journal import RemoteJournal
 from reshard.storage import remote_store
 from reshard.view.report import report_text
@@ -240,7 +240,7 @@ def test_a_record_that_lies(
     """A file that is there and of which no record tells is anybody's."""
     plan = reshard.plan(source, COLUMNS)
     fs, _ = fsspec.core.url_to_fs(root)
-    for file, digest in zip(plan.files, digests(plan), strict=True):
+    for file, digest in zip(plan.files, file_digests(plan), strict=True):
         size = str(file.layout.size).encode()
         place = RemoteJournal(f"{root}/out").path(file.path)
         content = record.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)

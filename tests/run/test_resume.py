@@ -41,10 +41,11 @@ from reshard.layout.block import Block
 from reshard.plan import build as planner
 from reshard.plan import partition
 from reshard.plan.bands import Recipe
+from reshard.plan.remaining import bytes_left, covers, remaining
 from reshard.run import journal
 from reshard.run import session as resume
 from reshard.run.journal import Journal
-from reshard.run.session import foreseen, remaining
+from reshard.run.session import foreseen
 from reshard.storage.crc32c import crc32c
 from reshard.storage.local import PARTIAL
 
@@ -109,8 +110,8 @@ def test_only_what_is_not_there_is_written_again(
         )
     report = plan.run(root / "out", fsync=False)
     assert tree(root / "out") == tree(root / "undisturbed")
-    left = remaining(plan, finished, good, str(root / "out"))
-    assert report.bytes_written == resume._bytes_left(left) == plan.stats.bytes_written - report.resumed
+    left = remaining(plan, finished, good)
+    assert report.bytes_written == bytes_left(left) == plan.stats.bytes_written - report.resumed
 
 
 def test_what_is_verified_is_not_written_again(source: reshard.Checkpoint, tmp_path: Path, written: Written) -> None:
@@ -125,7 +126,7 @@ def test_what_is_verified_is_not_written_again(source: reshard.Checkpoint, tmp_p
     assert 1000 < report.resumed < plan.stats.bytes_written == report.resumed + report.bytes_written
     literals = {(f"{tmp_path}/out/{file.path}", offset) for file in plan.files for offset, _ in file.layout.literals}
     for path, begin, end in written.ranges:
-        assert (path, begin) in literals or not resume._covers(good[path], begin, end)
+        assert (path, begin) in literals or not covers(good[path], begin, end)
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 

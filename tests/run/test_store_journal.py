@@ -14,8 +14,9 @@ from stopped_runs import small_tasks, source, stopped
 import reshard
 from reshard import ZarrGroup
 from reshard.errors import TargetError
+from reshard.plan.fingerprint import file_digests
 from reshard.run import journal
-from reshard.run.journal import DIRECTORY, Record, digests
+from reshard.run.journal import DIRECTORY, Record
 from reshard.run.store_journal import StoreJournal
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def test_a_journal_that_lies(plan: Plan, tmp_path: Path, content: bytes) -> None
     path = tmp_path / "out" / DIRECTORY / "store.jsonl"
     path.parent.mkdir(parents=True)
     with path.open("wb") as lines:
-        for file, digest in zip(plan.files, digests(plan), strict=True):
+        for file, digest in zip(plan.files, file_digests(plan), strict=True):
             size = str(file.layout.size).encode()
             line = content.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)
             lines.write(line.replace(b"FILE", file.path.encode()) + b"\n")

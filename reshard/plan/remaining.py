@@ -1,0 +1,109 @@
+"""What is left of a plan when some files are finished, and some ranges of others are written."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.formats.entries import ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from reshard.formats.entries import FileLayout
+    from reshard.plan.plan import Move, Piece, Plan
+
+Spans = list[tuple[int, int]]
+"""Begins and ends of byte ranges of a file, ascending, which do not touch."""
+
+
+def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans], complete: Iterable[int] = ()) -> Plan:
+    """Return a plan without what is done; files keep their numbers.
+
+    Args:
+        plan: the whole plan.
+        finished: the numbers of finished files.
+        written: for unfinished files, the byte ranges that are written.
+        complete: the numbers of unfinished files that, written in order, have all their bytes.
+    """
+    done = frozenset(finished)
+    if not done and not written:
+        return plan
+    files = tuple(file._replace(done=True) if number in done else file for number, file in enumerate(plan.files))
+    moves = tuple(
+        move._replace(targets=tuple(tuple(file for file in files if file not in done) for files in move.targets))
+        if done
+        else move
+        for move in plan.moves
+    )
+    plan = replace(plan, files=files, moves=moves)
+    if plan.groups:
+        made = done.union(complete)
+        groups = (group for group in plan.groups if not made.issuperset(group))
+        return replace(plan, groups=tuple(tuple(file for file in group if file not in done) for group in groups))
+    tasks = [tuple(piece for piece in pieces if _is_left(plan, piece, written)) for pieces in plan.tasks]
+    return replace(plan, tasks=tuple(pieces for pieces in tasks if pieces))
+
+
+def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
+    """Return whether some bytes of a piece are not in all their files."""
+    move = plan.moves[piece.move]
+    return any(
+        not _is_written(plan, move, piece, number, written.get(file, []), file)
+        for number, files in enumerate(move.targets)
+        for file in files
+    )
+
+
+def _is_written(plan: Plan, move: Move, piece: Piece, number: int, spans: Spans, file: int) -> bool:
+    width = move.target_dtype.itemsize
+    first = move.starts[number] if move.starts else 0
+    begin, end = (first + move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
+    runs = plan.files[file].layout.places[move.name]
+    return all(covers(spans, offset, offset + stop - start) for offset, start, stop in ranges(runs, begin, end - begin))
+
+
+def bytes_left(plan: Plan) -> int:
+    """Return how many bytes of contents a plan writes."""
+    if plan.groups:
+        layouts = [plan.files[number].layout for group in plan.groups for number in group]
+        return sum(map(content_bytes, layouts))
+    total = 0
+    for piece in (piece for pieces in plan.tasks for piece in pieces):
+        move = plan.moves[piece.move]
+        for number, files in enumerate(move.targets):
+            if files:
+                rows = (move.recipe.before(number, move.axis, row) for row in (piece.stop, piece.start))
+                total += (next(rows) - next(rows)) * move.target_dtype.itemsize * len(files)
+    return total
+
+
+def content_bytes(layout: FileLayout) -> int:
+    """Return how many bytes of a file are contents of tensors."""
+    return sum(nbytes for runs in layout.places.values() for _, nbytes in runs)
+
+
+def covers(spans: Spans, begin: int, end: int) -> bool:
+    """Return whether one of some spans holds a range.
+
+    >>> [covers([(0, 4), (6, 9)], *some) for some in ((0, 4), (3, 7), (6, 6), (9, 10))]
+    [True, False, True, False]
+    """
+    place = bisect_right(spans, begin, key=lambda span: span[0]) - 1
+    return begin == end or (place >= 0 and end <= spans[place][1])
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join begins and ends that touch or overlap.
+
+    >>> joined([(4, 6), (0, 2), (2, 3), (5, 9)])
+    [(0, 3), (4, 9)]
+    """
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
