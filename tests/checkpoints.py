@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from reshard.formats.entries import FileLayout, Runs
     from reshard.layout.block import Block
     from reshard.strategy.strategy import Strategy
 
@@ -39,7 +40,7 @@ def write_file(path: Path, tensors: Mapping[str, Array | str], format: str = "sa
     written = bytearray(layout.size)
     for offset, literal in layout.literals:
         written[offset : offset + len(literal)] = literal
-    for name, runs in layout.places.items():
+    for name, runs in places(layout).items():
         value = tensors[name]
         assert not isinstance(value, str)
         content = np.ascontiguousarray(value).tobytes()
@@ -127,3 +128,8 @@ def tree(root: Path) -> dict[str, bytes]:
 
 def strategy_of(case: Path, side: dict) -> reshard.Strategy | None:
     return reshard.read_strategy(case / side["strategy_file"]) if side["strategy_file"] else None
+
+
+def places(layout: FileLayout) -> dict[str, Runs]:
+    """Return where the tensors of a file go, by name."""
+    return {content.name: content.runs for content in layout.contents if content.text is None}

@@ -9,7 +9,7 @@ from checkpoints import numbers, write_ranks
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.run import graph
 
 if TYPE_CHECKING:
@@ -28,6 +28,6 @@ def source(tmp_path: Path) -> reshard.Checkpoint:
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the work so fine that a small model has many bands and tasks."""
-    monkeypatch.setattr(planner, "TASK_BYTES", 512)
-    monkeypatch.setattr(planner, "BAND_BYTES", 256)
+    monkeypatch.setattr(budget, "TASK_BYTES", 512)
+    monkeypatch.setattr(budget, "BAND_BYTES", 256)
     monkeypatch.setattr(graph, "FILES_A_TASK", 2)

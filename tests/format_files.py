@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from checkpoints import places
 
 from reshard.dtypes import STR, by_name
 from reshard.errors import UsageError
@@ -34,7 +35,7 @@ def build(layout: FileLayout, contents: dict[str, bytes]) -> bytes:
 
     for offset, literal in layout.literals:
         put(offset, literal)
-    for name, runs in layout.places.items():
+    for name, runs in places(layout).items():
         place = 0
         for offset, nbytes in runs:
             put(offset, contents[name][place : place + nbytes])

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 import reshard
 from reshard import Layout, Strategy
 from reshard.cli.main import cli
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.run import session as resume
 from reshard.storage.local import LocalStore
 
@@ -29,8 +29,8 @@ TARGET = Strategy.of({"w": Layout.of([2], [-1, 0]), "b": Layout.of([2], [0]), "c
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the work so fine that a small model has many bands and tasks, and note every receipt at once."""
-    monkeypatch.setattr(planner, "TASK_BYTES", 512)
-    monkeypatch.setattr(planner, "BAND_BYTES", 256)
+    monkeypatch.setattr(budget, "TASK_BYTES", 512)
+    monkeypatch.setattr(budget, "BAND_BYTES", 256)
     monkeypatch.setattr(resume, "FLUSH_SECONDS", 0)
 
 

@@ -25,7 +25,7 @@ import reshard
 from reshard import Layout, Strategy, ZarrGroup
 from reshard.dtypes import BY_NAME
 from reshard.layout.block import Block
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.storage.local import PARTIAL, LocalStore
 
 if TYPE_CHECKING:
@@ -326,8 +326,8 @@ def words(folder: Path, out: str, *more: str) -> list[str]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands and tasks so small that a small model has many."""
-    monkeypatch.setattr(planner, "BAND_BYTES", 128)
-    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    monkeypatch.setattr(budget, "BAND_BYTES", 128)
+    monkeypatch.setattr(budget, "TASK_BYTES", 512)
 
 
 class Watched:
@@ -414,9 +414,9 @@ def test_nothing_is_held_that_is_larger_than_a_band(
     plan.run(folder / "out", ownership=ownership)
     assert max(nbytes for _, _, nbytes in seen.read) <= 128
     begin = {
-        str(folder / "out" / file.path): min(offset for runs in file.layout.places.values() for offset, _ in runs)
+        str(folder / "out" / file.path): min(offset for content in file.layout.contents for offset, _ in content.runs)
         for file in plan.files
-        if file.layout.places
+        if file.layout.contents
     }
     own = {(str(folder / "out" / file.path), offset) for file in plan.files for offset, _ in file.layout.literals}
     contents = [
@@ -529,9 +529,9 @@ def start(folder: Path, out: str, *more: str) -> subprocess.Popen[str]:
     """Begin the command in a process of its own, with writes that take their time."""
     code = """
 import sys, time
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.storage.local import LocalStore
-planner.BAND_BYTES, planner.TASK_BYTES = 128, 512
+budget.BAND_BYTES, budget.TASK_BYTES = 128, 512
 original = LocalStore.write_at
 def write_at(store, path, offset, buffer):
     time.sleep(0.001)

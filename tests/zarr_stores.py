@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
 from reshard.cli.main import cli
-from reshard.plan import build as planner
+from reshard.plan import budget
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,8 +74,8 @@ def source(tmp_path: Path) -> reshard.Checkpoint:
 def tasks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with bands of a few rows, and many tasks."""
     if request.param == "small":
-        monkeypatch.setattr(planner, "BAND_BYTES", 64)
-        monkeypatch.setattr(planner, "TASK_BYTES", 512)
+        monkeypatch.setattr(budget, "BAND_BYTES", 64)
+        monkeypatch.setattr(budget, "TASK_BYTES", 512)
 
 
 def assert_same(found: Any, expected: Any) -> None:

@@ -266,7 +266,7 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
         UsageError: a dtype that MindSpore does not have.
     """
     literals: list[tuple[int, bytes]] = []
-    places: dict[str, Runs] = {}
+    laid_out: list[Content] = []
     position = 0
     for content in contents:
         if not content.name:
@@ -287,9 +287,8 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
             if length and text is None:
                 runs.append((position, length))
             position += length
-        if text is None:
-            places[content.name] = tuple(runs)
-    return FileLayout(position, tuple(literals), places)
+        laid_out.append(content._replace(runs=tuple(runs)))
+    return FileLayout(position, tuple(literals), tuple(laid_out))
 
 
 def _message_head(content: Content, length: int) -> bytes:

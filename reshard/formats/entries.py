@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import SourceError
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
 
 Runs = tuple[tuple[int, int], ...]
 """Byte ranges of a file that hold one block in row-major order: (offset, number of bytes), one after the other."""
+
+
+class Extent(NamedTuple):
+    """Where the bytes of one block lie: a file, by its number, and byte ranges in it."""
+
+    file: int
+    runs: Runs
+
+
+class Where(NamedTuple):
+    """An extent but for what differs between tensors that lie in the same files: their runs, by number."""
+
+    file: int
+    runs: int
 
 
 def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
@@ -72,6 +87,7 @@ class FileIndex(NamedTuple):
         crc: the CRC-32 that the file carries, unchecked; None if it has none.
         deduplicated: the file says that replicas are stored once in its set (`remove_redundancy`).
         unreadable: entries that cannot be converted, with the reason.
+        header: files that were opened together and have the same number have equal entries.
     """
 
     format: str
@@ -80,29 +96,45 @@ class FileIndex(NamedTuple):
     crc: int | None = None
     deduplicated: bool = False
     unreadable: tuple[tuple[str, str], ...] = ()
+    header: int = 0
 
 
 class Content(NamedTuple):
-    """A tensor to be written into one file: its name, dtype and the shape of the part; `text` for a `str` entry."""
+    """A block of a tensor to be written into one file.
+
+    Attributes:
+        name: the tensor's name in that file.
+        dtype: kind of its elements.
+        shape: of the block.
+        text: the value of a `str` entry, which is among the literals; else None.
+        runs: where its bytes go, once the file is laid out; none for a `str` entry.
+    """
 
     name: str
     dtype: DType
     shape: Shape
     text: str | None = None
+    runs: Runs = ()
 
 
-class FileLayout(NamedTuple):
-    """Where everything of a file to be written goes.
+@dataclass(frozen=True, slots=True, eq=False)
+class FileLayout:
+    """Where everything of a file to be written goes; equal only to itself, since files share it.
 
     Attributes:
         size: of the whole file, in bytes.
         literals: the bytes that are not tensor contents, with their offsets.
-        places: for each tensor, the byte ranges of its contents; none for a `str` entry, which is in the literals.
+        contents: the blocks, each with its runs; a tensor may have several.
     """
 
     size: int
     literals: tuple[tuple[int, bytes], ...]
-    places: Mapping[str, Runs]
+    contents: tuple[Content, ...] = ()
+
+    @property
+    def content_bytes(self) -> int:
+        """How many bytes of the file are contents of tensors."""
+        return sum(nbytes for content in self.contents for _, nbytes in content.runs)
 
 
 class RangeReader:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import Content, RangeReader, Runs
+    from reshard.formats.entries import Content, RangeReader
     from reshard.layout.block import Shape
 
 NAME = "safetensors"
@@ -203,8 +203,12 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    places: dict[str, Runs] = {name: ((start + begin, nbytes),) for name, (begin, nbytes) in spans.items()}
-    return FileLayout(start + place, ((0, len(text).to_bytes(8, "little") + text),), places)
+    laid_out = []
+    for content in tensors:
+        begin, nbytes = spans[content.name]
+        laid_out.append(content._replace(runs=((start + begin, nbytes),)))
+    laid_out += [content for content in contents if content.text is not None]
+    return FileLayout(start + place, ((0, len(text).to_bytes(8, "little") + text),), tuple(laid_out))
 
 
 def _order(content: Content) -> int:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import INT4
 from reshard.errors import UsageError
-from reshard.formats.entries import FileLayout
+from reshard.formats.entries import Content, FileLayout
 from reshard.formats.target_files import Volumes
 from reshard.layout.block import Block
 from reshard.storage.crc32c import crc32c
@@ -230,14 +230,17 @@ class Array:
 
         Of a compressed one it is what it would have; its size is known only at the end.
         """
-        count = sum(map(bool, unit.valid))
-        nbytes = count * self.chunk_bytes
+        nbytes = sum(map(bool, unit.valid)) * self.chunk_bytes
+        contents = tuple(
+            Content(name, self.dtype, block.shape, runs=((start, block.size * self.dtype.itemsize),))
+            for block, start in zip(unit.blocks, unit.starts, strict=True)
+        )
         if self.shard is None or self.level is not None:
-            return FileLayout(nbytes, (), {name: ((0, nbytes),)})
+            return FileLayout(nbytes, (), contents)
         starts = iter(range(0, nbytes, self.chunk_bytes))
         spans = [(next(starts), self.chunk_bytes) if valid else (ABSENT, ABSENT) for valid in unit.valid]
         index = shard_index(spans)
-        return FileLayout(nbytes + len(index), ((nbytes, index),), {name: ((0, nbytes),)})
+        return FileLayout(nbytes + len(index), ((nbytes, index),), contents)
 
     def metadata(self, attributes: Mapping[str, object]) -> bytes:
         """Return the array's `zarr.json`, as zarr-python writes it."""

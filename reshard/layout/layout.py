@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, combinations, product
 from math import comb, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
 from reshard.layout.block import Block, Shape, is_possible, shape_text
@@ -287,8 +287,11 @@ class Layout:
         return text + (f" opt {self.opt_weight_shard_size}" if self.opt_weight_shard_size else "")
 
 
-class Grid(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Grid:
     """The distinct blocks of one tensor, in row-major order, and the ranks that hold each.
+
+    Its hash is worked out once: thousands of tensors share a grid of thousands of blocks, and look things up by it.
 
     Attributes:
         shape: the whole tensor's shape.
@@ -299,6 +302,13 @@ class Grid(NamedTuple):
     shape: Shape
     blocks: tuple[Block, ...]
     ranks: tuple[tuple[int, ...], ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.blocks, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def by_rank(self) -> dict[int, Block]:
         """Return each rank's block."""

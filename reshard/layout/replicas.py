@@ -18,6 +18,7 @@ Source: MindSpore 2.10 `train/_utils.py` (`get_parameter_redundancy`, `remove_pa
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import groupby, product
@@ -137,35 +138,35 @@ def stored_once(
     >>> kept["bias"].ranks, kept["weight"].ranks
     (((0,),), ((1,),))
     """
-    split: dict[int, list[list[Group]]] = {}
+    split: dict[Grid, list[list[Group]]] = {}
     for grid in grids.values():
-        if id(grid) not in split:
-            split[id(grid)] = [_by_stage(ranks, devices) for ranks in grid.ranks]
-    shared = [name for name in sorted(grids) if any(len(g) > 1 for held in split[id(grids[name])] for g in held)]
+        if grid not in split:
+            split[grid] = [_by_stage(ranks, devices) for ranks in grid.ranks]
+    shared = [name for name in sorted(grids) if any(len(g) > 1 for held in split[grids[name]] for g in held)]
     if itemsizes is None:
-        chosen = by_turns({name: [g for held in split[id(grids[name])] for g in held] for name in shared})
+        chosen = by_turns({name: [g for held in split[grids[name]] for g in held] for name in shared})
     else:
         chosen = by_size(
             {
                 name: [
                     (group, block.size * itemsizes[name])
-                    for block, held in zip(grids[name].blocks, split[id(grids[name])], strict=True)
+                    for block, held in zip(grids[name].blocks, split[grids[name]], strict=True)
                     for group in held
                 ]
                 for name in sorted(grids)
             }
         )
-    made: dict[tuple[int, tuple[Group, ...]], Grid] = {}
+    made: dict[tuple[Grid, tuple[Group, ...]], Grid] = {}
     found = {}
     for name, grid in grids.items():
         if name not in chosen:
             found[name] = grid
             continue
         keepers = iter(chosen[name])
-        ranks = tuple(tuple(rank for _ in held for rank in next(keepers)) for held in split[id(grid)])
-        if (id(grid), ranks) not in made:
-            made[id(grid), ranks] = grid if ranks == grid.ranks else grid._replace(ranks=ranks)
-        found[name] = made[id(grid), ranks]
+        ranks = tuple(tuple(rank for _ in held for rank in next(keepers)) for held in split[grid])
+        if (grid, ranks) not in made:
+            made[grid, ranks] = grid if ranks == grid.ranks else replace(grid, ranks=ranks)
+        found[name] = made[grid, ranks]
     return found
 
 

@@ -52,7 +52,7 @@ from reshard.mindspore.transform import (
     warn_of,
     warn_of_others,
 )
-from reshard.plan.build import THREADS
+from reshard.plan.budget import THREADS
 from reshard.plan.make import plan
 from reshard.plan.select import Selection
 from reshard.run.run import run
@@ -362,7 +362,8 @@ def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) ->
 
 def _is_hyper_parameter(source: Checkpoint, name: str) -> bool:
     """Tell by its file what was copied, not cut, where it came from."""
-    return all(Path(source.files[n].path).stem == _HYPER_PARAMETERS for n in source.tensors[name].shards[0].holders)
+    replicas = source.tensors[name].sharding.replicas[0]
+    return all(Path(source.files[at.file].path).stem == _HYPER_PARAMETERS for at in replicas)
 
 
 def _with_place(new_names: Mapping[str, str], network: Any) -> dict[str, str]:

@@ -104,10 +104,10 @@ def write_file(
 def in_order(layout: FileLayout, contents: Contents) -> Iterator[bytes | memoryview]:
     """Yield all bytes of a file to be written, from the first to the last."""
     parts: list[tuple[int, bytes | tuple[str, int, int]]] = list(layout.literals)
-    for name, runs in layout.places.items():
+    for content in layout.contents:
         begin = 0
-        for offset, nbytes in runs:
-            parts.append((offset, (name, begin, nbytes)))
+        for offset, nbytes in content.runs:
+            parts.append((offset, (content.name, begin, nbytes)))
             begin += nbytes
     parts.sort(key=lambda part: part[0])
     for _, part in parts:

@@ -47,8 +47,9 @@ class Part(NamedTuple):
     put: tuple[slice, ...]
 
 
-class Columns(NamedTuple):
-    """What happens in every row of a segment.
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """What happens in every row of a segment; equal only to itself, since segments share it.
 
     Attributes:
         sources: the source blocks that are read, by number in the recipe.

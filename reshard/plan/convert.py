@@ -1,7 +1,7 @@
 """A checkpoint in another format: the same ranks, the same files, the same tensors in each.
 
-No strategy is needed, because nothing is cut or joined. Every file is planned alone, as one of whole tensors, and the
-plans are joined into one, so that a run of it is one run: its files get their names when all are complete.
+No strategy is needed, because nothing is cut or joined: every file is one of whole tensors. All are one plan, so that
+its files get their names when all are complete.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.errors import UsageError
+from reshard.errors import Faults, UsageError
 from reshard.formats import by_name
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
 from reshard.formats.target_files import NamedFile
 from reshard.formats.zarr_files import is_store
-from reshard.plan.build import TENSOR_BYTES, thread_bytes
-from reshard.plan.make import plan
-from reshard.plan.plan import Plan, Stats
-from reshard.plan.select import Selection, globs
-from reshard.source.assemble import join
+from reshard.plan.budget import budget
+from reshard.plan.build import Item, build
+from reshard.plan.destination import SameFiles
+from reshard.plan.select import Selection, globs, select
+from reshard.source.assemble import join_whole
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.open import read_headers
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import LIBRARY_BYTES, fetched_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from reshard.formats.rank_dirs import AnyPath
-    from reshard.plan.plan import Move, Piece
+    from reshard.plan.plan import Plan
     from reshard.source.checkpoint import SourceFile
 
 
@@ -68,24 +66,24 @@ def plan_convert(
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
     files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
     selection = Selection(drop=globs(drop))
-    extension = by_name(format).EXTENSION
-    plans = []
-    for file, rank in zip(files, ranks, strict=True):
-        target = name or f"{_below(path, file)}{extension}"
-        alone = Checkpoint(
-            file.path, join(file.path, (file,), (0,), None, partial=False), (file,), (0,),
-            unreadable=dict(file.index.unreadable),
-        )  # fmt: skip
-        one = plan(
-            alone,
-            format=format,
-            files=NamedFile(target),
-            selection=selection,
-            remove_redundancy=file.index.deduplicated,
-            threads=threads,
-        )
-        plans.append(replace(one, files=tuple(written._replace(rank=rank) for written in one.files)))
-    return _joined(plans, Checkpoint(str(path), {}, files, ranks, notices=tuple(notices)))
+    written = by_name(format)
+    source = Checkpoint(str(path), {}, files, ranks, notices=tuple(notices))
+    items: list[list[Item]] = []
+    dropped: dict[str, None] = {}
+    for number, file in enumerate(files):
+        tensors = join_whole(file.path, files, ranks, [number])
+        one = Checkpoint(file.path, tensors, (file,), (0,), unreadable=dict(file.index.unreadable))
+        selected = select(one, None, selection)
+        items.append([Item(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
+        dropped.update(dict.fromkeys(selected.dropped))
+    paths = [name or f"{_below(path, file)}{written.EXTENSION}" for file in files]
+    if name is not None:
+        NamedFile(name).volumes([], written.EXTENSION)  # refuses what is not a name
+    destination = SameFiles(source, items, paths, written)
+    every = [item for some in items for item in some]
+    limit = budget(source, every, destination, threads=threads)
+    made = build(source, every, destination, limit, Faults(str(path)))
+    return replace(made, dropped=tuple(dropped), notices=source.notices)
 
 
 def _below(path: AnyPath, file: SourceFile) -> str:
@@ -93,43 +91,3 @@ def _below(path: AnyPath, file: SourceFile) -> str:
     place = file.path.removeprefix(f"{path.absolute()}/")
     stem, dot, extension = place.rpartition(".")
     return stem if dot and "/" not in extension else place
-
-
-def _joined(plans: Sequence[Plan], source: Checkpoint) -> Plan:
-    """Join plans of one file each; the n-th reads and writes the n-th file."""
-    moves: list[Move] = []
-    tasks: list[tuple[Piece, ...]] = []
-    for number, one in enumerate(plans):
-        first = len(moves)
-        moves += [move._replace(holders=(number,), targets=((number,),)) for move in one.moves]
-        tasks += [tuple(piece._replace(move=first + piece.move) for piece in task) for task in one.tasks]
-    every = [one.stats for one in plans]
-    largest = max(every, key=lambda stats: stats.peak_memory)
-    threads, band = plans[0].threads, max(one.band_bytes for one in plans)
-    more_threads = min(threads, len(tasks)) - min(threads, largest.tasks)
-    remote = any(is_url(file.path) for file in source.files)
-    more = more_threads * (thread_bytes(band) + (fetched_bytes(1, band) - LIBRARY_BYTES if remote else 0))
-    stats = Stats(
-        tensors=len({move.name for move in moves}),
-        bytes_needed=sum(stats.bytes_needed for stats in every),
-        bytes_read=sum(stats.bytes_read for stats in every),
-        bytes_written=sum(stats.bytes_written for stats in every),
-        target_bytes=sum(stats.target_bytes for stats in every),
-        source_files=len(plans),
-        target_files=len(plans),
-        tasks=len(tasks),
-        peak_memory=largest.peak_memory + TENSOR_BYTES * len(moves) + more,
-    )
-    return replace(
-        plans[0],
-        source=source,
-        files=tuple(file for one in plans for file in one.files),
-        moves=tuple(moves),
-        tasks=tuple(tasks),
-        stats=stats,
-        ranks=tuple(sorted(set(source.ranks))),
-        dropped=tuple(dict.fromkeys(name for one in plans for name in one.dropped)),
-        texts={},
-        notices=source.notices,
-        request=None,
-    )

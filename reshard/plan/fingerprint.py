@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from reshard.storage.local import local_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from reshard.formats.entries import Entry, FileIndex, FileLayout
-    from reshard.plan.bands import Recipe
-    from reshard.plan.plan import Move, Plan
+    from reshard.formats.entries import FileIndex, FileLayout
+    from reshard.plan.plan import Plan, Way
 
 DIGEST_BYTES = 16
 
@@ -43,14 +42,17 @@ def index_digest(index: FileIndex) -> str:
 
 
 def index_digests(indexes: Sequence[FileIndex]) -> list[str]:
-    """Return the digest of each of many headers (`index_digest`): of those that are shared, once."""
-    entries_of = _once(_entries_digest)
-
-    def of(index: FileIndex) -> str:
-        notes = [index.metadata, index.crc, index.deduplicated, index.unreadable]
-        return digest([index.format, entries_of(index.entries), *notes])
-
-    return list(map(_once(of), indexes))
+    """Return the digest of each of the headers that were read together (`index_digest`): of shared entries, once."""
+    entries = {index.header: index for index in indexes}
+    digests = {header: _entries_digest(index) for header, index in entries.items()}
+    notes: dict[tuple[object, ...], str] = {}
+    found = []
+    for index in indexes:
+        key = (index.format, digests[index.header], index.metadata, index.crc, index.deduplicated, index.unreadable)
+        if key not in notes:
+            notes[key] = digest(key)
+        found.append(notes[key])
+    return found
 
 
 def pages_digest(path: str) -> str:
@@ -74,97 +76,56 @@ def pages_digest(path: str) -> str:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the digest of all that a plan writes: files, their headers, and which block of which file goes there.
+    """Return the digest of all that a plan writes: files, their headers, and which bytes of which file go there.
 
-    How the work is shared out (tasks, bands, threads) is not in it.
+    How the work is shared out (tasks, bands, threads), and where the source is, is not in it.
     """
-    recipe_of = _once(_recipe_digest)
-    layout_of = _once(_layout_digest)
-    numbers_of = _once(digest)
-    return digest(
-        [
-            plan.format,
-            plan.ranks,
-            plan.dropped,
-            plan.missing,
-            dict(plan.texts),
-            [
-                (file.rank, file.path, layout_of(file.layout), file.last, file.link, *plan.coded(file))
-                for file in plan.files
-            ],
-            [
-                (
-                    move.name,
-                    move.source_name,
-                    move.dtype.name,
-                    move.target_dtype.name,
-                    recipe_of(move.recipe),
-                    numbers_of(move.holders),
-                    numbers_of(move.targets),
-                    *move.starts,
-                )
-                for move in plan.moves
-            ],
-        ]
-    )
-
-
-def _once(function: Callable[..., str]) -> Callable[[object], str]:
-    """Remember digests by identity: tensors share their recipes, and files their headers; large ones are slow."""
-    known: dict[int, str] = {}
-
-    def remembered(value: object) -> str:
-        if id(value) not in known:
-            known[id(value)] = function(value)
-        return known[id(value)]
-
-    return remembered
-
-
-def _entries_digest(entries: Mapping[str, Entry]) -> str:
-    return digest([(name, e.dtype.name, e.shape, e.runs, e.text) for name, e in entries.items()])
-
-
-def _recipe_digest(recipe: Recipe) -> str:
-    blocks = [[(block.start, block.stop) for block in some] for some in (recipe.sources, recipe.targets)]
-    return digest([recipe.shape, blocks])
-
-
-def _layout_digest(layout: FileLayout) -> str:
-    literals = [(offset, digest(content)) for offset, content in layout.literals]
-    return digest([layout.size, literals, dict(layout.places)])
+    sources = [b"%d" % number for number in range(len(plan.source.files))]
+    whole = [plan.format, plan.ranks, plan.dropped, plan.missing, dict(plan.texts)]
+    files = [(file.rank, file.last) for file in plan.files]
+    return digest([whole, files, _file_digests(plan, sources)])
 
 
 def file_digests(plan: Plan) -> list[str]:
     """Return, for each target file of a plan, a digest of all that makes its bytes.
 
-    That is its layout and literal bytes, and for each block in it the names and dtypes, the source blocks that it is
-    made of, and path, size, time and header of their files. What else the plan writes is not in it: other ranks of
-    the same target may be written by other plans.
+    That is its layout and literal bytes, and for each block in it the dtypes, the extents that it is made of, and path,
+    size, time and header of their files. What else the plan writes is not in it: other ranks of the same target may be
+    written by other plans.
     """
-    facts = ((file.path, file.layout.size, file.link, *plan.coded(file)) for file in plan.files)
-    hashes = [sha256(repr(some).encode()) for some in facts]
-    for file, found in zip(plan.files, hashes, strict=True):
-        for offset, content in file.layout.literals:
-            found.update(b"%d:" % offset)
-            found.update(content)
     headers = index_digests([file.index for file in plan.source.files])
-    states = [
-        repr((file.path, file.nbytes, file.mtime_ns, header)).encode()
-        for file, header in zip(plan.source.files, headers, strict=True)
+    return _file_digests(
+        plan,
+        [
+            repr((file.path, file.nbytes, file.mtime_ns, header)).encode()
+            for file, header in zip(plan.source.files, headers, strict=True)
+        ],
+    )
+
+
+def _file_digests(plan: Plan, sources: Sequence[bytes]) -> list[str]:
+    """Return a digest for each target file, where source files are told from each other by these bytes."""
+    literals: dict[FileLayout, bytes] = {}
+    for layout in {file.layout for file in plan.files}:
+        found = sha256()
+        for offset, content in layout.literals:
+            found.update(b"%d %d:" % (offset, len(content)))
+            found.update(content)
+        literals[layout] = found.digest()
+    hashes = [
+        sha256(repr((file.path, file.layout.size, file.link, *plan.coded(file))).encode() + literals[file.layout])
+        for file in plan.files
     ]
-    known: dict[tuple[int, int], list[tuple[bytes, int]]] = {}
+    known: dict[Way, list[tuple[int, int, bytes]]] = {}  # file, number of runs, what the block is made of
     for move in plan.moves:
-        key = (id(move.recipe), id(move.holders))
-        if key not in known:
-            known[key] = _made_of(move, states)
-        own = repr((move.name, move.source_name, move.dtype.name, move.target_dtype.name)).encode()
-        for number, (files, (made_of, holder)) in enumerate(zip(move.targets, known[key], strict=True)):
-            if files:
-                runs = plan.source.entry(holder, move.source_name).runs if holder >= 0 else ()
-                block = sha256(b"%b%b%r%r" % (own, made_of, runs, move.starts[number : number + 1])).digest()
-                for place in files:
-                    hashes[place].update(block)
+        way = move.way
+        if way not in known:
+            made_of = zip(_made_of(way, sources), way.writes, strict=True)
+            known[way] = [(file, runs, block) for block, written in made_of for file, runs in written]
+        own = repr((move.dtype.name, move.target_dtype.name, move.read_runs)).encode()
+        in_files = [sha256(own + repr(runs).encode()).digest() for runs in move.write_runs]
+        for number, runs, block in known[way]:
+            hashes[number].update(in_files[runs] + block)
     # Of a link no block is written: what makes its bytes is what makes the file that it links to.
     made = {file.path: found.digest() for file, found in zip(plan.files, hashes, strict=True)}
     for file, found in zip(plan.files, hashes, strict=True):
@@ -173,18 +134,9 @@ def file_digests(plan: Plan) -> list[str]:
     return [found.hexdigest() for found in hashes]
 
 
-def changes_digest(plan: Plan) -> str:
-    """Return a digest of when anything of each source file last changed; empty where that is not known of all.
-
-    Not of the numbers of their inodes, which some network file systems give anew.
-    """
-    changes = [(file.path, file.change[0]) for file in plan.source.files]
-    return digest(changes) if all(changed for _, changed in changes) else ""
-
-
-def _made_of(move: Move, facts: Sequence[bytes]) -> list[tuple[bytes, int]]:
-    """Return, for each target block, a digest of it and all that it is made of, and the first file with some of it."""
-    recipe = move.recipe
+def _made_of(way: Way, sources: Sequence[bytes]) -> list[bytes]:
+    """Return, for each target block, a digest of it and of all that it is made of."""
+    recipe = way.recipe
     rows: dict[tuple[int, int], list[int]] = {}  # source blocks by their first axis, so that few are looked at
     for number, source in enumerate(recipe.sources):
         rows.setdefault((source.start[0], source.stop[0]), []).append(number)
@@ -192,8 +144,22 @@ def _made_of(move: Move, facts: Sequence[bytes]) -> list[tuple[bytes, int]]:
     for block in recipe.targets:
         near = [some for (start, stop), some in rows.items() if start < block.stop[0] and stop > block.start[0]]
         given = [number for some in near for number in some if recipe.sources[number] & block]
-        found = sha256(repr((recipe.shape, block, [recipe.sources[number] for number in given])).encode())
+        read = [(recipe.sources[number], way.reads[number].runs) for number in given]
+        found = sha256(repr((recipe.shape, block, read)).encode())
         for number in given:
-            found.update(facts[move.holders[number]])
-        made_of.append((found.digest(), move.holders[given[0]] if given else -1))
+            found.update(sources[way.reads[number].file])
+        made_of.append(found.digest())
     return made_of
+
+
+def changes_digest(plan: Plan) -> str:
+    """Return a digest of when anything of each source file last changed; empty where that is not known of all.
+
+    Not of the numbers of their inodes, which some network file systems give again.
+    """
+    changes = [(file.path, file.change[0]) for file in plan.source.files]
+    return digest(changes) if all(changed for _, changed in changes) else ""
+
+
+def _entries_digest(index: FileIndex) -> str:
+    return digest([(name, e.dtype.name, e.shape, e.runs, e.text) for name, e in index.entries.items()])

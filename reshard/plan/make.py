@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.errors import StrategyError, UsageError, names
+from reshard.errors import Faults, StrategyError, UsageError, names
 from reshard.formats.target_files import RankFiles
 from reshard.plan.plan import Plan, Request
 from reshard.plan.select import Selection, globs
@@ -75,42 +75,53 @@ def plan(
     if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
         raise UsageError(f"target is {target!r}; expected a Strategy: read the file with reshard.read_strategy")
     source.require_whole()
+    from reshard.formats import by_name  # not on every start
     from reshard.formats.zarr import NAME as ZARR
     from reshard.formats.zarr import ZarrGroup
-    from reshard.plan.build import Planner  # not on every start
+    from reshard.plan.budget import budget
+    from reshard.plan.build import Item, build
+    from reshard.plan.destination import Ranks
+    from reshard.plan.select import select
 
     wishes = selection or Selection()
     wishes = replace(wishes, drop=wishes.drop + globs(drop), allow_missing=wishes.allow_missing + globs(allow_missing))
-    if format == ZARR or isinstance(files, ZarrGroup):
-        from reshard.plan.zarr import ZarrPlanner  # likewise
-
+    is_store = format == ZARR or isinstance(files, ZarrGroup)
+    if is_store:
         files = files or ZarrGroup()
         if target or ranks or stage is not None or remove_redundancy or link_replicas:
             raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
         if format not in {None, ZARR} or not isinstance(files, ZarrGroup):
             raise UsageError(f"format {format} and {type(files).__name__} do not go together")
-        made = ZarrPlanner(source, files, wishes=wishes, memory=memory, threads=threads).plan()
-        request = Request(None, ZARR, files, None, wishes, remove_redundancy=False, link_replicas=False, memory=memory)
-        return replace(made, request=request)
-    if files is None:
+    elif files is None:
         files = RankFiles(prefix, "" if source.part is None else f"_part{source.part}")
-    if ranks is not None:
-        ranks = tuple(ranks)
-    target, wanted = _of_stage(target, stage, ranks)
-    made = Planner(
-        source,
-        target,
-        format=format,
-        files=files,
-        ranks=wanted,
-        wishes=wishes,
-        remove_redundancy=remove_redundancy,
-        link_replicas=link_replicas,
-        memory=memory,
-        threads=threads,
-    ).plan()
-    request = Request(target, made.format, files, ranks, wishes, remove_redundancy, link_replicas, memory, stage)
-    return replace(made, request=request)
+    own = "safetensors" if source.format in {None, ZARR} else source.format
+    kind = by_name(own if format is None or is_store else format)
+    ranks = None if ranks is None else tuple(ranks)
+    asked, wanted = _of_stage(target, stage, ranks)
+    selected = select(source, asked, wishes)
+    tensors = source.tensors
+    items = [Item(new, tensors[old], wishes.target_dtype(tensors[old].spec.dtype)) for old, new in selected.kept]
+    faults = Faults(source.root)
+    warnings: tuple[str, ...] = ()
+    if isinstance(files, ZarrGroup):
+        from reshard.plan.zarr import ZarrStore  # likewise
+
+        store = ZarrStore(source, items, files)
+        made = build(source, items, store, budget(source, items, store, memory=memory, threads=threads), faults)
+    else:
+        to_ranks = Ranks(
+            source, asked, items, format=kind, files=files, ranks=wanted, remove_redundancy=remove_redundancy,
+            link_replicas=link_replicas, faults=faults,
+        )  # fmt: skip
+        made = build(source, items, to_ranks, budget(source, items, to_ranks, memory=memory, threads=threads), faults)
+        warnings = to_ranks.copied_whole()
+    return replace(
+        made,
+        dropped=selected.dropped,
+        missing=selected.missing,
+        notices=(*source.notices, *selected.notices, *warnings),
+        request=Request(asked, made.format, files, ranks, wishes, remove_redundancy, link_replicas, memory, stage),
+    )
 
 
 def _of_stage(

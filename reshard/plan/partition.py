@@ -28,16 +28,19 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
+from reshard.plan import budget
 from reshard.plan.bands import Recipe
-from reshard.plan.build import shared_out, thread_bytes
-from reshard.plan.plan import Piece
+from reshard.plan.budget import thread_bytes
+from reshard.plan.plan import Piece, Way
 from reshard.storage.remote import is_url
 from reshard.storage.remote_store import LIBRARY_BYTES, part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from reshard.formats.entries import FileLayout
     from reshard.layout.block import Block
+    from reshard.plan.bands import Columns
     from reshard.plan.plan import Move, Plan
 
 OWNERSHIPS = ("tensor", "file")
@@ -79,30 +82,60 @@ def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
     groups = _groups(readers, numbers, STREAMS_AT_ONCE if is_url(directory) else FILES_AT_ONCE)
     of = {number: group for group, some in enumerate(groups) for number in some}
+    memory = (("sending", _held(plan, groups, directory)), ("more bands", _more_bands(plan, len(groups))))
     stats = plan.stats._replace(
         bytes_read=sum(nbytes * len({of[number] for number in files}) for files, nbytes in readers.items()),
         tasks=len(groups),
-        peak_memory=plan.stats.peak_memory + _held(plan, groups, directory) + _more_bands(plan, len(groups)),
+        peak_memory=plan.stats.peak_memory + sum(nbytes for _, nbytes in memory),
     )
-    return replace(plan, groups=groups, tasks=(), stats=stats)
+    return replace(plan, groups=groups, tasks=(), stats=stats, memory=(*plan.memory, *memory))
 
 
 def group_plan(plan: Plan, group: Sequence[int]) -> Plan:
     """Return the plan of one group of files alone: one task, which writes each file in its order."""
     wanted = frozenset(group)
-    known: dict[tuple[int, int], tuple[Recipe, tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
-    moves: dict[str, list[Move]] = {}
-    for move in plan.moves:
-        key = (id(move.recipe), id(move.targets))
-        if key not in known:
-            known[key] = _share(move, wanted)
-        recipe, sources, targets = known[key]
-        if targets:
-            holders = tuple(move.holders[number] for number in sources)
-            moves.setdefault(move.name, []).append(move._replace(recipe=recipe, holders=holders, targets=targets))
-    ordered = tuple(move for name in _order(plan, group) for move in moves[name])
-    pieces = tuple(Piece(number, 0, move.recipe.rows(move.axis)) for number, move in enumerate(ordered))
-    return replace(plan, moves=ordered, tasks=(pieces,), groups=())
+    known: dict[Way, tuple[Way, dict[tuple[FileLayout, int], None]] | None] = {}
+    moves: list[tuple[int, Move]] = []
+    begins: dict[FileLayout, list[tuple[int, int]]] = {}  # of contents in files alike: offset and move
+    for number, move in enumerate(plan.moves):
+        if move.way not in known:
+            known[move.way] = _share(plan, move.way, wanted)
+        if share := known[move.way]:
+            for layout, runs in share[1]:
+                if any(nbytes for _, nbytes in move.write_runs[runs]):
+                    begins.setdefault(layout, []).append((move.write_runs[runs][0][0], len(moves)))
+            moves.append((number, move._replace(way=share[0])))
+    sorter: TopologicalSorter[int] = TopologicalSorter()
+    for stored in begins.values():
+        stored.sort()
+        for _, number in stored:
+            sorter.add(number)
+        for (_, before), (_, number) in pairwise(stored):
+            sorter.add(number, before)
+    ordered = [moves[number] for number in sorter.static_order()]
+    pieces = tuple(Piece(number, 0, move.rows) for number, (_, move) in enumerate(ordered))
+    labels = tuple(plan.labels[number] for number, _ in ordered)
+    return replace(plan, moves=tuple(move for _, move in ordered), labels=labels, tasks=(pieces,), groups=())
+
+
+def _share(plan: Plan, way: Way, wanted: frozenset[int]) -> tuple[Way, dict[tuple[FileLayout, int], None]] | None:
+    """Return the part of a way that makes the blocks of some files, with the layouts of these and the numbers of runs.
+
+    None where it makes nothing of them.
+    """
+    kept = [
+        (block, some)
+        for block, written in zip(way.recipe.targets, way.writes, strict=True)
+        if (some := tuple(at for at in written if at.file in wanted))
+    ]
+    if not kept:
+        return None
+    blocks = tuple(block for block, _ in kept)
+    given = [n for n, source in enumerate(way.recipe.sources) if any(source & block for block in blocks)]
+    recipe = Recipe(way.recipe.shape, tuple(way.recipe.sources[n] for n in given), blocks)
+    writes = tuple(some for _, some in kept)
+    share = Way(recipe, way.axis, tuple(way.reads[n] for n in given), writes, way.row_multiple)
+    return share, {(plan.files[at.file].layout, at.runs): None for some in writes for at in some}
 
 
 def _more_bands(plan: Plan, tasks: int) -> int:
@@ -116,7 +149,7 @@ def _with_whole_chunks(plan: Plan) -> Plan:
     """Return the plan of a zarr store of which each task writes whole files: as by tensor, but cut where files are."""
     moves = plan.moves
     weights = [prod(move.recipe.shape) * max(move.dtype.itemsize, move.target_dtype.itemsize) for move in moves]
-    tasks = shared_out(moves, weights, whole_files=True)
+    tasks = share_out(moves, weights, whole_files=True)
     groups: list[dict[int, None]] = [{} for _ in tasks]
     pieces: list[list[tuple[int, int]]] = [[] for _ in moves]  # of each move: first row and task
     for number, task in enumerate(tasks):
@@ -125,15 +158,16 @@ def _with_whole_chunks(plan: Plan) -> Plan:
     sent = held = 0
     for move, some in zip(moves, pieces, strict=True):
         row = prod(move.recipe.shape[1 : move.axis + 1])
-        for block, (file,) in zip(move.recipe.targets, move.targets, strict=True):
+        for block, (at,) in zip(move.recipe.targets, move.way.writes, strict=True):
             first = block.start[0] * row if block.start else 0
-            groups[some[bisect_right(some, first, key=itemgetter(0)) - 1][1]][file] = None
+            groups[some[bisect_right(some, first, key=itemgetter(0)) - 1][1]][at.file] = None
         one_sent, one_held = _at_once(plan, move)
         sent, held = max(sent, one_sent), max(held, one_held)
     more = 2 * plan.band_bytes  # a part is sent when a band has made it longer than it need be
     memory = _library_bytes(plan) + min(plan.threads, max(len(tasks), 1)) * (sent + held + more)
     stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
-    return replace(plan, groups=tuple(map(tuple, groups)), tasks=tasks, stats=stats)
+    shares = (*plan.memory, ("sending", memory))
+    return replace(plan, groups=tuple(map(tuple, groups)), tasks=tasks, stats=stats, memory=shares)
 
 
 def _at_once(plan: Plan, move: Move) -> tuple[int, int]:
@@ -146,14 +180,14 @@ def _at_once(plan: Plan, move: Move) -> tuple[int, int]:
     chunks: Counter[tuple[int, ...]] = Counter()
     blocks = move.recipe.targets
     lead = _first_cut(blocks)
-    for block, (file,) in zip(blocks, move.targets, strict=True):
-        files[file] = min(files.get(file, block.start), block.start)
+    for block, (at,) in zip(blocks, move.way.writes, strict=True):
+        files[at.file] = min(files.get(at.file, block.start), block.start)
         chunks[block.start[: lead + 1]] += block.size * move.target_dtype.itemsize
     side_by_side: Counter[tuple[int, ...]] = Counter()
     for file, start in files.items():
         size = plan.files[file].layout.size
         side_by_side[start[: lead + 1]] += 2 * min(part_bytes(size), size)
-    waits = move.starts and plan.coding is None
+    waits = len(files) < len(blocks) and plan.coding is None
     return max(side_by_side.values(), default=0), max(chunks.values(), default=0) if waits else 0
 
 
@@ -162,61 +196,63 @@ def _first_cut(blocks: Sequence[Block]) -> int:
     return min((axis for block in blocks[:1] for axis, extent in enumerate(block.shape) if extent > 1), default=0)
 
 
-def _share(move: Move, wanted: frozenset[int]) -> tuple[Recipe, tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the part of a recipe that makes the blocks of some files: with its sources by number, and its files."""
-    kept = [
-        (block, some)
-        for block, files in zip(move.recipe.targets, move.targets, strict=True)
-        if (some := tuple(number for number in files if number in wanted))
-    ]
-    blocks = tuple(block for block, _ in kept)
-    given = [n for n, source in enumerate(move.recipe.sources) if any(source & block for block in blocks)]
-    recipe = Recipe(move.recipe.shape, tuple(move.recipe.sources[n] for n in given), blocks)
-    return recipe, tuple(given), tuple(some for _, some in kept)
-
-
-def _order(plan: Plan, group: Sequence[int]) -> Iterable[str]:
-    """Return the names of tensors with contents so that each file's own order is kept."""
-    sorter: TopologicalSorter[str] = TopologicalSorter()
-    for places in {id(places): places for places in (plan.files[number].layout.places for number in group)}.values():
-        stored = [name for name, runs in places.items() if sum(nbytes for _, nbytes in runs)]
-        stored.sort(key=lambda name: places[name][0])
-        for name in stored:
-            sorter.add(name)
-        for before, name in pairwise(stored):
-            sorter.add(name, before)
-    return sorter.static_order()
-
-
 def _readers(moves: Iterable[Move]) -> Counter[frozenset[int]]:
     """Return how many bytes are read for each set of files: whatever is read for one of its files serves all."""
     found: Counter[frozenset[int]] = Counter()
-    known: dict[tuple[int, int, int], Counter[frozenset[int]]] = {}
+    known: dict[Way, Counter[frozenset[int]]] = {}
     for move in moves:
-        key = (id(move.recipe), move.axis, id(move.targets))
-        if key not in known:
-            known[key] = _elements(move)
-        for files, elements in known[key].items():
+        if move.way not in known:
+            known[move.way] = _elements(move.way)
+        for files, elements in known[move.way].items():
             found[files] += elements * move.dtype.itemsize
     return found
 
 
-def _elements(move: Move) -> Counter[frozenset[int]]:
-    recipe, found = move.recipe, Counter[frozenset[int]]()
-    known: dict[int, list[tuple[frozenset[int], int]]] = {}
-    for segment in recipe.segments(move.axis, 0, recipe.rows(move.axis)):
+def _elements(way: Way) -> Counter[frozenset[int]]:
+    recipe, found = way.recipe, Counter[frozenset[int]]()
+    known: dict[Columns, list[tuple[frozenset[int], int]]] = {}
+    for segment in recipe.segments(way.axis, 0, recipe.rows(way.axis)):
         columns = segment.columns
-        if id(columns) not in known:
+        if columns not in known:
             files: list[set[int]] = [set() for _ in columns.sources]
             for target, parts in zip(columns.targets, columns.parts, strict=True):
                 for part in parts:
-                    files[part.read].update(move.targets[target])
-            known[id(columns)] = [
+                    files[part.read].update(at.file for at in way.writes[target])
+            known[columns] = [
                 (frozenset(some), prod(shape)) for some, shape in zip(files, columns.source_shapes, strict=True)
             ]
-        for some, elements in known[id(columns)]:
+        for some, elements in known[columns]:
             found[some] += elements * (segment.stop - segment.start)
     return found
+
+
+def share_out(moves: Sequence[Move], weights: Sequence[int], *, whole_files: bool) -> tuple[tuple[Piece, ...], ...]:
+    """Share the rows of moves out into tasks of about equal weight.
+
+    Args:
+        moves: what is moved.
+        weights: the bytes of each.
+        whole_files: a task does whole files (`Way.row_multiple`).
+    """
+    limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
+    tasks: list[tuple[Piece, ...]] = []
+    task: list[Piece] = []
+    room = limit
+    for number, (move, weight) in enumerate(zip(moves, weights, strict=True)):
+        rows = move.rows if weight else 0
+        multiple = move.way.row_multiple if whole_files else 1
+        start = 0
+        while start < rows:
+            count = min(rows - start, -(-max(1, rows * room // weight) // multiple) * multiple)
+            task.append(Piece(number, start, start + count))
+            start += count
+            room -= weight * count // rows
+            if room <= limit // 16:
+                tasks.append(tuple(task))
+                task, room = [], limit
+    if task:
+        tasks.append(tuple(task))
+    return tuple(tasks)
 
 
 def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int) -> tuple[tuple[int, ...], ...]:
@@ -242,7 +278,7 @@ def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int)
                 of.update(dict.fromkeys(other, group))
             else:
                 group = other
-    return tuple(tuple(sorted(group)) for group in {id(group): group for group in of.values()}.values())
+    return tuple(tuple(sorted(group)) for number, group in of.items() if number == min(group))
 
 
 def _held(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:

@@ -1,17 +1,19 @@
 """Plans: which bytes go where, known before anything is read or written.
 
 `plan` is pure: it opens no file, reads no clock and knows no scheduler. A plan is small (a few bytes a tensor and
-rank), because everything that tensors have in common is worked out once and shared: grids, recipes, holders, and the
-layouts of target files with equal contents.
+rank), because everything that tensors have in common is worked out once and shared: their ways, and the layouts of
+target files with equal contents. A move knows extents alone; names are for people, and in the files.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError, names
+from reshard.formats.entries import Extent
 from reshard.layout.block import Block
 from reshard.plan.select import Selection
 from reshard.upward import upward
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import FileLayout
+    from reshard.formats.entries import FileLayout, Runs, Where
     from reshard.formats.target_files import TargetFiles
     from reshard.plan.bands import Recipe
+    from reshard.plan.budget import Share
     from reshard.plan.select import Selection
     from reshard.run.graph import Graph
     from reshard.run.run import Progress, Report
@@ -55,33 +58,73 @@ class TargetFile(NamedTuple):
     done: bool = False
 
 
-class Move(NamedTuple):
-    """One tensor's way from source files to target files.
+@dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """How bytes get from source files to target files, for all tensors that are alike in that; equal only to itself.
 
     Attributes:
-        name: the tensor's name in the target files.
-        source_name: its name in the source files.
+        recipe: which rows and columns go where.
+        axis: the axis along which bands are cut.
+        reads: for each source block of the recipe, where it is read.
+        writes: for each target block of the recipe, where it is written: replicas of one another.
+        row_multiple: how many rows whole files have; tasks are cut at multiples of it where they write whole files.
+    """
+
+    recipe: Recipe
+    axis: int
+    reads: tuple[Where, ...]
+    writes: tuple[tuple[Where, ...], ...]
+    row_multiple: int = 1
+
+
+class Move(NamedTuple):
+    """One tensor on its way; what it is called is in `Plan.labels`.
+
+    Attributes:
+        way: what it has in common with others.
         dtype: kind of the elements in the source; they travel as bits.
         target_dtype: kind of the elements in the target, the same unless they are cast.
-        recipe: which rows and columns go where; shared by tensors of equal shape and layouts.
-        axis: the axis along which bands are cut.
-        holders: for each source block of the recipe, the source file to read it from.
-        targets: for each target block of the recipe, the target files that get it: replicas of one another.
-        starts: where each target block begins in its place in the file, in bytes, where a file has several (the
-            chunks of a zarr shard); else empty.
-        grain: how many rows whole files have, in a multiple of which tasks are cut where files must be written whole.
+        read_runs: the byte ranges of its blocks in source files; `Way.reads` has numbers of them.
+        write_runs: likewise in target files, for `Way.writes`.
     """
+
+    way: Way
+    dtype: DType
+    target_dtype: DType
+    read_runs: tuple[Runs, ...]
+    write_runs: tuple[Runs, ...]
+
+    @property
+    def recipe(self) -> Recipe:
+        """Which rows and columns go where."""
+        return self.way.recipe
+
+    @property
+    def axis(self) -> int:
+        """The axis along which bands are cut."""
+        return self.way.axis
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are along that axis and all before it."""
+        return self.way.recipe.rows(self.way.axis)
+
+    @property
+    def reads(self) -> tuple[Extent, ...]:
+        """For each source block, the extent to read."""
+        return tuple(Extent(file, self.read_runs[number]) for file, number in self.way.reads)
+
+    @property
+    def writes(self) -> tuple[tuple[Extent, ...], ...]:
+        """For each target block, the extents to write."""
+        return tuple(tuple(Extent(file, self.write_runs[number]) for file, number in some) for some in self.way.writes)
+
+
+class Label(NamedTuple):
+    """What the tensor of a move is called in the target files, and in the source files."""
 
     name: str
     source_name: str
-    dtype: DType
-    target_dtype: DType
-    recipe: Recipe
-    axis: int
-    holders: tuple[int, ...]
-    targets: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...] = ()
-    grain: int = 1
 
 
 class Held(NamedTuple):
@@ -161,6 +204,7 @@ class Plan:
         source: the checkpoint that is read.
         files: the files to be written.
         moves: one for each tensor (several for a copy whose source differs from rank to rank).
+        labels: what the tensors of the moves are called.
         tasks: how the moves are shared out; each is done by one thread from beginning to end.
         stats: what it costs.
         format: name of the target files' format.
@@ -176,11 +220,13 @@ class Plan:
         request: what was asked for; None where the plan was put together from others.
         coding: how the target files are coded; None where their contents are plain.
         alone: the target directory may have nothing else in it.
+        memory: what the prediction of memory consists of (see `budget`).
     """
 
     source: Checkpoint
     files: tuple[TargetFile, ...]
     moves: tuple[Move, ...]
+    labels: tuple[Label, ...]
     tasks: tuple[tuple[Piece, ...], ...]
     stats: Stats
     format: str
@@ -197,14 +243,16 @@ class Plan:
     @property
     def replicas(self) -> int:
         """How many blocks are written for one more rank, beyond the first that gets them; linked files write none."""
-        copies: dict[int, int] = {}  # by identity: tensors share these
-        for move in self.moves:
-            if id(move.targets) not in copies:
-                copies[id(move.targets)] = sum(max(len(files) - 1, 0) for files in move.targets)
-        return sum(copies[id(move.targets)] for move in self.moves)
+        ways = Counter(move.way for move in self.moves)
+        return sum(count * sum(max(len(files) - 1, 0) for files in way.writes) for way, count in ways.items())
 
     coding: TargetCoding | None = None
     alone: bool = False
+    memory: tuple[Share, ...] = ()
+
+    def explain_memory(self) -> dict[str, int]:
+        """Return what the predicted peak of memory consists of, in bytes; the sum is `Stats.peak_memory`."""
+        return dict(self.memory)
 
     def coded(self, file: TargetFile) -> tuple[str, ...]:
         """Return what tells how a target file is coded; nothing of one whose contents are plain."""
@@ -213,20 +261,24 @@ class Plan:
 
     def source_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose files are read, ascending."""
-        return tuple(sorted({self.source.ranks[number] for move in self.moves for number in move.holders}))
+        return tuple(sorted({self.source.ranks[number] for number in self.read_files()}))
+
+    def read_files(self) -> list[int]:
+        """Return the numbers of the source files that are read, ascending."""
+        return sorted({at.file for way in {move.way for move in self.moves} for at in way.reads})
 
     def blocks(self, rank: int) -> dict[str, Held]:
         """Return what a target rank will hold, by target name; text is not among it (see `texts`)."""
         numbers = {number for number, file in enumerate(self.files) if file.rank == rank}
         found = {}
-        for move in self.moves:
-            tensor = self.source.tensors[move.source_name]
-            for block, files in zip(move.recipe.targets, move.targets, strict=True):
-                if not numbers.isdisjoint(files):
-                    holder = move.holders[0] if tensor.varies else None
-                    several = move.name in found or not tensor.spec.shape  # the chunks of a zarr array
+        for move, label in zip(self.moves, self.labels, strict=True):
+            tensor = self.source.tensors[label.source_name]
+            for block, written in zip(move.recipe.targets, move.way.writes, strict=True):
+                if any(at.file in numbers for at in written):
+                    holder = move.way.reads[0].file if tensor.varies else None
+                    several = label.name in found or not tensor.spec.shape  # the chunks of a zarr array
                     whole_or_part = Block.whole(tensor.spec.shape) if several else block
-                    found[move.name] = Held(move.source_name, whole_or_part, move.target_dtype, holder)
+                    found[label.name] = Held(label.source_name, whole_or_part, move.target_dtype, holder)
         return found
 
     def rank(self, rank: int) -> RankArrays:
@@ -256,8 +308,8 @@ class Plan:
         Raises:
             UsageError: the plan does not move such a tensor.
         """
-        if name is not None and not any(name in {move.name, move.source_name} for move in self.moves):
-            alike = get_close_matches(name, (move.name for move in self.moves), n=3)
+        if name is not None and not any(name in label for label in self.labels):
+            alike = get_close_matches(name, (label.name for label in self.labels), n=3)
             raise UsageError(f"the plan moves no tensor {name!r}{f'; did you mean {names(alike)}?' if alike else ''}")
         drawn: Picture = upward("picture")(self, name)
         return drawn

@@ -33,7 +33,7 @@ from reshard.formats.target_files import NamedFile, RankFiles
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.layout import MOST_DEVICES, Layout
-from reshard.plan.fingerprint import digest, index_digests, pages_digest, plan_digest
+from reshard.plan.fingerprint import index_digests, pages_digest, plan_digest
 from reshard.plan.make import plan as make_plan
 from reshard.plan.select import Selection
 from reshard.source.checkpoint import Looked
@@ -402,9 +402,10 @@ def _listed(source: Checkpoint) -> list[_Listed]:
     """Return the files of a source, in its order."""
     root = Path(source.root).absolute()
     digests = index_digests([file.index for file in source.files])
-    parts: dict[tuple[int, str, int], list[str]] = {}
-    for rank, file, header in zip(source.ranks, source.files, digests, strict=True):
-        parts.setdefault((rank, file.path, file.nbytes), []).append(header)
+    parts = {
+        (rank, file.path, file.nbytes): header
+        for rank, file, header in zip(source.ranks, source.files, digests, strict=True)
+    }
     if source.format == ZARR:
         root = root.resolve()
         above = {
@@ -412,16 +413,16 @@ def _listed(source: Checkpoint) -> list[_Listed]:
         }
         metadata = sorted(path for directory in above - {root} if (path := directory / METADATA).is_file())
         *chunks, last = parts.items()
-        described = {(0, str(path), path.stat().st_size): [""] for path in metadata}
+        described = {(0, str(path), path.stat().st_size): "" for path in metadata}
         parts = {**described, **dict(chunks), last[0]: last[1]}
     found = []
-    for (rank, place, nbytes), headers in parts.items():
+    for (rank, place, nbytes), header in parts.items():
         if not Path(place).is_relative_to(root):
             raise UsageError(
                 f"{place}: is not below {root}; a plan can be saved if all files of its source are in one directory"
             )
         below = Path(place).relative_to(root).as_posix()
-        found.append(_Listed(rank, below, nbytes, headers[0] if len(headers) == 1 else digest(headers), place))
+        found.append(_Listed(rank, below, nbytes, header, place))
     return found
 
 

@@ -11,8 +11,7 @@ from reshard.formats.entries import ranges
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from reshard.formats.entries import FileLayout
-    from reshard.plan.plan import Move, Piece, Plan
+    from reshard.plan.plan import Piece, Plan, Way
 
 Spans = list[tuple[int, int]]
 """Begins and ends of byte ranges of a file, ascending, which do not touch."""
@@ -31,12 +30,8 @@ def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans],
     if not done and not written:
         return plan
     files = tuple(file._replace(done=True) if number in done else file for number, file in enumerate(plan.files))
-    moves = tuple(
-        move._replace(targets=tuple(tuple(file for file in files if file not in done) for files in move.targets))
-        if done
-        else move
-        for move in plan.moves
-    )
+    ways: dict[Way, Way] = {}
+    moves = tuple(move._replace(way=_without(move.way, done, ways)) for move in plan.moves) if done else plan.moves
     plan = replace(plan, files=files, moves=moves)
     if plan.groups:
         made = done.union(complete)
@@ -46,42 +41,39 @@ def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans],
     return replace(plan, tasks=tuple(pieces for pieces in tasks if pieces))
 
 
+def _without(way: Way, done: frozenset[int], known: dict[Way, Way]) -> Way:
+    """Return a way that writes nothing into files that are done."""
+    if way not in known:
+        writes = tuple(tuple(at for at in some if at.file not in done) for some in way.writes)
+        known[way] = replace(way, writes=writes)
+    return known[way]
+
+
 def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
     """Return whether some bytes of a piece are not in all their files."""
     move = plan.moves[piece.move]
-    return any(
-        not _is_written(plan, move, piece, number, written.get(file, []), file)
-        for number, files in enumerate(move.targets)
-        for file in files
-    )
-
-
-def _is_written(plan: Plan, move: Move, piece: Piece, number: int, spans: Spans, file: int) -> bool:
     width = move.target_dtype.itemsize
-    first = move.starts[number] if move.starts else 0
-    begin, end = (first + move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
-    runs = plan.files[file].layout.places[move.name]
-    return all(covers(spans, offset, offset + stop - start) for offset, start, stop in ranges(runs, begin, end - begin))
+    for number, extents in enumerate(move.writes):
+        begin, end = (move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
+        for file, runs in extents:
+            spans = written.get(file, [])
+            if not all(covers(spans, at, at + stop - start) for at, start, stop in ranges(runs, begin, end - begin)):
+                return True
+    return False
 
 
 def bytes_left(plan: Plan) -> int:
     """Return how many bytes of contents a plan writes."""
     if plan.groups:
-        layouts = [plan.files[number].layout for group in plan.groups for number in group]
-        return sum(map(content_bytes, layouts))
+        return sum(plan.files[number].layout.content_bytes for group in plan.groups for number in group)
     total = 0
     for piece in (piece for pieces in plan.tasks for piece in pieces):
         move = plan.moves[piece.move]
-        for number, files in enumerate(move.targets):
-            if files:
+        for number, written in enumerate(move.way.writes):
+            if written:
                 rows = (move.recipe.before(number, move.axis, row) for row in (piece.stop, piece.start))
-                total += (next(rows) - next(rows)) * move.target_dtype.itemsize * len(files)
+                total += (next(rows) - next(rows)) * move.target_dtype.itemsize * len(written)
     return total
-
-
-def content_bytes(layout: FileLayout) -> int:
-    """Return how many bytes of a file are contents of tensors."""
-    return sum(nbytes for runs in layout.places.values() for _, nbytes in runs)
 
 
 def covers(spans: Spans, begin: int, end: int) -> bool:

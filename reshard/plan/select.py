@@ -323,8 +323,8 @@ def _in_message_order(source: Checkpoint, wanted: set[str]) -> list[str]:
     found: dict[str, None] = {}
     seen: set[int] = set()
     for file in reversed(source.files):
-        if id(file.index.entries) not in seen:  # ranks with equal headers share them
-            seen.add(id(file.index.entries))
+        if file.index.header not in seen:  # ranks with equal headers share it
+            seen.add(file.index.header)
             found.update(dict.fromkeys(file.index.entries))
     kept = [name for name in found if name in source.tensors]
     laid_out = {name for name in kept if source.tensors[name].listed or name in wanted}

@@ -1,177 +1,137 @@
-"""Planning a zarr store: whole tensors, of which each chunk is a block to be made, in a file of its own or a shard.
+"""A zarr store as a destination: whole tensors, of which each chunk is a block to be made, in a file or a shard.
 
-What is selected, recipes, tasks and costs are as in `plan.build`. Here files are numbered array by array: its chunks or
-shards, then its metadata; the group's metadata are the last.
+Files are numbered array by array: its chunks or shards, then its metadata; the group's metadata are the last.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import replace
-from functools import cached_property
 from math import prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from reshard.formats.entries import FileLayout
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
 from reshard.formats.zarr_chunks import Encoding, ToCompress, slab_bytes
-from reshard.plan.build import Planner, Wanted
+from reshard.plan.build import Wanted
+from reshard.plan.destination import literal, merged_notes
 from reshard.plan.plan import TargetFile
-from reshard.source.checkpoint import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.dtypes import DType
+    from reshard.formats.entries import FileLayout, Where
     from reshard.formats.zarr import Array, ZarrGroup
     from reshard.layout.block import Shape
-    from reshard.plan.build import _Way
-    from reshard.plan.plan import Move, Plan
-    from reshard.plan.select import Selection
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.plan.budget import Share
+    from reshard.plan.build import Item, Routed
+    from reshard.source.checkpoint import Checkpoint, Sharding
+    from reshard.storage.local import TargetCoding
 
 FILE_BYTES = 1000
 """Resident memory of a file of chunks in a plan; measured."""
 
 
-class ZarrPlanner(Planner):
-    """Makes the plan of one zarr store."""
+class ZarrStore:
+    """The files of one zarr store: `Destination`."""
 
-    def __init__(
-        self, source: Checkpoint, group: ZarrGroup, *, wishes: Selection, memory: int | None, threads: int | None
-    ) -> None:
-        self.group = group
-        super().__init__(
-            source, None, format=None, files=group, ranks=None, wishes=wishes, remove_redundancy=False,
-            link_replicas=False, memory=memory, threads=threads,
-        )  # fmt: skip
-        self._kept_alive: list[Tensor] = []
+    format = NAME
+    ranks: tuple[int, ...] = (0,)
+    alone = True
 
-    def plan(self) -> Plan:
-        """Make the plan."""
-        return replace(super().plan(), format=NAME, alone=True)
-
-    @cached_property
-    def arrays(self) -> dict[str, Array]:
-        """How each tensor is stored, by its target name; tensors alike share it."""
-        known: dict[tuple[Shape, DType, int], Array] = {}
-        found = {}
-        for name, new in self.selected.kept:
-            tensor = self.source.tensors[name]
-            if tensor.text is None:
-                dtype = self.wishes.target_dtype(tensor.spec.dtype)
-                key = (tensor.spec.shape, dtype, id(tensor.shards))
-                if key not in known:
-                    blocks = [shard.block for shard in tensor.shards]
-                    known[key] = self.group.array(tensor.spec.shape, dtype, blocks)
-                found[new] = known[key]
-        return found
-
-    @cached_property
-    def directories(self) -> dict[str, str]:
-        """The directory of each array, by the tensor's target name."""
-        return {new: escaped(new) for new in self.arrays}
-
-    @cached_property
-    def first(self) -> dict[str, int]:
-        """The number of each array's first file."""
-        found = {}
+    def __init__(self, source: Checkpoint, items: Sequence[Item], group: ZarrGroup) -> None:
+        self._source, self._items, self._group = source, items, group
+        self._arrays = self._chosen()
+        self._directories = {name: escaped(name) for name in self._arrays}
+        self._first: dict[str, int] = {}  # of an array, the number of its first file
         number = 0
-        for new, array in self.arrays.items():
-            found[new] = number
+        for name, array in self._arrays.items():
+            self._first[name] = number
             number += len(array.units) + 1
+        self.coding: TargetCoding | None = self._encoding()
+        self.memory: tuple[Share, ...] = (("files of chunks", FILE_BYTES * (number - len(self._arrays))),)
+
+    def cuts(self, name: str) -> bool:  # noqa: ARG002 -- as in Destination
+        """Return False: where copies of a tensor differ, one of them is taken."""
+        return False
+
+    def wanted(self, item: Item) -> Wanted:
+        """Return the blocks that have chunks, or shards, of their own."""
+        array, first = self._arrays[item.name], self._first[item.name]
+        files = tuple((first + number,) for number, unit in enumerate(array.units) for _ in unit.blocks)
+        return Wanted(array.blocks, files, array.unit[0] if array.unit else 0)
+
+    def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:  # noqa: ARG002 -- as in Destination
+        """Return the copy of the lowest rank: there is one of each tensor."""
+        return [(item.tensor.sharding.replicas[0][0], self.wanted(item))]
+
+    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
+        """Lay out every file of chunks, and write the metadata."""
+        items = {item.name: item for item in self._items}
+        found: list[TargetFile] = []
+        for name, array in self._arrays.items():
+            directory = self._directories[name]
+            layouts = _layouts(array, name)
+            found += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
+            metadata = array.metadata(self._attributes(items[name], array))
+            found.append(TargetFile(0, f"{directory}/{METADATA}", literal(metadata)))
+        attributes = {
+            "tensors": list(items),
+            "texts": {item.name: item.tensor.text for item in texts},
+            "notes": merged_notes(self._source.files, {}, deduplicated=False),
+            **provenance(self._source, times=self._group.times),
+        }
+        found.append(TargetFile(0, METADATA, literal(group_metadata(attributes)), last=True))
+        return tuple(found)
+
+    def _chosen(self) -> dict[str, Array]:
+        """Return how each tensor is stored; tensors alike share it."""
+        known: dict[tuple[Shape, DType, Sharding], Array] = {}
+        found = {}
+        for name, tensor, dtype in self._items:
+            if tensor.text is None:
+                key = (tensor.spec.shape, dtype, tensor.sharding)
+                if key not in known:
+                    known[key] = self._group.array(tensor.spec.shape, dtype, tensor.sharding.blocks)
+                found[name] = known[key]
         return found
 
-    @cached_property
-    def coding(self) -> Encoding | None:  # type: ignore[override]  # an attribute that is worked out
-        """How chunks are compressed."""
-        if self.group.level is None:
+    def _encoding(self) -> Encoding | None:
+        """Return how chunks are compressed."""
+        if self._group.level is None:
             return None
-        known: dict[tuple[int, Shape], ToCompress] = {}
+        known: dict[tuple[Array, Shape], ToCompress] = {}
         units = {}
-        for new, array in self.arrays.items():
+        for name, array in self._arrays.items():
             for unit in array.units:
-                key = (id(array), unit.valid)
+                key = (array, unit.valid)
                 if key not in known:
                     there = tuple(place for place, valid in enumerate(unit.valid) if valid)
                     valid = tuple(unit.valid[place] for place in there)
                     known[key] = ToCompress(array.chunk_bytes, valid, there, len(unit.valid) if array.shard else 0)
-                units[f"{self.directories[new]}/{unit.path}"] = known[key]
-        every = set(self.arrays.values())
+                units[f"{self._directories[name]}/{unit.path}"] = known[key]
+        every = set(self._arrays.values())
         held = max((slab_bytes(a.shape, a.chunk, a.dtype.itemsize) for a in every if prod(a.shape)), default=0)
-        return Encoding(units, self.group.level, held, max((a.chunk_bytes for a in every), default=0))
+        return Encoding(units, self._group.level, held, max((a.chunk_bytes for a in every), default=0))
 
-    def _fixed_bytes(self) -> int:
-        return super()._fixed_bytes() + FILE_BYTES * sum(len(array.units) for array in self.arrays.values())
-
-    def _wanted_of(self, tensor: Tensor, new: str) -> Wanted | None:  # noqa: ARG002 -- as in Planner
-        array = self.arrays[new]
-        files = ((self.first[new] + i,) for i, unit in enumerate(array.units) for _ in unit.blocks)
-        return Wanted(array.blocks, tuple(files))
-
-    def _move(self, tensor: Tensor, new: str, way: _Way) -> Move:
-        array = self.arrays[new]
-        move = super()._move(tensor, new, way)
-        starts = array.starts if any(array.starts) else ()
-        # A file of compressed chunks, or one at a URL, is written by one task: tasks are cut where files are, along
-        # the first axis.
-        rows = prod(move.recipe.shape[1 : move.axis + 1])
-        return move._replace(starts=starts, grain=rows * array.unit[0] if array.unit else 1)
-
-    def _ranks_read(self, moves: Sequence[Move]) -> dict[int, set[int]]:  # noqa: ARG002 -- as in Planner
-        """Return nothing: a store has no ranks, and its files are not theirs."""
-        return {}
-
-    def _copies(self, tensor: Tensor, new: str, read_for: Mapping[int, set[int]]) -> list[tuple[Move, _Way]]:  # noqa: ARG002
-        """Plan a copy that differs between source ranks: there is one of each tensor, that of the lowest rank."""
-        shard = tensor.shards[0]
-        alone = tensor._replace(shards=(Shard(shard.block, shard.holders[:1]),))
-        self._kept_alive.append(alone)  # what is planned is remembered by identity
-        return self._moves(alone, new)
-
-    def _files(self, moves: Sequence[tuple[Move, _Way]], texts: Sequence[tuple[Tensor, str]]) -> tuple[TargetFile, ...]:  # noqa: ARG002
-        """Lay out every file of chunks, and write the metadata."""
-        old_names = {new: name for name, new in self.selected.kept}
-        found: list[TargetFile] = []
-        for new, array in self.arrays.items():
-            directory = self.directories[new]
-            layouts = _layouts(array, new)
-            found += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
-            metadata = array.metadata(self._attributes(old_names[new], new, array))
-            found.append(TargetFile(0, f"{directory}/{METADATA}", _literal(metadata)))
-        attributes = {
-            "tensors": [new for _, new in self.selected.kept],
-            "texts": {new: tensor.text for tensor, new in texts},
-            "notes": dict(self._metadata()),
-            **provenance(self.source, times=self.group.times),
-        }
-        found.append(TargetFile(0, METADATA, _literal(group_metadata(attributes)), last=True))
-        return tuple(found)
-
-    def _attributes(self, name: str, new: str, array: Array) -> dict[str, Any]:
+    def _attributes(self, item: Item, array: Array) -> dict[str, Any]:
         """Return what the metadata of an array say beyond what zarr asks for."""
-        tensor = self.source.tensors[name]
-        strategy = self.source.strategy
-        placed = strategy.tensors.get(name) if strategy and tensor.listed else None
+        strategy, tensor = self._source.strategy, item.tensor
+        placed = strategy.tensors.get(tensor.spec.name) if strategy and tensor.listed else None
         found: dict[str, Any] = {"dtype": array.dtype.name, "listed": tensor.listed}
         if placed:
             found["layout"] = str(placed[0].layout)
-        if self.directories[new] != new:
-            found["name"] = new
+        if self._directories[item.name] != item.name:
+            found["name"] = item.name
         return found
-
-
-def _literal(content: bytes) -> FileLayout:
-    return FileLayout(len(content), ((0, content),), {})
 
 
 def _layouts(array: Array, name: str) -> Iterator[FileLayout]:
     """Yield the layout of each file of an array; alike files share it."""
-    known: dict[tuple[bool, ...], FileLayout] = {}
+    known: dict[tuple[int, ...], FileLayout] = {}
     for unit in array.units:
-        key = tuple(map(bool, unit.valid))
+        key = unit.valid
         if key not in known:
             known[key] = array.file_layout(name, unit)
         yield known[key]

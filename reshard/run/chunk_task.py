@@ -152,11 +152,7 @@ def write_chunks(plan: Plan, number: int, directory: str, *, sync: bool, go_on: 
 def _spans(plan: Plan, number: int) -> dict[int, list[tuple[int, int]]]:
     """Return what comes for each file of a task: where in the file, and how many bytes."""
     found: dict[int, list[tuple[int, int]]] = {n: [] for n in plan.groups[number]}
-    for piece in plan.tasks[number]:
-        move = plan.moves[piece.move]
-        starts = move.starts or (0,) * len(move.targets)
-        for block, files, start in zip(move.recipe.targets, move.targets, starts, strict=True):
-            for file in files:
-                if file in found:
-                    found[file].append((start, block.size * move.target_dtype.itemsize))
+    for file in found:
+        for content in plan.files[file].layout.contents:
+            found[file] += content.runs
     return found

@@ -90,7 +90,7 @@ def check_workers(plan: Plan, root: str, client: Any) -> str:
         SourceError, TargetError: the worker and the file are named.
         ReshardError: a worker cannot run this program.
     """
-    files = sorted({number for move in plan.moves for number in move.holders})
+    files = plan.read_files()
     some = [plan.source.files[number] for number in files[:: len(files) // _MOST_LOOKED_AT + 1]]
     expected = [(file.path, (file.nbytes, file.mtime_ns)) for file in some]  # all that machines have in common
     with _probe(root) as probe:

@@ -26,7 +26,6 @@ from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
 from reshard.errors import names
-from reshard.plan.fingerprint import digest, plan_digest
 from reshard.plan.partition import owned
 from reshard.run.tasks import (
     How,
@@ -96,9 +95,8 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self.directory = directory
         self.run = uuid.uuid4().hex
         self.how = how._replace(run=self.run)
-        sources = [(file.path, *file.status) for file in plan.source.files]
         # Not dask's token of all this: with what moves share in each of them, it would take more than the plan.
-        self._token: str = digest([directory, tuple(how), sources, plan_digest(plan), hash(plan.tasks), plan.groups])
+        self._token = self.run
         self.ready = self._key("ready")
         self.key = self._key("done")
         self._tasks: dict[str, Any] | None = None
@@ -174,7 +172,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     def _unnamed(self, file: TargetFile) -> bool:
         """Return whether no task of the work names a file; at URLs they do, where it is not metadata of a store."""
-        return not is_url(self.directory) or (self.plan.alone and not file.layout.places)
+        return not is_url(self.directory) or (self.plan.alone and not file.layout.contents)
 
     def _unchanged(self, graph: dict[str, Any], moved: TaskRef) -> TaskRef:
         """Add the task that looks at the sources when all is moved."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.formats.entries import Runs
-    from reshard.plan.bands import Columns, Part, Recipe, Segment
+    from reshard.plan.bands import Columns, Part, Segment
     from reshard.plan.plan import Move, Piece, Plan
     from reshard.storage.local import Writer
     from reshard.storage.remote_store import Range
@@ -119,13 +119,13 @@ class _Buffers(threading.local):
 
     def __init__(self) -> None:
         self.read = self.put = self.cast = memoryview(b"")
-        self._bands: OrderedDict[tuple[object, ...], tuple[Recipe, int, list[Band]]] = OrderedDict()
+        self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
         self._views = 0
 
     def bands(self, piece: Piece, move: Move, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
         """Return the bands of some rows, in another order in every thread unless `in_order`."""
         itemsizes = move.dtype.itemsize, move.target_dtype.itemsize
-        key = (id(move.recipe), move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
+        key = (move.recipe, move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
         if key in self._bands:
             self._bands.move_to_end(key)
             return self._bands[key][-1]
@@ -137,10 +137,10 @@ class _Buffers(threading.local):
         if views > most:
             return made
         while self._views + views > most:
-            _, (_, fewer, _) = self._bands.popitem(last=False)
+            _, (fewer, _) = self._bands.popitem(last=False)
             self._views -= fewer
         found = [Band(band.reads, list(band.writes)) for band in made]
-        self._bands[key] = move.recipe, views, found
+        self._bands[key] = views, found
         self._views += views
         return found
 
@@ -386,13 +386,9 @@ class _Mover:
         self.number = number
         self.move = move = plan.moves[number]
         self.store, self.writer = store, writer
-        self.sources = [
-            (plan.source.files[holder].path, plan.source.entry(holder, move.source_name).runs)
-            for holder in move.holders
-        ]
+        self.sources = [(plan.source.files[file].path, runs) for file, runs in move.reads]
         self.targets = [
-            [(f"{directory}/{plan.files[n].path}", plan.files[n].layout.places[move.name]) for n in numbers]
-            for numbers in move.targets
+            [(f"{directory}/{plan.files[file].path}", runs) for file, runs in extents] for extents in move.writes
         ]
         self.is_remote = any(is_url(path) for path, _ in self.sources)
         self.read = self.written = 0
@@ -408,11 +404,10 @@ class _Mover:
             target, content = write.target, write.content
             if self.move.dtype is not self.move.target_dtype:
                 content = self._cast(content)
-            begin = write.begin + self.move.starts[target] if self.move.starts else write.begin
             for path, runs in self.targets[target]:
-                self._write(path, runs, begin, content)
+                self._write(path, runs, write.begin, content)
             if sums and self.targets[target]:
-                sums.add(self.number, target, self.targets[target][0][1], begin, content)
+                sums.add(self.number, target, self.targets[target][0][1], write.begin, content)
 
     def _cast(self, content: memoryview) -> memoryview:
         """Return the elements as the target's dtype; rounding is numpy's and ml_dtypes', to nearest, ties to even."""

@@ -38,7 +38,7 @@ class Checksums(Mapping[str, Mapping[str, int]]):
     def __getitem__(self, path: str) -> dict[str, int]:
         file = self._files[path]
         wrote = longest(self._read(file.link or path).wrote)
-        found = {name: sum_of(runs, wrote) for name, runs in file.layout.places.items()}
+        found = {content.name: sum_of(content.runs, wrote) for content in file.layout.contents if content.text is None}
         return {name: value for name, value in found.items() if value is not None}
 
     def __iter__(self) -> Iterator[str]:
@@ -54,8 +54,8 @@ def in_files(plan: Plan, wrote: Sequence[int]) -> dict[int, list[Range]]:
     for place in range(0, len(wrote), 5):
         number, target, begin, nbytes, crc = wrote[place : place + 5]
         move = plan.moves[number]
-        for file in move.targets[target]:
-            for offset, _, _ in ranges(plan.files[file].layout.places[move.name], begin, nbytes):
+        for file, runs in move.way.writes[target]:
+            for offset, _, _ in ranges(move.write_runs[runs], begin, nbytes):
                 found.setdefault(file, []).append((offset, nbytes, crc))
     return found
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from reshard.errors import BudgetError, ChangedError, ReshardError, TargetError, names
 from reshard.plan.fingerprint import changes_digest, file_digests
 from reshard.plan.partition import group_plan
-from reshard.plan.remaining import bytes_left, content_bytes, covers, joined, remaining
+from reshard.plan.remaining import bytes_left, covers, joined, remaining
 from reshard.run.journal import Journal
 from reshard.run.receipts import in_files
 from reshard.run.remote_journal import RemoteJournal, journal_at
@@ -228,7 +228,7 @@ class Session:
                 with suppress(ReshardError):  # it got its name before all were complete
                     self._journal.remove(file.path)
                 return 0
-            return 0 if file.link else content_bytes(file.layout)
+            return 0 if file.link else file.layout.content_bytes
         if number in self._good:
             return sum(end - begin for begin, end in _spans(self._good[number]))
         self._journal.discard(file.path)
@@ -366,7 +366,7 @@ def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
     """Return whether a file that is written in order has all its contents, and all its own bytes."""
     layout = plan.files[number].layout
     path = f"{root}/{plan.files[number].path}{PARTIAL}"
-    if not all(covers(spans, offset, offset + n) for runs in layout.places.values() for offset, n in runs):
+    if not all(covers(spans, at, at + n) for content in layout.contents for at, n in content.runs):
         return False
     for offset, content in layout.literals:
         held = bytearray(len(content))

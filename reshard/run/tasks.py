@@ -204,18 +204,18 @@ def _targets(plan: Plan, number: int) -> set[int]:
     found: set[int] = set()
     for piece in plan.tasks[number]:
         move = plan.moves[piece.move]
-        for target, files in enumerate(move.targets):
+        for target, written in enumerate(move.way.writes):
             begin, end = (move.recipe.before(target, move.axis, row) for row in (piece.start, piece.stop))
             if begin < end:
-                found.update(files)
+                found.update(at.file for at in written)
     return found
 
 
 def drop_sources(plan: Plan, moves: Iterable[Move], store: AnyStore) -> None:
     """Leave nothing in the page cache of the source files of some moves, as far as they can still be opened."""
-    for holder in {holder for move in moves for holder in move.holders}:
+    for file in {at.file for way in {move.way for move in moves} for at in way.reads}:
         with suppress(OSError, SourceError):
-            store.drop_cache(plan.source.files[holder].path)
+            store.drop_cache(plan.source.files[file].path)
 
 
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
@@ -292,7 +292,7 @@ def changed_sources(plan: Plan) -> dict[int, Status | None]:
 
 def _statuses(plan: Plan) -> dict[int, Status | SourceError]:
     """Return the state of each source file that is read, by number."""
-    numbers = sorted({number for move in plan.moves for number in move.holders})
+    numbers = plan.read_files()
     found = any_store().statuses([plan.source.files[number].path for number in numbers])
     return dict(zip(numbers, found, strict=True))
 
@@ -325,7 +325,7 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
                 journal.ready(file.path, path, sync=how.fsync)
             continue
         by_file = plan.groups or is_url(directory)
-        if by_file and (file.last or (plan.alone and not file.layout.places)):
+        if by_file and (file.last or (plan.alone and not file.layout.contents)):
             write_literals(file.layout, path, sync=how.fsync)
         if how.journal and not journal.early:
             journal.ready(file.path, path + PARTIAL, sync=how.fsync)

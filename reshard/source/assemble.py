@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, LayoutError, SourceError, names
+from reshard.formats.entries import Where
 from reshard.layout.block import Block, shape_text
-from reshard.source.checkpoint import Shard, Tensor, TensorSpec
+from reshard.source.checkpoint import Sharding, Tensor, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,18 +52,46 @@ def join(
     return _WithStrategy(root, files, ranks, strategy, partial=partial).tensors()
 
 
+def sharding_of(grid: Grid, ranks: Sequence[int], holders: Iterable[Where]) -> Sharding:
+    """Return who holds each block of a grid.
+
+    Args:
+        grid: says which ranks do.
+        ranks: the rank of each file.
+        holders: the files that hold any.
+    """
+    by_rank: dict[int, list[Where]] = {}
+    for at in holders:
+        by_rank.setdefault(ranks[at.file], []).append(at)
+    return Sharding(
+        grid.blocks, tuple(tuple(at for rank in some for at in by_rank.get(rank, ())) for some in grid.ranks)
+    )
+
+
+def join_whole(
+    root: str, files: Sequence[SourceFile], ranks: Sequence[int], numbers: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the tensors of some files, by their numbers, each of which is whole in every one that has it."""
+    return _WithoutStrategy(root, files, ranks, numbers).tensors()
+
+
 class _WithoutStrategy:
     """Joins tensors that no strategy names."""
 
-    def __init__(self, root: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> None:
+    def __init__(
+        self, root: str, files: Sequence[SourceFile], ranks: Sequence[int], numbers: Sequence[int] | None = None
+    ) -> None:
+        self.numbers = range(len(files)) if numbers is None else numbers
         self.root, self.files, self.ranks = root, files, ranks
         self.faults = Faults(root)
+        self._whole: dict[tuple[Shape, tuple[int, ...]], tuple[Sharding, tuple[int, ...]]] = {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return whole tensors, of the one rank that there may be."""
-        if len(set(self.ranks)) > 1:
+        ranks = {self.ranks[number] for number in self.numbers}
+        if len(ranks) > 1:
             raise SourceError(
-                f"{self.root}: has {len(set(self.ranks))} ranks and no strategy says which part each holds; "
+                f"{self.root}: has {len(ranks)} ranks and no strategy says which part each holds; "
                 "give --source-strategy (strategy=), or --layout '*=RULE' (layouts=)"
             )
         found = {name: self.unlisted(name, holders) for name, holders in self.holders().items()}
@@ -71,7 +100,7 @@ class _WithoutStrategy:
 
     def holders(self) -> dict[str, tuple[int, ...]]:
         """Return the numbers of the files that have each name, ascending."""
-        alike = self.alike(range(len(self.files)))
+        alike = self.alike(self.numbers)
         groups: dict[str, list[int]] = {}
         for place, numbers in enumerate(alike):
             for name in self.files[numbers[0]].index.entries:
@@ -89,7 +118,7 @@ class _WithoutStrategy:
         """Group files that share their entries, as those of most ranks do: what costs time is done once a group."""
         groups: dict[int, list[int]] = {}
         for number in numbers:
-            groups.setdefault(id(self.files[number].index.entries), []).append(number)
+            groups.setdefault(self.files[number].index.header, []).append(number)
         return list(groups.values())
 
     def entry(self, number: int, name: str) -> Entry:
@@ -111,8 +140,23 @@ class _WithoutStrategy:
                 break
         spec = TensorSpec(name, first.dtype, first.shape)
         varies = first.text is not None and len({self.entry(number, name).text for number in holders}) > 1
-        shards = (Shard(Block.whole(first.shape), tuple(holders)),)
-        return Tensor(spec, shards, listed=False, varies=varies, text=first.text)
+        sharding, firsts = self.whole(first.shape, tuple(holders))
+        runs = tuple(self.entry(number, name).runs for number in firsts)
+        return Tensor(spec, sharding, runs, listed=False, varies=varies, text=first.text)
+
+    def whole(self, shape: Shape, holders: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...]]:
+        """Return the sharding of tensors of one shape that some files hold whole; and a file of each header."""
+        key = (shape, holders)
+        if key not in self._whole:
+            where, firsts = self.where(holders)
+            self._whole[key] = Sharding((Block.whole(shape),), (tuple(where[n] for n in holders),)), firsts
+        return self._whole[key]
+
+    def where(self, holders: Iterable[int]) -> tuple[dict[int, Where], tuple[int, ...]]:
+        """Return where each file has what it holds, runs by the number of its header; and a file of each header."""
+        alike = self.alike(holders)
+        found = {number: Where(number, place) for place, numbers in enumerate(alike) for number in numbers}
+        return found, tuple(numbers[0] for numbers in alike)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,13 +164,13 @@ class _Held:
     """What tensors of one grid, held by the same files, have in common.
 
     Attributes:
-        grid: kept, so that no other one can get its identity.
-        shards: who holds each block; a block in no file has no holder.
+        sharding: who holds each block; a block in no file has no replica.
+        firsts: a file of each header, by the number of its runs.
         expected: files that share their entries, with the shape that each should have of such a tensor.
     """
 
-    grid: Grid
-    shards: tuple[Shard, ...]
+    sharding: Sharding
+    firsts: tuple[int, ...]
     expected: tuple[tuple[list[int], Shape], ...]
 
 
@@ -139,8 +183,7 @@ class _WithStrategy(_WithoutStrategy):
         super().__init__(root, files, ranks)
         self.strategy, self.partial = strategy, partial
         self._needing: dict[int, list[str]] = {}  # tensors that lack a block, by a rank that should have it
-        # By the grid's identity: to hash a large one for every tensor is slow.
-        self._held: dict[tuple[int, tuple[int, ...]], _Held] = {}
+        self._held: dict[tuple[Grid, tuple[int, ...]], _Held] = {}
         self._stages: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -215,14 +258,13 @@ class _WithStrategy(_WithoutStrategy):
                     f"is {tensor.spec.dtype} {shape_text(tensor.spec.shape)} in stage {stage} and {found.spec.dtype} "
                     f"{shape_text(found.spec.shape)} in a stage before",
                 )
-            complete = all(shard.holders for shard in tensor.shards)
-            if found is None and complete:
+            if found is None and tensor.is_complete:
                 found = tensor
             elif self.partial:
                 some = some or tensor
-            elif not complete:
+            elif not tensor.is_complete:
                 grid = self.strategy.grid(name, tensor.spec.shape, stage=stage)
-                empty = [r for shard, r in zip(tensor.shards, grid.ranks, strict=True) if not shard.holders]
+                empty = [r for some, r in zip(tensor.sharding.replicas, grid.ranks, strict=True) if not some]
                 lacking += [next((rank for rank in r if rank not in self.ranks), r[0]) for r in empty]
         if placed < len(holders):
             stages = self.strategy.stages_of(name)
@@ -259,7 +301,8 @@ class _WithStrategy(_WithoutStrategy):
         self._check_entries(name, first, held)
         if self.faults.count > faults:
             return None
-        return Tensor(TensorSpec(name, first.dtype, shape), held.shards)
+        runs = tuple(self.entry(number, name).runs for number in held.firsts)
+        return Tensor(TensorSpec(name, first.dtype, shape), held.sharding, runs)
 
     def _check_stated_shape(self, name: str, stage: int, shape: Shape) -> None:
         """Compare with the shape that a JSON strategy gives; whole tensors under a splitting layout show there."""
@@ -288,19 +331,12 @@ class _WithStrategy(_WithoutStrategy):
                 self.faults.add(self.files[number].path, fault)
 
     def _held_by(self, grid: Grid, holders: tuple[int, ...]) -> _Held:
-        key = (id(grid), holders)
+        key = (grid, holders)
         if key not in self._held:
-            self._held[key] = _Held(grid, self._shards(grid, holders), self._expected(grid, holders))
+            where, firsts = self.where(holders)
+            sharding = sharding_of(grid, self.ranks, where.values())
+            self._held[key] = _Held(sharding, firsts, self._expected(grid, holders))
         return self._held[key]
-
-    def _shards(self, grid: Grid, holders: Iterable[int]) -> tuple[Shard, ...]:
-        by_rank: dict[int, list[int]] = {}
-        for number in holders:
-            by_rank.setdefault(self.ranks[number], []).append(number)
-        return tuple(
-            Shard(block, tuple(number for rank in ranks for number in by_rank.get(rank, ())))
-            for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
-        )
 
     def _expected(self, grid: Grid, holders: Iterable[int]) -> tuple[tuple[list[int], Shape], ...]:
         blocks = grid.by_rank()

@@ -16,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError, UsageError, names
+from reshard.formats.entries import Extent, Where
 from reshard.storage.remote import Status
 from reshard.upward import upward
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import Entry, FileIndex
+    from reshard.formats.entries import FileIndex, Runs
     from reshard.layout.block import Block, Shape
     from reshard.plan.plan import Plan
     from reshard.plan.select import Selection
@@ -75,16 +76,34 @@ class SourceFile:
 
 
 class Shard(NamedTuple):
-    """One block of a tensor and the files that hold it: replicas of one another.
+    """One block of a tensor and where its bytes are.
 
     Attributes:
         block: what part of the tensor.
-        holders: numbers of the files in `Checkpoint.files` that hold it, the one to read first; none where the
-            checkpoint was opened in part and the block is not there.
+        replicas: the extents that hold it, in `Checkpoint.files`, the first of which is read; none where the checkpoint
+            was opened in part and the block is not there.
     """
 
     block: Block
-    holders: tuple[int, ...]
+    replicas: tuple[Extent, ...]
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The numbers of the files that hold it, in the same order."""
+        return tuple(extent.file for extent in self.replicas)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharding:
+    """What tensors have in common that are cut alike and lie in the same files; equal only to itself.
+
+    Attributes:
+        blocks: distinct blocks that together cover the tensor, in row-major order.
+        replicas: for each block where it is; the first is read.
+    """
+
+    blocks: tuple[Block, ...]
+    replicas: tuple[tuple[Where, ...], ...]
 
 
 class Tensor(NamedTuple):
@@ -92,17 +111,46 @@ class Tensor(NamedTuple):
 
     Attributes:
         spec: name, dtype and whole shape.
-        shards: distinct blocks that together cover the tensor, in row-major order.
+        sharding: its blocks, and which files hold each.
+        runs: the byte ranges of its blocks in those files; `Where.runs` is a number of them. Files with equal headers
+            share one.
         listed: the strategy names it. A tensor that it does not name is whole in every file that has it.
         varies: its copies differ from rank to rank, as far as was looked (tensors that no strategy names only).
         text: the value of a `str` entry; else None.
     """
 
     spec: TensorSpec
-    shards: tuple[Shard, ...]
+    sharding: Sharding
+    runs: tuple[Runs, ...]
     listed: bool = True
     varies: bool = False
     text: str | None = None
+
+    @classmethod
+    def of(
+        cls, spec: TensorSpec, shards: Iterable[Shard], *, listed: bool = True, varies: bool = False,
+        text: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Build a tensor from its blocks, as a format that describes itself lists them."""
+        numbers: dict[Runs, int] = {}
+        blocks, replicas = [], []
+        for block, extents in shards:
+            blocks.append(block)
+            replicas.append(tuple(Where(file, numbers.setdefault(runs, len(numbers))) for file, runs in extents))
+        return cls(spec, Sharding(tuple(blocks), tuple(replicas)), tuple(numbers), listed, varies, text)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Its blocks and their extents; built when asked for, as all of a large checkpoint would fill the memory."""
+        return tuple(
+            Shard(block, tuple(Extent(file, self.runs[number]) for file, number in replicas))
+            for block, replicas in zip(self.sharding.blocks, self.sharding.replicas, strict=True)
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Every block is in some file."""
+        return all(self.sharding.replicas)
 
 
 class Looked(NamedTuple):
@@ -170,6 +218,10 @@ class Checkpoint(Mapping[str, Any]):
         if self.lone_rank:
             raise SourceError(self.lone_rank)
 
+    def entry_text(self, number: int, name: str) -> str | None:
+        """Return the value of a `str` entry in a file, by the file's number."""
+        return self.files[number].index.entries[name].text
+
     @property
     def coding(self) -> Coding | None:
         """How the bytes of the files are to be read; None where they are plain."""
@@ -185,10 +237,6 @@ class Checkpoint(Mapping[str, Any]):
     def nbytes(self) -> int:
         """The size of all whole tensors, replicas counted once, in bytes."""
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
-
-    def entry(self, holder: int, name: str) -> Entry:
-        """Return a tensor's part in a file, by the file's number."""
-        return self.files[holder].index.entries[name]
 
     def sel(self, *patterns: str) -> Checkpoint:
         """Return the checkpoint of some tensors only; nothing is read.

@@ -7,6 +7,7 @@ the same bytes everywhere outside of contents, has the same index: to compare ta
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats import index_file
@@ -16,9 +17,7 @@ from reshard.storage.remote import is_url
 from reshard.storage.remote_store import AnyStore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from reshard.formats.entries import Entry, FileIndex, Runs
+    from reshard.formats.entries import FileIndex, Runs
     from reshard.storage.local import Readable
 
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; what cannot be converted, such as a hash table, may be huge
@@ -46,7 +45,8 @@ class Headers:
         self._store = store
         # The last of each size, because ranks alike follow each other: no file is compared with more than one.
         self._known: dict[int, _Header] = {}
-        self._entries: dict[int, list[Mapping[str, Entry]]] = {}  # all that are distinct, by their number
+        self._entries: dict[int, list[FileIndex]] = {}  # with all distinct entries, by how many these are
+        self._headers = count()
 
     def index(self, path: str) -> FileIndex:
         """Return what a file holds; `SourceError` where it is not sound, as `index_file`."""
@@ -64,9 +64,11 @@ class Headers:
     def _with_shared_entries(self, index: FileIndex) -> FileIndex:
         """Let files that differ in their notes alone, such as a CRC, share what takes the memory."""
         alike = self._entries.setdefault(len(index.entries), [])
-        if index.entries not in alike:
-            alike.append(index.entries)
-        return index._replace(entries=alike[alike.index(index.entries)])
+        known = next((one for one in alike if one.entries == index.entries), None)
+        if known is None:
+            known = index._replace(header=next(self._headers))
+            alike.append(known)
+        return index._replace(entries=known.entries, header=known.header)
 
 
 def gaps(index: FileIndex, size: int) -> Runs:

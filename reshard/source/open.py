@@ -373,7 +373,7 @@ def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[
         # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         if empty:
-            return status, FileIndex("ckpt", {})
+            return status, FileIndex("ckpt", {}, header=-1)
         try:
             if isinstance(path, RemotePath):  # to look whether its header is one that is known is a request too
                 return status, index_file(str(path), store=store)

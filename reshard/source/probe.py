@@ -32,14 +32,15 @@ from reshard.errors import Faults, SourceError, names
 from reshard.formats.entries import ranges
 from reshard.source.assemble import UNLISTED
 from reshard.source.checkpoint import Looked
-from reshard.source.replicas import every_shard
+from reshard.source.replicas import in_every_stage
 from reshard.storage.cipher import store_of
 from reshard.storage.remote import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.formats.entries import Where
+    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.storage.remote_store import Range
 
 _STEP = "global_step"
@@ -91,10 +92,10 @@ def _may_vary(tensor: Tensor, ruled: Mapping[str, str]) -> bool:
 
 
 class _Chosen(NamedTuple):
-    """A tensor, and which of its files are sampled: the number of the shard, and of the file."""
+    """A tensor, and which of its replicas are sampled: the number of the block, and where it is."""
 
     tensor: Tensor
-    places: list[tuple[int, int]]
+    places: list[tuple[int, Where]]
 
 
 class _Look:
@@ -113,12 +114,12 @@ class _Look:
 
     def every_copy(self, tensor: Tensor) -> Tensor:
         """Compare all copies of what every rank may have its own value of, or must not: the step."""
-        name, holders = tensor.spec.name, tensor.shards[0].holders
+        name, copies = tensor.spec.name, tensor.sharding.replicas[0]
         differs = tensor.varies
-        if tensor.text is None and len(holders) > 1:
-            self.announce((number, name, _PAGES) for number in holders)
-            first = self.sample(holders[0], name, _PAGES)
-            differs = any(self.sample(number, name, _PAGES) != first for number in holders[1:])
+        if tensor.text is None and len(copies) > 1:
+            self.announce((tensor, at, _PAGES) for at in copies)
+            first = self.sample(tensor, copies[0], _PAGES)
+            differs = any(self.sample(tensor, at, _PAGES) != first for at in copies[1:])
         if differs and name == _STEP:
             self.faults.add(
                 _STEP, "differs between the ranks, which are of different steps; choose the files with --suffix"
@@ -133,7 +134,7 @@ class _Look:
         """Sample tensors, within the number of reads that opening may take; return how many of how much."""
         strategy = self.checkpoint.strategy
         if self.compare_copies and strategy is not None and len(strategy.stages) > 1:
-            tensors = [tensor._replace(shards=every_shard(self.checkpoint, tensor)) for tensor in tensors]
+            tensors = [in_every_stage(self.checkpoint, tensor) for tensor in tensors]
         candidates = [tensor for tensor in tensors if self._is_comparable(tensor)]
         each = self.most // max(len(candidates), 1)
         pages = _PAGES if each >= _PAGES * _FEWEST else 1
@@ -145,7 +146,7 @@ class _Look:
         size = max(_BATCH // most, 1)
         for begin in range(0, len(chosen), size):
             batch = chosen[begin : begin + size]
-            self.announce((file, one.tensor.spec.name, pages) for one in batch for _, file in one.places)
+            self.announce((one.tensor, at, pages) for one in batch for _, at in one.places)
             for one in batch:
                 self._compare(one, pages)
         self._tell_whole()
@@ -156,51 +157,49 @@ class _Look:
         if tensor.text is not None or not tensor.spec.nbytes:
             return False
         return self._may_be_whole(tensor) or (
-            self.compare_copies and any(len(shard.holders) > 1 for shard in tensor.shards)
+            self.compare_copies and any(len(some) > 1 for some in tensor.sharding.replicas)
         )
 
     def _may_be_whole(self, tensor: Tensor) -> bool:
         """Return whether a tensor should be in several blocks, and nobody has looked already."""
-        return len(tensor.shards) > 1 and tensor.listed and tensor.spec.name not in self.ruled
+        return len(tensor.sharding.blocks) > 1 and tensor.listed and tensor.spec.name not in self.ruled
 
-    def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
-        """Yield shards and files that hold them, those first that say most."""
-        held = [(number, shard.holders) for number, shard in enumerate(tensor.shards) if shard.holders]
+    def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, Where]]:
+        """Yield the numbers of blocks and where they are, those first that say most."""
+        held = [(number, some) for number, some in enumerate(tensor.sharding.replicas) if some]
         ends = held[:1] + held[1:][-1:]
         if not self.compare_copies:
-            return ((number, holders[0]) for number, holders in chain(ends, held[1:-1]))
+            return ((number, some[0]) for number, some in chain(ends, held[1:-1]))
         turns = chain(
-            ((number, holders[place]) for number, holders in ends for place in (0, -1)),
-            ((number, holders[place]) for number, holders in held[1:-1] for place in (0, -1)),
-            ((number, file) for number, holders in held for file in holders[1:-1]),
+            ((number, some[place]) for number, some in ends for place in (0, -1)),
+            ((number, some[place]) for number, some in held[1:-1] for place in (0, -1)),
+            ((number, at) for number, some in held for at in some[1:-1]),
         )
         return iter(dict.fromkeys(turns))
 
     def _compare(self, chosen: _Chosen, pages: int) -> None:
         """Compare the samples of a tensor: replicas with the first one, and blocks with each other."""
-        tensor, name = chosen.tensor, chosen.tensor.spec.name
-        first: dict[int, tuple[int, bytes]] = {}
-        for shard, file in chosen.places:
-            found = self.sample(file, name, pages)
-            known = first.setdefault(shard, (file, found))
+        tensor = chosen.tensor
+        first: dict[int, tuple[Where, bytes]] = {}
+        for number, at in chosen.places:
+            found = self.sample(tensor, at, pages)
+            known = first.setdefault(number, (at, found))
             if known[1] != found:
-                self._tell_differing(tensor, shard, known[0], file)
+                self._tell_differing(tensor, number, known[0].file, at.file)
                 return
         if len(first) > 1 and self._may_be_whole(tensor):
             self._compare_blocks(tensor, [found for _, found in first.values()])
 
-    def _tell_differing(self, tensor: Tensor, shard: int, one: int, other: int) -> None:
+    def _tell_differing(self, tensor: Tensor, block: int, one: int, other: int) -> None:
         name, ranks = tensor.spec.name, f"rank {self.ranks[one]} and rank {self.ranks[other]}"
+        where = f"block {tensor.sharding.blocks[block]} differs between {ranks}"
         if not tensor.listed:
             fault = f"differs between the ranks and no strategy lists it; {UNLISTED.format(name=name)}"
         elif name in self.ruled:
-            fault = (
-                f"block {tensor.shards[shard].block} differs between {ranks}, which --layout says hold the same; give "
-                "another rule"
-            )
+            fault = f"{where}, which --layout says hold the same; give another rule"
         else:
             fault = (
-                f"block {tensor.shards[shard].block} differs between {ranks}, which the strategy says hold the same; "
+                f"{where}, which the strategy says hold the same; "
                 "give the strategy that the checkpoint was saved with, or the layout of this tensor with "
                 f"--layout '{name}=RULE'"
             )
@@ -214,9 +213,7 @@ class _Look:
         elif samples[0] == samples[0][:width] * (len(samples[0]) // width):
             self.constant.append(name)
         elif len(self.alike) < _MOST_NAMED:
-            closer = (
-                self.sample(shard.holders[0], name, _CONFIRMING_PAGES) for shard in tensor.shards if shard.holders
-            )
+            closer = (self.sample(tensor, some[0], _CONFIRMING_PAGES) for some in tensor.sharding.replicas if some)
             first = next(closer)
             if any(sample != first for sample in closer):
                 self.proven_split = True
@@ -244,44 +241,47 @@ class _Look:
             )
 
     def _looked(self, candidates: Sequence[Tensor], chosen: Sequence[_Chosen]) -> Looked:
-        copies = sum(len(shard.holders) - 1 for tensor in candidates for shard in tensor.shards if shard.holders)
+        of_each: dict[Sharding, int] = {}
+        for sharding in {tensor.sharding for tensor in candidates}:
+            of_each[sharding] = sum(len(some) - 1 for some in sharding.replicas if some)
+        copies = sum(of_each[tensor.sharding] for tensor in candidates)
         compared = whole = 0
         for one in chosen:
-            more = len(one.places) - len({shard for shard, _ in one.places})
+            more = len(one.places) - len({number for number, _ in one.places})
             compared += more
-            entry = self.files[one.places[0][1]].index.entries[one.tensor.spec.name]
-            whole += more if entry.nbytes <= _SMALL else 0
+            nbytes = sum(length for _, length in one.tensor.runs[one.places[0][1].runs])
+            whole += more if nbytes <= _SMALL else 0
         return Looked(len(chosen), len(candidates), compared, whole, copies)
 
-    def announce(self, wanted: Iterable[tuple[int, str, int]]) -> None:
+    def announce(self, wanted: Iterable[tuple[Tensor, Where, int]]) -> None:
         """Have samples fetched at once, where a request takes long."""
         if self.remote:
-            self.store.fetch([piece for number, name, pages in wanted for piece in self.pieces(number, name, pages)])
+            self.store.fetch([piece for tensor, at, pages in wanted for piece in self.pieces(tensor, at, pages)])
 
-    def sample(self, number: int, name: str, pages: int) -> bytes:
-        """Return the contents of a small tensor in one file, or pages of a large one."""
+    def sample(self, tensor: Tensor, at: Where, pages: int) -> bytes:
+        """Return the contents of a small block, or pages of a large one."""
         found = []
-        for path, offset, nbytes in self.pieces(number, name, pages):
+        for path, offset, nbytes in self.pieces(tensor, at, pages):
             piece = bytearray(nbytes)
             self.store.read_into(path, offset, memoryview(piece))
             found.append(piece)
         return b"".join(found)
 
-    def pieces(self, number: int, name: str, pages: int) -> list[Range]:
+    def pieces(self, tensor: Tensor, at: Where, pages: int) -> list[Range]:
         """Return where a sample is: all of a part up to 64 KiB, else so many pages, the first and the last among them.
 
         One page is in the middle, where neither padding nor what is not trained is likely.
         """
-        entry = self.files[number].index.entries[name]
-        nbytes, width = entry.nbytes, entry.dtype.itemsize
+        runs, width = tensor.runs[at.runs], tensor.spec.dtype.itemsize
+        nbytes = sum(length for _, length in runs)
         wanted = [(0, nbytes)]
         if nbytes > _SMALL:
             places = [0.5] if pages == 1 else [page / (pages - 1) for page in range(pages)]
             wanted = [(int((nbytes - _PAGE) * place) // width * width, _PAGE) for place in places]
         return [
-            (self.files[number].path, offset, stop - start)
+            (self.files[at.file].path, offset, stop - start)
             for begin, length in wanted
-            for offset, start, stop in ranges(entry.runs, begin, length)
+            for offset, start, stop in ranges(runs, begin, length)
         ]
 
 

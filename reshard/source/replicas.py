@@ -11,13 +11,15 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.source.checkpoint import Shard
+from reshard.formats.entries import Where
+from reshard.source.assemble import sharding_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from reshard.formats.entries import Runs
     from reshard.layout.block import Block
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
 
 class Lack(NamedTuple):
@@ -34,21 +36,24 @@ def in_several_stages(checkpoint: Checkpoint, tensor: Tensor) -> bool:
     )
 
 
-def every_shard(checkpoint: Checkpoint, tensor: Tensor) -> tuple[Shard, ...]:
-    """Return every block of a tensor and all files that hold it, in whatever stage; blocks of two may overlap."""
+def in_every_stage(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
+    """Return a tensor with every block of it that is in any stage; blocks of two stages may overlap."""
     strategy = checkpoint.strategy
     if strategy is None or not in_several_stages(checkpoint, tensor):
-        return tensor.shards
+        return tensor
     name = tensor.spec.name
-    by_rank: dict[int, list[int]] = {}
-    for number, (file, rank) in enumerate(zip(checkpoint.files, checkpoint.ranks, strict=True)):
-        if name in file.index.entries:
-            by_rank.setdefault(rank, []).append(number)
+    numbers: dict[int, int] = {}  # of the runs in files with one header
+    runs: list[Runs] = []
+    holders = []
+    for number, file in enumerate(checkpoint.files):
+        entry = file.index.entries.get(name)
+        if entry is not None:
+            if file.index.header not in numbers:
+                numbers[file.index.header] = len(runs)
+                runs.append(entry.runs)
+            holders.append(Where(number, numbers[file.index.header]))
     grid = strategy.grid(name, tensor.spec.shape)
-    return tuple(
-        Shard(block, tuple(number for rank in ranks for number in by_rank.get(rank, ())))
-        for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
-    )
+    return tensor._replace(sharding=sharding_of(grid, checkpoint.ranks, holders), runs=tuple(runs))
 
 
 def is_deduplicated(checkpoint: Checkpoint) -> bool:
@@ -72,7 +77,7 @@ class Replicas:
         present = set(checkpoint.ranks)
         whole = checkpoint.strategy is not None and converted and not checkpoint.partial
         self._expected = {*checkpoint.strategy.ranks} if whole and checkpoint.strategy else present
-        self._known: dict[int, tuple[Lack, ...]] = {}
+        self._known: dict[Sharding, tuple[Lack, ...]] = {}
 
     def lacking(self, tensor: Tensor) -> tuple[Lack, ...]:
         """Return the ranks that lack what they shall hold of a tensor; none where no strategy joins ranks."""
@@ -80,21 +85,20 @@ class Replicas:
             return ()
         if in_several_stages(self._checkpoint, tensor):
             return tuple(self._found(tensor))
-        key = id(tensor.shards if tensor.listed else tensor.shards[0].holders)  # which tensors alike share
-        if key not in self._known:
-            self._known[key] = tuple(self._found(tensor))
-        return self._known[key]
+        if tensor.sharding not in self._known:
+            self._known[tensor.sharding] = tuple(self._found(tensor))
+        return self._known[tensor.sharding]
 
     def _found(self, tensor: Tensor) -> Iterator[Lack]:
         strategy, rank_of = self._checkpoint.strategy, self._checkpoint.ranks
         assert strategy is not None  # noqa: S101 -- as it was asked
-        shards = every_shard(self._checkpoint, tensor)
+        sharding = in_every_stage(self._checkpoint, tensor).sharding
         ranks: Sequence[Sequence[int]] = [strategy.ranks]
         if tensor.listed:
             ranks = strategy.grid(tensor.spec.name, tensor.spec.shape).ranks
-        stages = {strategy.stage_of(rank_of[number]) for shard in shards for number in shard.holders}
-        for shard, giving in zip(shards, ranks, strict=True):
-            held = {rank_of[number] for number in shard.holders}
+        stages = {strategy.stage_of(rank_of[at.file]) for some in sharding.replicas for at in some}
+        for block, some_at, giving in zip(sharding.blocks, sharding.replicas, ranks, strict=True):
+            held = {rank_of[at.file] for at in some_at}
             for stage, some in groupby(giving, strategy.stage_of):
                 group = set(some)
                 absent = group & self._expected - held
@@ -102,4 +106,4 @@ class Replicas:
                     continue
                 if self._once and (group & held or group - self._expected):
                     continue  # it is stored, or may be by a rank that is not here
-                yield from (Lack(rank, shard.block) for rank in sorted(absent))
+                yield from (Lack(rank, block) for rank in sorted(absent))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError, names
 from reshard.formats import zarr
-from reshard.formats.entries import Entry, FileIndex
+from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part
 from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
 from reshard.formats.zarr_files import V2, files_of, own_notes, read_metadata, refuse_unknown
@@ -58,6 +58,9 @@ _OPTIONS = {
 }
 """What may be said of each grid, name of a chunk and codec that is understood here; zarr checks its other codecs."""
 
+_CHUNKS = FileIndex(zarr.NAME, {})
+"""What is known of a file of chunks by itself: the metadata say what they are."""
+
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
@@ -91,7 +94,8 @@ class _Store:
 
     def __init__(self, disk: StoreFiles, own: Mapping[str, Any]) -> None:
         self.disk, self.base, self.own = disk, disk.base, own
-        self.files: list[SourceFile] = []
+        self.files: dict[str, SourceFile] = {}
+        self.numbers: dict[str, int] = {}
         self.tensors: dict[str, Tensor] = {}
         self.unreadable: dict[str, str] = {}
         self.units: dict[str, Fill | Compressed | Foreign] = {}
@@ -103,11 +107,11 @@ class _Store:
         """Return the store as a checkpoint of one rank."""
         for directory in self._arrays(self.base, 0):
             self._add(directory)
-        shards = (Shard(Block.whole((0,)), (len(self.files),)),)  # of texts, which the group's own file has
+        shards = (Shard(Block.whole((0,)), (Extent(len(self.files), ()),)),)  # of texts, in the group's own file
         for name, text in _strings(self.own.get("texts", {}), self.base).items():
             if name in self.tensors:
                 raise SourceError(f"{self.base}: {name!r} is both an array and a text")
-            self.tensors[name] = Tensor(TensorSpec(name, STR, (0,)), shards, listed=False, text=text)
+            self.tensors[name] = Tensor.of(TensorSpec(name, STR, (0,)), shards, listed=False, text=text)
         order = self.own.get("tensors")
         order = [name for name in order if isinstance(name, str)] if isinstance(order, list) else []
         absent = [name for name in order if name not in self.tensors and name not in self.unreadable]
@@ -121,9 +125,9 @@ class _Store:
             name: Entry(tensor.spec.dtype, tensor.spec.shape, (), tensor.text) for name, tensor in ordered.items()
         }
         notes = tuple(_strings(self.own.get("notes", {}), self.base).items())
-        self.file(self.base / METADATA, FileIndex(zarr.NAME, entries, notes))
+        self.file(self.base / METADATA, index=FileIndex(zarr.NAME, entries, notes, header=1))
         return Checkpoint(
-            root, ordered, tuple(self.files), (0,) * len(self.files), unreadable=self.unreadable,
+            root, ordered, tuple(self.files.values()), (0,) * len(self.files), unreadable=self.unreadable,
             decoding=Decoding.of(self.units, self.slabs, self.chunks) if self.units else None,
             notices=tuple(self._notices()),
         )  # fmt: skip
@@ -171,16 +175,19 @@ class _Store:
             self.unreadable[name] = f"is of zarr's dtype {metadata.get('data_type')!r}, which no checkpoint has"
             return
         shards = _Shards(self, array, name).found()
-        self.tensors[name] = Tensor(
+        self.tensors[name] = Tensor.of(
             TensorSpec(name, array.dtype, array.shape), shards, listed=bool(own.get("listed", False))
         )
 
-    def file(self, path: AnyPath, index: FileIndex, status: Status | None = None) -> int:
-        """Add a file, or a part of one; return its number."""
-        status = status or self.disk.status(path)
-        assert status is not None  # noqa: S101 -- its metadata were read
-        self.files.append(SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change))
-        return len(self.files) - 1
+    def file(self, path: AnyPath, status: Status | None = None, *, index: FileIndex = _CHUNKS) -> int:
+        """Return the number of a file, which is added where it is new."""
+        key = str(path)
+        if key not in self.numbers:
+            status = status or self.disk.status(path)
+            assert status is not None  # noqa: S101 -- its metadata were read
+            self.numbers[key] = len(self.files)
+            self.files[key] = SourceFile(key, status.nbytes, status.mtime_ns, index, status.change)
+        return self.numbers[key]
 
 
 def _strings(given: object, base: AnyPath) -> dict[str, str]:
@@ -364,15 +371,13 @@ class _Shards:
 
     def __init__(self, store: _Store, array: _Array, name: str) -> None:
         self.store, self.array, self.name = store, array, name
-        self.entries: dict[tuple[Shape, Runs], FileIndex] = {}
         self.directories: set[AnyPath] = set()
-        self.filled: dict[Shape, int] = {}
 
     def found(self) -> tuple[Shard, ...]:
         """Return every block."""
         array = self.array
         if not prod(array.shape):
-            return (Shard(Block.whole(array.shape), (self._filled(array.shape),)),)
+            return (self._filled(Block.whole(array.shape)),)
         shards: list[Shard] = []
         self._fetch_indexes()
         for place in grid(array.shape, array.unit):
@@ -383,7 +388,7 @@ class _Shards:
             assert box is not None  # noqa: S101 -- of the array's own grid
             if status is None:
                 self._note_absent(f"{path}: is not there", sum(1 for _ in self._blocks(place)))
-                shards.append(Shard(box, (self._filled(box.shape),)))
+                shards.append(self._filled(box))
             elif array.codec == "foreign":
                 shards += self._foreign(place, path, status)
             elif array.sharded:
@@ -419,15 +424,7 @@ class _Shards:
             directory = directory.parent
 
     def _shard(self, block: Block, path: AnyPath, status: Status, runs: Runs) -> Shard:
-        return Shard(block, (self.store.file(path, self._index(block.shape, runs), status),))
-
-    def _index(self, shape: Shape, runs: Runs) -> FileIndex:
-        """Return what a file has of the tensor; alike ones share it."""
-        known = self.entries.get((shape, runs))
-        if known is None:
-            index = FileIndex(zarr.NAME, {self.name: Entry(self.array.dtype, shape, runs)})
-            known = self.entries[shape, runs] = index
-        return known
+        return Shard(block, (Extent(self.store.file(path, status), runs),))
 
     def _note_absent(self, what: str, count: int) -> None:
         """Count chunks that are absent; where this program wrote the array they are lost."""
@@ -438,14 +435,11 @@ class _Shards:
             )
         self.store.absent[self.name] = self.store.absent.get(self.name, 0) + count
 
-    def _filled(self, shape: Shape) -> int:
-        """Return the file of absent chunks: the metadata, which say their value."""
-        if shape not in self.filled:
-            path = self.array.directory / METADATA
-            self.store.units[str(path)] = Fill(self.array.fill)
-            runs = ((0, prod(shape) * self.array.dtype.itemsize),)
-            self.filled[shape] = self.store.file(path, self._index(shape, runs))
-        return self.filled[shape]
+    def _filled(self, block: Block) -> Shard:
+        """Return an absent block: it is in the metadata, which say its value."""
+        path = self.array.directory / METADATA
+        self.store.units[str(path)] = Fill(self.array.fill)
+        return Shard(block, (Extent(self.store.file(path), ((0, block.size * self.array.dtype.itemsize),)),))
 
     def _chunk(self, place: Shape, path: AnyPath, status: Status, box: Block) -> Shard:
         """Return the block of a file that is one chunk."""
@@ -508,7 +502,7 @@ class _Shards:
             if runs is None:
                 return self._foreign(place, path, status)
             if spans[number][0] == ABSENT:
-                found.append(Shard(block, (self._filled(block.shape),)))
+                found.append(self._filled(block))
             else:
                 found.append(self._shard(block, path, status, runs))
         return found

@@ -24,7 +24,7 @@ import numpy as np
 
 from reshard.formats.entries import ranges
 from reshard.plan.bands import Recipe
-from reshard.source.replicas import every_shard, in_several_stages
+from reshard.source.replicas import in_every_stage, in_several_stages
 from reshard.storage.cipher import store_of
 from reshard.storage.threads import each
 
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from reshard.dtypes import DType
+    from reshard.formats.entries import Runs
     from reshard.layout.block import Block, Shape
     from reshard.plan.bands import Part, Segment
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Side = Literal["source", "target"]
@@ -47,10 +48,11 @@ SAMPLE_BYTES = 256 << 10
 
 
 class Copy(NamedTuple):
-    """A file that holds a block: the side that it is on, and its number among the files of that checkpoint."""
+    """Where a block is: the side, the number of the file there, and which of the tensor's runs (`Where`)."""
 
     side: Side
     file: int
+    runs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,11 @@ class Check:
         target_dtype: what a conversion makes of them.
         shape: the whole tensor's.
         recipe: from the references' blocks to those of the copies.
-        holders: for each reference, the number of its file in the source.
-        copies: for each other block of the recipe, the files that hold it.
-        own_values: every source rank has a value of its own; `holders` are all of them, and `recipe` has one block.
+        references: for each source block of the recipe, where it is.
+        copies: for each target block of the recipe, where it is.
+        source_runs: the byte ranges of the tensor's blocks in source files.
+        target_runs: likewise in target files.
+        own_values: every source rank has a value of its own; `references` are all of them, and `recipe` has one block.
     """
 
     name: str
@@ -75,14 +79,16 @@ class Check:
     target_dtype: DType
     shape: Shape
     recipe: Recipe
-    holders: tuple[int, ...]
+    references: tuple[Copy, ...]
     copies: tuple[tuple[Copy, ...], ...]
+    source_runs: tuple[Runs, ...]
+    target_runs: tuple[Runs, ...]
     own_values: bool = False
 
     @property
     def nbytes(self) -> int:
         """How many bytes are read to compare everything, each once."""
-        references = sum(block.size for block in self.recipe.sources) * (len(self.holders) if self.own_values else 1)
+        references = sum(block.size for block in self.recipe.sources) * (len(self.references) if self.own_values else 1)
         itemsize = {"source": self.dtype.itemsize, "target": self.target_dtype.itemsize}
         return references * self.dtype.itemsize + sum(
             block.size * itemsize[copy.side]
@@ -143,19 +149,19 @@ def checks(
         pairs: source name and target name of each tensor, which both have with the same shape.
         cast: the dtype that a conversion makes of another.
     """
-    known: dict[tuple[Shape, int, int], Check] = {}
+    known: dict[tuple[Shape, Sharding, Sharding], Check] = {}
     found = []
     for source_name, name in pairs:
         tensor, other = source.tensors[source_name], target.tensors[name]
         names = (name, source_name, tensor.spec.dtype, cast(tensor.spec.dtype))
-        key = (tensor.spec.shape, id(tensor.shards), id(other.shards))
+        key = (tensor.spec.shape, tensor.sharding, other.sharding)
         if tensor.varies or in_several_stages(source, tensor) or in_several_stages(target, other):
             found.append(_check(source, tensor, target, other, names))
             continue
         if key not in known:  # tensors alike have one recipe, and one list of copies
             known[key] = _check(source, tensor, target, other, names)
         alike = known[key]
-        found.append(Check(*names, alike.shape, alike.recipe, alike.holders, alike.copies))
+        found.append(Check(*names, alike.shape, alike.recipe, alike.references, alike.copies, tensor.runs, other.runs))
     return found
 
 
@@ -167,21 +173,31 @@ def _check(
     names: tuple[str, str, DType, DType],
 ) -> Check:
     shape = tensor.spec.shape
-    references = [shard for shard in tensor.shards if shard.holders]
+    every, compared = in_every_stage(source, tensor), in_every_stage(target, other)
+    given = _held("source", every)
     own_values = tensor.varies and not other.listed
+    # Of a tensor that stages share one stage's blocks are the references: those of others may overlap them.
+    first = {block: some[0].file for block, some in _held("source", tensor)}
+    references = {block: next(at for at in some if at.file == first[block]) for block, some in given if block in first}
     copies: dict[Block, list[Copy]] = {}
     if not tensor.varies:
-        first = {shard.block: shard.holders[0] for shard in references}
-        for shard in every_shard(source, tensor):
-            some = [Copy("source", number) for number in shard.holders if number != first.get(shard.block)]
-            if some:
-                copies.setdefault(shard.block, []).extend(some)
-    for shard in every_shard(target, other):
-        if shard.holders:
-            copies.setdefault(shard.block, []).extend(Copy("target", number) for number in shard.holders)
-    recipe = Recipe.of(shape, [shard.block for shard in references], list(copies))
-    holders = references[0].holders if own_values else tuple(shard.holders[0] for shard in references)
-    return Check(*names, shape, recipe, holders, tuple(map(tuple, copies.values())), own_values)
+        for block, some in given:
+            if others := [at for at in some if at != references.get(block)]:
+                copies.setdefault(block, []).extend(others)
+    for block, some in _held("target", compared):
+        copies.setdefault(block, []).extend(some)
+    recipe = Recipe.of(shape, list(references), list(copies))
+    read = tuple(given[0][1]) if own_values else tuple(references.values())
+    return Check(*names, shape, recipe, read, tuple(map(tuple, copies.values())), every.runs, compared.runs, own_values)
+
+
+def _held(side: Side, tensor: Tensor) -> list[tuple[Block, list[Copy]]]:
+    """Return the blocks of a tensor that are in files, and where each is."""
+    return [
+        (block, [Copy(side, *at) for at in replicas])
+        for block, replicas in zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True)
+        if replicas
+    ]
 
 
 class Run(NamedTuple):
@@ -274,14 +290,14 @@ class Comparer:
         """Compare some rows of some tensors."""
         found: list[tuple[int, Mismatch]] = []
         reader = _Reader(self)
-        known: dict[tuple[int, int, int, int], list[Segment]] = {}  # tensors alike follow each other
+        known: dict[tuple[Recipe, int, int, int], list[Segment]] = {}  # tensors alike follow each other
         for run in runs:
             check = self.checks[run.check]
             if check.own_values:
                 found += [(run.check, mismatch) for mismatch in reader.own_values(check)]
                 continue
             axis = check.axis(self.band_bytes)
-            key = (id(check.recipe), axis, run.start, run.stop)
+            key = (check.recipe, axis, run.start, run.stop)
             if key not in known:
                 known[key] = list(check.recipe.segments(axis, run.start, run.stop))
             found += [(run.check, mismatch) for mismatch in reader.segments(check, axis, known[key])]
@@ -328,7 +344,7 @@ class _Reader:
         given = []
         for number, offset, shape, size in zip(columns.sources, segment.source_offsets, shapes, sizes, strict=True):
             begin = (offset + done * prod(shape[1:])) * check.dtype.itemsize
-            self._read(check, Copy("source", check.holders[number]), begin, buffer[:size])
+            self._read(check, check.references[number], begin, buffer[:size])
             given.append(buffer[:size].view(check.dtype.carrier()).reshape(shape))
             buffer = buffer[size:]
         for place, number in enumerate(columns.targets):
@@ -347,20 +363,20 @@ class _Reader:
                     here = elements[part.put or ...]
                     unequal = expected != here
                     if unequal.any():
-                        reference = check.holders[columns.sources[part.read]]
+                        reference = check.references[columns.sources[part.read]].file
                         mismatch = _mismatch(copy, block, unequal, here, expected, reference)
                         yield replace(mismatch, index=_whole_index(check, axis, block, part, start, mismatch.index))
 
     def own_values(self, check: Check) -> Iterator[Mismatch]:
         """Look whether every copy in the target is that of one source rank; a wrong one is held against the first."""
-        known = {self._digest(check, Copy("source", number)) for number in check.holders}
+        known = {self._digest(check, reference) for reference in check.references}
         if len(known) > 1:
             self.varying.append(check.source_name)
         for block, copies in zip(check.recipe.targets, check.copies, strict=True):
             wrong = tuple(copy for copy in copies if self._digest(check, copy) not in known)
             if wrong:
                 recipe = replace(check.recipe, targets=(block,))
-                one = replace(check, recipe=recipe, holders=check.holders[:1], copies=(wrong,), own_values=False)
+                one = replace(check, recipe=recipe, references=check.references[:1], copies=(wrong,), own_values=False)
                 axis = one.axis(self.comparer.band_bytes)
                 found: dict[Copy, Mismatch] = {}
                 for mismatch in self.segments(one, axis, recipe.segments(axis, 0, recipe.rows(axis))):
@@ -383,9 +399,8 @@ class _Reader:
 
     def _read(self, check: Check, copy: Copy, begin: int, buffer: Array) -> None:
         """Fill a buffer with the contents of a copy from a byte on."""
-        checkpoint = self.comparer.sides[copy.side]
-        name = check.name if copy.side == "target" else check.source_name
-        path, runs = checkpoint.files[copy.file].path, checkpoint.entry(copy.file, name).runs
+        path = self.comparer.sides[copy.side].files[copy.file].path
+        runs = (check.target_runs if copy.side == "target" else check.source_runs)[copy.runs]
         view = buffer.data
         for offset, start, stop in ranges(runs, begin, len(view)):
             self.comparer.stores[copy.side].read_into(path, offset, view[start:stop])

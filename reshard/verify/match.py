@@ -13,8 +13,7 @@ from reshard.errors import SourceError
 from reshard.formats.safetensors import NAME as SAFETENSORS
 from reshard.layout.block import shape_text
 from reshard.plan.select import all_states, has_no_place, select
-from reshard.source.assemble import join
-from reshard.source.checkpoint import Shard
+from reshard.source.assemble import join_whole
 from reshard.source.replicas import Replicas, is_deduplicated
 from reshard.strategy.names import matches
 from reshard.verify.difference import Difference
@@ -75,12 +74,7 @@ def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     """Return what one rank holds, as a checkpoint of whole tensors whose files are numbered as before."""
     numbers = _numbers(checkpoint, rank)
     files = [checkpoint.files[number] for number in numbers]
-    tensors = {
-        name: tensor._replace(
-            shards=tuple(Shard(s.block, tuple(numbers[holder] for holder in s.holders)) for s in tensor.shards),
-        )
-        for name, tensor in join(checkpoint.root, files, (rank,) * len(files), None, partial=False).items()
-    }
+    tensors = join_whole(checkpoint.root, checkpoint.files, checkpoint.ranks, numbers)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     return replace(checkpoint, tensors=tensors, unreadable=unreadable)
 
@@ -238,7 +232,7 @@ def _compare_headers(
         told = f"is {shape_text(other.spec.shape)}; the source has {shape_text(tensor.spec.shape)}"
         found.differences.append(Difference("shape", told, name=name))
     else:
-        absent = sum(not shard.holders for one in (tensor, other) for shard in one.shards)
+        absent = sum(not replicas for one in (tensor, other) for replicas in one.sharding.replicas)
         if absent:
             found.notices.append(f"{absent} blocks of {name} are in no file, and are not compared")
         found.pairs.append((tensor.spec.name, name))
@@ -246,10 +240,10 @@ def _compare_headers(
 
 def _of_texts(source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Tensor) -> Iterator[Difference]:
     """Compare `str` entries: each copy in the target must be that of some source rank."""
-    held = {source.entry(number, tensor.spec.name).text for shard in tensor.shards for number in shard.holders}
-    for shard in other.shards:
-        for number in shard.holders:
-            text = target.entry(number, other.spec.name).text
+    held = {source.entry_text(at.file, tensor.spec.name) for some in tensor.sharding.replicas for at in some}
+    for replicas in other.sharding.replicas:
+        for number, _ in replicas:
+            text = target.entry_text(number, other.spec.name)
             if text not in held:
                 told = f"is {_shown(text)}; the source has {_shown(next(iter(held)))}"
                 file = target.files[number]

@@ -2,34 +2,31 @@
 
 All that is not contents of tensors is in the plan, too: the literals of a layout, one behind the other.
 
-Headers are read from the plan's own bytes, by the formats' own readers, so that the manifest is the one that the
-files themselves would give. Only a block whose receipts do not make it up (one that was written twice around a crash,
+Only a block whose receipts do not make it up (one that was written twice around a crash,
 or by a run without checksums) is read from the disk.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
-from reshard.formats import index_file
+from reshard.formats.entries import Entry
 from reshard.run.receipts import Checksums
 from reshard.storage.crc32c import crc32c
 from reshard.storage.small import refuse_inputs
 from reshard.verify.manifest import FileSums, Manifest, Part, write_manifest
-from reshard.verify.manifest_files import shape_of, sum_entries
+from reshard.verify.manifest_files import sum_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from reshard.formats.entries import Entry, FileLayout
+    from reshard.formats.entries import FileLayout
     from reshard.plan.plan import TargetFile
     from reshard.run.run import Report
 
 _MOST_THREADS = 4
-_MOST_LAYOUTS = 8  # whose headers are held
 
 
 def manifest_of(
@@ -73,53 +70,30 @@ def sums_of_files(
     Raises:
         SourceError: a block must be read for its sum, and cannot be.
     """
-    # By the identity of layouts, which ranks with equal contents share.
-    indexed: dict[int, tuple[Mapping[str, Entry], int]] = {}
+    known: dict[FileLayout, int] = {}  # of a layout's literals
     threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     for file in sorted(files, key=lambda file: file.path):
         layout = file.layout
-        if id(layout) not in indexed:
-            if len(indexed) == _MOST_LAYOUTS:
-                indexed.clear()
-            # The index of a set is no checkpoint file; a .ckpt of nothing is one that no format is told by.
-            none = file.last or not layout.size
-            entries = {} if none else index_file(file.path, store=_OwnBytes(layout)).entries
-            indexed[id(layout)] = entries, crc32c(b"".join(content for _, content in sorted(layout.literals)))
-        entries, rest = indexed[id(layout)]
-        known = sums[file.path]
+        if layout not in known:
+            known[layout] = crc32c(b"".join(content for _, content in sorted(layout.literals)))
+        given = sums[file.path]
         place = f"{root}/{file.path}"
-        left = {name: entry for name, entry in entries.items() if name not in known}
+        left = {
+            content.name: Entry(content.dtype, content.shape, content.runs)
+            for content in layout.contents
+            if content.text is None and content.name not in given
+        }
         read = sum_entries({place: left}, threads=threads) if left else {}
-        yield (
-            file.path,
-            FileSums(
-                layout.size,
-                rest,
-                {
-                    name: Part(entry.dtype, shape_of(entry), read[place, name] if name in left else known[name])
-                    for name, entry in entries.items()
-                },
-            ),
-        )
-
-
-class _OwnBytes:
-    """A file that is read without being there: its own bytes are those of a layout, its contents are zeros."""
-
-    def __init__(self, layout: FileLayout) -> None:
-        self._size = layout.size
-        self._literals = sorted(layout.literals)
-
-    def size(self, path: str) -> int:  # noqa: ARG002 -- there is one
-        return self._size
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:  # noqa: ARG002 -- likewise
-        buffer[:] = bytes(len(buffer))
-        end = offset + len(buffer)
-        first = max(bisect_right(self._literals, offset, key=lambda literal: literal[0]) - 1, 0)
-        for begin, content in self._literals[first:]:
-            if begin >= end:
-                break
-            part = content[max(offset - begin, 0) : end - begin]
-            start = max(begin - offset, 0)
-            buffer[start : start + len(part)] = part
+        parts = {
+            content.name: Part(
+                content.dtype,
+                content.shape,
+                crc32c(content.text.encode())
+                if content.text is not None
+                else read[place, content.name]
+                if content.name in left
+                else given[content.name],
+            )
+            for content in layout.contents
+        }
+        yield file.path, FileSums(layout.size, known[layout], parts)

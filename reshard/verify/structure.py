@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import Faults, SourceError, names
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
-from reshard.source.replicas import Replicas, every_shard, in_several_stages, is_deduplicated
+from reshard.source.replicas import Replicas, in_every_stage, in_several_stages, is_deduplicated
 from reshard.storage.local import PARTIAL
 from reshard.strategy.names import matches, optimizer_states
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from reshard.layout.block import Block, Shape
     from reshard.plan.select import Selection
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.checkpoint import Checkpoint, Sharding
     from reshard.strategy.strategy import Strategy
 
 
@@ -70,12 +70,11 @@ def check_structure(target: Checkpoint, wishes: Selection, *, deduplicated: bool
 
 def _check_cover(target: Checkpoint, faults: Faults) -> None:
     """Every element of a tensor must be in exactly one of its distinct blocks."""
-    known: dict[int, str | None] = {}
+    known: dict[Sharding, str | None] = {}
     for name, tensor in target.tensors.items():
-        key = id(tensor.shards)
-        if key not in known:
-            known[key] = _cover_fault(tensor.spec.shape, [shard.block for shard in tensor.shards])
-        if fault := known[key]:
+        if tensor.sharding not in known:
+            known[tensor.sharding] = _cover_fault(tensor.spec.shape, tensor.sharding.blocks)
+        if fault := known[tensor.sharding]:
             faults.add(f"tensor {name!r}", fault)
 
 
@@ -135,7 +134,8 @@ def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
     present = {strategy.stage_of(rank) for rank in target.ranks}
     for name, tensor in target.tensors.items():
         if in_several_stages(target, tensor):
-            held = {strategy.stage_of(target.ranks[n]) for s in every_shard(target, tensor) for n in s.holders}
+            replicas = in_every_stage(target, tensor).sharding.replicas
+            held = {strategy.stage_of(target.ranks[at.file]) for some in replicas for at in some}
             if without := present.intersection(strategy.stages_of(name)) - held:
                 lacking[name] = None
                 stages |= without

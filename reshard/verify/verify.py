@@ -23,7 +23,7 @@ from reshard.errors import BudgetError, SourceError, UsageError, names
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN
 from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
-from reshard.plan.build import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_BAND_BYTES, THREADS
+from reshard.plan.budget import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_BAND_BYTES, THREADS
 from reshard.plan.select import Selection
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.open import open as open_checkpoint
@@ -368,7 +368,9 @@ def _within(memory: int | None, threads: int, sides: Sequence[Checkpoint]) -> tu
     """Return how many threads, and bytes in a band, keep a comparison within a budget."""
     if memory is None:
         return threads, BAND_BYTES
-    indexes = {id(file.index): len(file.index.entries) for side in sides for file in side.files}
+    indexes = {
+        (number, file.index.header): len(file.index.entries) for number, side in enumerate(sides) for file in side.files
+    }
     plain = IMPORTED_BYTES + ENTRY_BYTES * sum(indexes.values())
     for fewer in range(threads, 0, -1):
         fixed = plain + sum(side.coding.nbytes(fewer) for side in sides if side.coding)

@@ -72,13 +72,15 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, holder: int | None = None
     if tensor.text is not None:
         return _text_array(name, tensor.text)
     spec = tensor.spec
-    absent = [str(shard.block) for shard in tensor.shards if not shard.holders]
+    shards = tensor.shards
+    absent = [str(shard.block) for shard in shards if not shard.replicas]
     if absent:
         raise SourceError(f"tensor {name!r}: block {names(absent)} is in no file of {checkpoint.root}")
-    files = [checkpoint.files[shard.holders[0] if holder is None else holder] for shard in tensor.shards]
+    read = [next(e for e in shard.replicas if holder in {None, e.file}) for shard in shards]
+    files = [checkpoint.files[extent.file] for extent in read]
     pieces = tuple(
-        _Piece(shard.block, file.path, file.index.entries[name].runs, checkpoint.coding)
-        for shard, file in zip(tensor.shards, files, strict=True)
+        _Piece(shard.block, file.path, extent.runs, checkpoint.coding)
+        for shard, extent, file in zip(shards, read, files, strict=True)
     )
     token = tokenize(
         "reshard",

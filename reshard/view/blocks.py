@@ -137,10 +137,10 @@ def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | Non
         LayoutError: the target does not fit its shape.
     """
     tensor = checkpoint.tensors[name]
-    ranks = tuple(tuple(sorted({checkpoint.ranks[n] for n in shard.holders})) for shard in tensor.shards)
+    ranks = tuple(tuple(sorted({checkpoint.ranks[at.file] for at in some})) for some in tensor.sharding.replicas)
     places = checkpoint.strategy.tensors.get(name, ()) if checkpoint.strategy and tensor.listed else ()
     title = "" if target is None else "source"
-    blocks = tuple(shard.block for shard in tensor.shards)
+    blocks = tensor.sharding.blocks
     sides = [Side(title, tensor.spec.shape, blocks, ranks, str(places[0].layout) if places else "")]
     if target is not None:
         sides += _strategy_sides(target, name, tensor.spec.shape, "target")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Entry
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
-    from reshard.source.checkpoint import Checkpoint, Looked, Shard, SourceFile, Tensor
+    from reshard.source.checkpoint import Checkpoint, Looked, Sharding, SourceFile, Tensor
 
 
 def files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> str:
@@ -36,7 +36,7 @@ def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
         checkpoint: what is shown.
         width: how many columns the terminal has; None for any number.
     """
-    counted: dict[int, str] = {}
+    counted: dict[Sharding, str] = {}
     rows = [
         (tensor.spec.name, _kind(checkpoint, tensor, shards_text(tensor, counted)))
         for tensor in checkpoint.tensors.values()
@@ -54,12 +54,12 @@ def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
         )
         for name, (dtype, shape, nbytes, layout, shards), count in fold(rows)
     ]
-    distinct = {id(file.index): file.index for file in checkpoint.files}  # ranks mostly share theirs
+    distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share theirs
     sizes = {
-        key: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
-        for key, index in distinct.items()
+        header: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
+        for header, index in distinct.items()
     }
-    stored = sum(sizes[id(file.index)] for file in checkpoint.files)
+    stored = sum(sizes[file.index.header] for file in checkpoint.files)
     lines = [files_text(checkpoint.root, checkpoint.files, checkpoint.ranks), ""]
     lines += [*table_lines(header, table, width, below=2), ""]
     if checkpoint.strategy is not None:
@@ -123,20 +123,20 @@ def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout
     return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
 
 
-def shards_text(tensor: Tensor, known: dict[int, str]) -> str:
-    """Write how many blocks and how many copies of each there are; tensors share their shards, so once for all."""
-    key = id(tensor.shards)
-    if key not in known:
-        copies = sorted({len(shard.holders) for shard in tensor.shards} or {1})
+def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
+    """Write how many blocks and how many copies of each there are; tensors share their sharding, so once for all."""
+    sharding = tensor.sharding
+    if sharding not in known:
+        copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
         replicas = f"{copies[0]}" if len(copies) == 1 else f"{copies[0]}-{copies[-1]}"
-        known[key] = f"{max(len(tensor.shards), 1)} x {replicas}"
-    return known[key]
+        known[sharding] = f"{max(len(sharding.blocks), 1)} x {replicas}"
+    return known[sharding]
 
 
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
     """Return a checkpoint for `--json`; nothing is folded there."""
     ranks = checkpoint.ranks
-    holders: dict[int, list[dict[str, object]]] = {}
+    holders: dict[Sharding, list[dict[str, object]]] = {}
     return {
         **_files_data(checkpoint.root, checkpoint.files, ranks),
         "nbytes": checkpoint.nbytes,
@@ -152,7 +152,7 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
                 "layouts": [
                     {"stage": stage, **layout_data(layout)} for stage, layout in layouts_of(checkpoint, tensor)
                 ],
-                "shards": _shards_data(tensor.shards, ranks, holders),
+                "shards": _shards_data(tensor.sharding, ranks, holders),
             }
             for tensor in checkpoint.tensors.values()
         ],
@@ -160,18 +160,14 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _shards_data(
-    shards: tuple[Shard, ...], ranks: Sequence[int], known: dict[int, list[dict[str, object]]]
+    sharding: Sharding, ranks: Sequence[int], known: dict[Sharding, list[dict[str, object]]]
 ) -> list[dict[str, object]]:
-    if id(shards) not in known:
-        known[id(shards)] = [
-            {
-                "start": list(shard.block.start),
-                "stop": list(shard.block.stop),
-                "ranks": [ranks[number] for number in shard.holders],
-            }
-            for shard in shards
+    if sharding not in known:
+        known[sharding] = [
+            {"start": list(block.start), "stop": list(block.stop), "ranks": [ranks[at.file] for at in replicas]}
+            for block, replicas in zip(sharding.blocks, sharding.replicas, strict=True)
         ]
-    return known[id(shards)]
+    return known[sharding]
 
 
 def _files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> dict[str, object]:
@@ -240,7 +236,7 @@ def _ranks_alike(files: Sequence[SourceFile], ranks: Sequence[int]) -> list[tupl
     of_index: dict[tuple[int, ...], tuple[Hashable, Mapping[str, Entry]]] = {}
     groups: dict[Hashable, tuple[list[int], Mapping[str, Entry]]] = {}
     for rank, held in sorted(by_rank.items()):
-        key = tuple(id(file.index) for file in held)
+        key = tuple(file.index.header for file in held)
         if key not in of_index:
             entries: Mapping[str, Entry] = {name: entry for file in held for name, entry in file.index.entries.items()}
             contents = frozenset((name, entry.dtype, entry.shape) for name, entry in entries.items())

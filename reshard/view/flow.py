@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.plan.bands import Segment
-    from reshard.plan.plan import Move, Plan
+    from reshard.plan.plan import Move, Plan, Way
 
 _MOST_ENDS = 16
 _MOST_MIDDLES = 14
@@ -81,7 +81,7 @@ def plan_picture(plan: Plan, name: str | None = None) -> Picture:
     """
     if name is None:
         return draw(_of_plan(plan), f"{count_text(plan.stats.tensors, 'tensor')}: what goes where")
-    moves = [move for move in plan.moves if name in {move.name, move.source_name}]
+    moves = [move for move, label in zip(plan.moves, plan.labels, strict=True) if name in label]
     return draw(_of_tensor(plan, moves), f"{name} {shape_text(moves[0].recipe.shape)}: what goes where")
 
 
@@ -91,14 +91,15 @@ def plan_picture(plan: Plan, name: str | None = None) -> Picture:
 def _of_plan(plan: Plan) -> Flow:
     """Return the bytes between source files, folded tensors and target files."""
     source_of, target_of = _shared(len(plan.source.files)), _shared(len(plan.files))
-    folded = fold_members((move.name, (move.recipe.shape, id(move.recipe))) for move in plan.moves)
+    labelled = [(label.name, move) for move, label in zip(plan.moves, plan.labels, strict=True)]
+    folded = fold_members((name, (move.recipe.shape, move.recipe)) for name, move in labelled)
     middle_of, tensors = _middles(plan, folded)
     alike: Counter[tuple[int, int, int, int]] = Counter()
-    ways: dict[tuple[int, int, int], tuple[int, Move]] = {}
-    for move in plan.moves:
-        number, _ = ways.setdefault((id(move.recipe), id(move.holders), id(move.targets)), (len(ways), move))
-        alike[middle_of[move.name], number, move.dtype.itemsize, move.target_dtype.itemsize] += 1
-    elements = [_elements(move) for _, move in ways.values()]
+    ways: dict[Way, int] = {}
+    for name, move in labelled:
+        number = ways.setdefault(move.way, len(ways))
+        alike[middle_of[name], number, move.dtype.itemsize, move.target_dtype.itemsize] += 1
+    elements = list(map(_elements, ways))
     read, written = Flows(), Flows()
     for (middle, way, itemsize, target_itemsize), count in alike.items():
         for file, number in elements[way][0].items():
@@ -121,8 +122,8 @@ def _middles(
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return in which box each tensor is, and the boxes' names and remarks: the largest, then one of all others."""
     nbytes: Counter[str] = Counter()
-    for move in plan.moves:
-        nbytes[move.name] += prod(move.recipe.shape) * move.dtype.itemsize
+    for move, (name, _) in zip(plan.moves, plan.labels, strict=True):
+        nbytes[name] += prod(move.recipe.shape) * move.dtype.itemsize
     sizes = [sum(nbytes[member] for member in members) for _, _, members in folded]
     order = sorted(range(len(folded)), key=lambda row: -sizes[row])
     own = sorted(order if len(order) <= _MOST_MIDDLES else order[: _MOST_MIDDLES - 1])
@@ -136,54 +137,55 @@ def _middles(
     return found, [*boxes, *([(f"{count_text(others, 'smaller tensor')}", "")] if others else [])]
 
 
-def _elements(move: Move) -> tuple[Counter[int], Counter[int]]:
+def _elements(way: Way) -> tuple[Counter[int], Counter[int]]:
     """Return how many elements each source file gives and each target file gets."""
-    recipe = move.recipe
+    recipe = way.recipe
     given: Counter[int] = Counter()
     if is_grid(recipe.shape, recipe.targets):  # everything is read
-        for holder, block in zip(move.holders, recipe.sources, strict=True):
-            given[holder] += block.size
+        for at, block in zip(way.reads, recipe.sources, strict=True):
+            given[at.file] += block.size
     else:
-        for segment in recipe.segments(move.axis, 0, recipe.rows(move.axis)):
+        for segment in recipe.segments(way.axis, 0, recipe.rows(way.axis)):
             for number, shape in zip(segment.columns.sources, segment.columns.source_shapes, strict=True):
-                given[move.holders[number]] += (segment.stop - segment.start) * prod(shape)
+                given[way.reads[number].file] += (segment.stop - segment.start) * prod(shape)
     taken: Counter[int] = Counter()
-    for files, block in zip(move.targets, recipe.targets, strict=True):
-        for file in files:
-            taken[file] += block.size
+    for written, block in zip(way.writes, recipe.targets, strict=True):
+        for at in written:
+            taken[at.file] += block.size
     return given, taken
 
 
 def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
     """Return the bytes between the source blocks, runs of rows and target blocks of one tensor."""
-    shards = [(move, n) for move in moves for n in range(len(move.recipe.sources))]
-    wanted = [(move, n) for move in moves for n in range(len(move.recipe.targets))]
-    every = ((move, run) for move in moves for run in move.recipe.segments(move.axis, 0, move.recipe.rows(move.axis)))
+    shards = [(place, n) for place, move in enumerate(moves) for n in range(len(move.recipe.sources))]
+    wanted = [(place, n) for place, move in enumerate(moves) for n in range(len(move.recipe.targets))]
+    every = ((place, run) for place, move in enumerate(moves) for run in move.recipe.segments(move.axis, 0, move.rows))
     most = max(_MOST_MEETINGS // (len(shards) + len(wanted)), _MOST_MIDDLES)
     runs = list(islice(every, most))
     told = "row bands" if next(every, None) is None else f"row bands, the first {most:,} runs"
-    first_shard = {id(move): n for n, (move, number) in reversed([*enumerate(shards)]) if not number}
-    first_wanted = {id(move): n for n, (move, number) in reversed([*enumerate(wanted)]) if not number}
+    shard_number = {key: number for number, key in enumerate(shards)}
+    wanted_number = {key: number for number, key in enumerate(wanted)}
     source_of, run_of, target_of = _shared(len(shards)), _shared(len(runs), _MOST_MIDDLES), _shared(len(wanted))
     read, written = Flows(), Flows()
-    for n, (move, segment) in enumerate(runs):
+    for n, (place, segment) in enumerate(runs):
+        move = moves[place]
         rows, columns = segment.stop - segment.start, segment.columns
         for number, shape in zip(columns.sources, columns.source_shapes, strict=True):
             nbytes = rows * prod(shape) * move.dtype.itemsize
-            read[source_of[first_shard[id(move)] + number], run_of[n]] += nbytes
+            read[source_of[shard_number[place, number]], run_of[n]] += nbytes
         for number, shape in zip(columns.targets, columns.target_shapes, strict=True):
-            nbytes = rows * prod(shape) * move.target_dtype.itemsize * len(move.targets[number])
-            written[run_of[n], target_of[first_wanted[id(move)] + number]] += nbytes
+            nbytes = rows * prod(shape) * move.target_dtype.itemsize * len(move.way.writes[number])
+            written[run_of[n], target_of[wanted_number[place, number]]] += nbytes
     ranks = plan.source.ranks
-    holders = [((ranks[move.holders[n]],), str(move.recipe.sources[n])) for move, n in shards]
+    holders = [((ranks[moves[place].way.reads[n].file],), str(moves[place].recipe.sources[n])) for place, n in shards]
     takers = [
-        (tuple(sorted({plan.files[file].rank for file in move.targets[n]})), str(move.recipe.targets[n]))
-        for move, n in wanted
+        (tuple(sorted({plan.files[at.file].rank for at in moves[p].way.writes[n]})), str(moves[p].recipe.targets[n]))
+        for p, n in wanted
     ]
     return Flow(
         ("source blocks", told, "target blocks"),
         _blocks(source_of, holders, _sums(read, 0)),
-        _bands(plan, run_of, runs, _sums(read, 1)),
+        _bands(plan, run_of, [(moves[place], segment) for place, segment in runs], _sums(read, 1)),
         _blocks(target_of, takers, _sums(written, 1)),
         read,
         written,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.run.graph import Graph
     from reshard.run.run import Report
     from reshard.run.tasks import Receipt
-    from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
+    from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.view.groups import Groups
     from reshard.view.picture import Picture
@@ -111,9 +111,9 @@ class _Branch:
 
 def _tree(checkpoint: Checkpoint) -> Markup:
     """Show the tensors by the parts of their names, folded layers as one."""
-    known: dict[int, str] = {}
+    known: dict[Sharding, str] = {}
     rows = fold_members(
-        (name, (t.spec.dtype, t.spec.shape, id(t.shards), t.listed)) for name, t in checkpoint.tensors.items()
+        (name, (t.spec.dtype, t.spec.shape, t.sharding, t.listed)) for name, t in checkpoint.tensors.items()
     )
     root = _Branch()
     for name, _, members in rows[:_MOST_ROWS]:
@@ -147,7 +147,7 @@ def _add_up(branch: _Branch) -> None:
 
 
 def _branch(
-    checkpoint: Checkpoint, branch: _Branch, depth: int, known: dict[int, str], *, opened: bool
+    checkpoint: Checkpoint, branch: _Branch, depth: int, known: dict[Sharding, str], *, opened: bool
 ) -> list[Markup]:
     """Return the lines below a branch: a part that has one child only shares its line with it."""
     lines = []
@@ -180,7 +180,9 @@ def _branch(
     return lines + [_leaf(checkpoint, name, tensor, count, depth, known) for name, tensor, count in branch.tensors]
 
 
-def _leaf(checkpoint: Checkpoint, name: str, tensor: Tensor, count: int, depth: int, known: dict[int, str]) -> Markup:
+def _leaf(
+    checkpoint: Checkpoint, name: str, tensor: Tensor, count: int, depth: int, known: dict[Sharding, str]
+) -> Markup:
     layouts = layouts_of(checkpoint, tensor)
     rule = str(layouts[0][1]) if layouts else "whole"
     if layouts and checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1:
@@ -309,17 +311,17 @@ def plan_html(plan: Plan) -> str:
 def _moves(plan: Plan) -> Markup:
     folded = fold(
         (
-            move.name,
+            label.name,
             (
                 f"{move.dtype}" if move.dtype == move.target_dtype else f"{move.dtype} → {move.target_dtype}",
                 move.recipe.shape,
                 prod(move.recipe.shape) * move.dtype.itemsize,
                 len(move.recipe.sources),
                 len(move.recipe.targets),
-                len({file for files in move.targets for file in files}),
+                len({at.file for written in move.way.writes for at in written}),
             ),
         )
-        for move in plan.moves
+        for move, label in zip(plan.moves, plan.labels, strict=True)
     )
     rows = [
         (

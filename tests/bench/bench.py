@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from checkpoints import blocks_of
+from checkpoints import blocks_of, places
 from measure import RESHARD, Measured, measured
 
 import reshard
@@ -109,7 +109,7 @@ def write_source(root: Path, model: dict[str, tuple[int, ...]], strategy: Strate
             file.truncate(layout.size)
             for offset, literal in layout.literals:
                 os.pwrite(file.fileno(), literal, offset)
-            for number, runs in enumerate(layout.places.values()):
+            for number, runs in enumerate(places(layout).values()):
                 for offset, nbytes in runs:
                     for start in range(0, nbytes, len(noise) // 2):
                         count = min(nbytes - start, len(noise) // 2)

@@ -234,8 +234,8 @@ def test_the_command_verifies_what_was_planned_in_python(
     line = ran.stdout.splitlines()[-1]
     assert verified(line, case, tmp_path) == 0
     name = next(name for name, tensor in some.tensors.items() if tensor.spec.nbytes > 100)
-    path = Path(source.files[source.tensors[name].shards[0].holders[0]].path)
-    offset = source.entry(source.tensors[name].shards[0].holders[0], name).runs[0][0]
+    extent = source.tensors[name].shards[0].replicas[0]
+    path, offset = Path(source.files[extent.file].path), extent.runs[0][0]
     content = path.read_bytes()
     try:  # the command looks at what was converted
         path.write_bytes(content[:offset] + bytes(64) + content[offset + 64 :])
@@ -245,7 +245,7 @@ def test_the_command_verifies_what_was_planned_in_python(
 
 
 def selected_names(source: reshard.Checkpoint, selection: Selection) -> set[str]:
-    return {move.source_name for move in reshard.plan(source, selection=selection).moves}
+    return {label.source_name for label in reshard.plan(source, selection=selection).labels}
 
 
 def test_no_command_is_proposed_where_none_says_the_same(case: Case, tmp_path: Path) -> None:

@@ -136,11 +136,11 @@ def changed_content(path: Path) -> bytes:
 def main() -> None:
     fault = json.loads(sys.argv[1])
     from reshard.cli.main import main as reshard
-    from reshard.plan import build as planner
+    from reshard.plan import budget
     from reshard.run import graph
     from reshard.run import session as resume
 
-    planner.TASK_BYTES, planner.BAND_BYTES, planner.LEAST_BAND_BYTES = 1024, 512, 256
+    budget.TASK_BYTES, budget.BAND_BYTES, budget.LEAST_BAND_BYTES = 1024, 512, 256
     graph.FILES_A_TASK = 2
     resume.FLUSH_SECONDS = 0
     inject(fault)

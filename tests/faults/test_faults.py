@@ -26,7 +26,7 @@ from injected import change
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.storage.local import PARTIAL
 from reshard.strategy.files import write_strategy
 
@@ -471,8 +471,8 @@ def test_a_worker_is_killed(
     """Its tasks run again on the other one, or on the one that is started in its place."""
     from distributed import Client, LocalCluster
 
-    monkeypatch.setattr(planner, "TASK_BYTES", 1024)
-    monkeypatch.setattr(planner, "BAND_BYTES", 512)
+    monkeypatch.setattr(budget, "TASK_BYTES", 1024)
+    monkeypatch.setattr(budget, "BAND_BYTES", 512)
     source = reshard.open(world.root / "safetensors", strategy=SOURCE)
     plan = reshard.plan(source, TARGETS["columns"])
     moments = [1, 4, 9]

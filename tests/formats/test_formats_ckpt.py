@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import helpers
 import pytest
+from checkpoints import places
 from format_files import SAMPLE, contents_of, message, saved, write
 
 from reshard.dtypes import BY_NAME
@@ -76,7 +77,7 @@ def test_large_tensors_are_written_in_parts_as_mindspore_does(tmp_path: Path, mo
 def test_a_tensor_over_512_mib_is_two_messages(tmp_path: Path) -> None:
     shape = (3, 128 * 1024 * 1024)  # 384 MiB of bytes
     layout = ckpt.lay_out([Content("w", BY_NAME["float16"], shape), Content("b", BY_NAME["uint8"], (1,))], {})
-    assert [nbytes for _, nbytes in layout.places["w"]] == [512 << 20, 256 << 20]
+    assert [nbytes for _, nbytes in places(layout)["w"]] == [512 << 20, 256 << 20]
     path = tmp_path / "sparse.ckpt"
     with path.open("wb") as file:
         file.truncate(layout.size)
@@ -85,8 +86,8 @@ def test_a_tensor_over_512_mib_is_two_messages(tmp_path: Path) -> None:
             file.write(literal)
     index = index_file(str(path))
     assert {name: (e.shape, e.runs) for name, e in index.entries.items()} == {
-        "w": (shape, layout.places["w"]),
-        "b": ((1,), layout.places["b"]),
+        "w": (shape, places(layout)["w"]),
+        "b": ((1,), places(layout)["b"]),
     }
 
 

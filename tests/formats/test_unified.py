@@ -17,7 +17,7 @@ import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Selection, Strategy
 from reshard.errors import SourceError, UsageError
 from reshard.formats.sets import read_index
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def test_a_file_larger_than_all_buffers_is_written_in_bands(tmp_path: Path, monk
     full = numbers({"w": (256, 256)})
     strategy = Strategy.of({"w": COLUMNS})
     source = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
-    monkeypatch.setattr(planner, "BAND_BYTES", 4096)
+    monkeypatch.setattr(budget, "BAND_BYTES", 4096)
     largest: list[int] = []
     read_into = LocalStore.read_into
 

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zarr
-from checkpoints import tree, write_file, write_ranks
+from checkpoints import places, tree, write_file, write_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source, tasks
@@ -25,7 +25,7 @@ from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.formats import by_name
 from reshard.formats import zarr as format_zarr
 from reshard.formats.entries import Content
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.plan.zarr import provenance
 from reshard.source.zarr import clipped
 
@@ -65,8 +65,8 @@ def test_the_same_bytes_whoever_writes_them(
 ) -> None:
     first = tmp_path / "first"
     reshard.plan(source, files=group).run(first, scheduler="synchronous")
-    monkeypatch.setattr(planner, "BAND_BYTES", 64)
-    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    monkeypatch.setattr(budget, "BAND_BYTES", 64)
+    monkeypatch.setattr(budget, "TASK_BYTES", 512)
     moved = shutil.copytree(source.root, tmp_path / "elsewhere")
     for attempt in range(4):
         again = reshard.plan(reshard.open(moved, strategy=SOURCE), files=group)
@@ -136,7 +136,7 @@ def test_every_dtype_survives(tmp_path: Path) -> None:
     written = bytearray(layout.size)
     for offset, literal in layout.literals:
         written[offset : offset + len(literal)] = literal
-    for name, ((offset, nbytes),) in layout.places.items():
+    for name, ((offset, nbytes),) in places(layout).items():
         written[offset : offset + nbytes] = whole[name].tobytes()
     (tmp_path / "all.safetensors").write_bytes(written)
     for compression in (None, "zstd"):
@@ -423,7 +423,7 @@ def test_on_a_cluster(
     source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distributed = pytest.importorskip("distributed")
-    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    monkeypatch.setattr(budget, "TASK_BYTES", 512)
     reshard.plan(source, files=group).run(tmp_path / "here")
     with (
         distributed.LocalCluster(2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import Array, blocks_of
+from checkpoints import Array, blocks_of, places
 from zarr_stores import invoke, source
 
 import reshard
@@ -91,7 +91,7 @@ def test_a_model_four_times_the_memory(
         path.parent.mkdir(parents=True)
         with path.open("wb") as file:
             file.write(layout.literals[0][1])
-            for name, ((offset, _),) in layout.places.items():
+            for name, ((offset, _),) in places(layout).items():
                 file.seek(offset)
                 block = blocks_of(BIG, before, rank)[name]
                 for start in range(block.start[0], block.stop[0], 512):
@@ -175,7 +175,7 @@ def test_a_model_forty_times_the_memory(tmp_path: Path, capsys: pytest.CaptureFi
         with path.open("wb") as file:
             file.truncate(layout.size)
             file.write(layout.literals[0][1])
-            for name, ((offset, _),) in layout.places.items():
+            for name, ((offset, _),) in places(layout).items():
                 for row, column, values in pieces(name, blocks[name]):
                     for place, some in enumerate(values, row):
                         os.pwrite(file.fileno(), some, offset + 2 * (place * blocks[name].shape[1] + column))

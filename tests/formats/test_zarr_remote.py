@@ -17,7 +17,7 @@ from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.plan.partition import owned
 from reshard.storage import remote_store
 from reshard.storage.remote_store import LEAST_PART_BYTES
@@ -37,8 +37,8 @@ def test_there_and_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The files are those of a local store, byte for byte; zarr reads them, and so do we, also as a source."""
-    monkeypatch.setattr(planner, "BAND_BYTES", 64)
-    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    monkeypatch.setattr(budget, "BAND_BYTES", 64)
+    monkeypatch.setattr(budget, "TASK_BYTES", 512)
     plan = reshard.plan(source, files=group)
     plan.run(tmp_path / "local")
     report = plan.run(f"{root}/model.zarr", threads=3)
@@ -243,7 +243,7 @@ def test_bands_of_few_rows_are_the_same(
     group = ZarrGroup(chunk_bytes=100, shard_bytes=1 << 20)
     reshard.plan(source, files=group).run(tmp_path / "local")
     for band in (16, 100, 1000, 1 << 20):
-        monkeypatch.setattr(planner, "BAND_BYTES", band)
+        monkeypatch.setattr(budget, "BAND_BYTES", band)
         reshard.plan(source, files=group).run(f"memory://bands/{band}", threads=2)
         assert get(f"memory://bands/{band}") == tree(tmp_path / "local")
 

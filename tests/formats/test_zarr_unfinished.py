@@ -13,7 +13,7 @@ from zarr_stores import FULL, GROUPS, assert_same, source
 import reshard
 from reshard import Selection, ZarrGroup
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.run.session import Session
 from reshard.run.tasks import How, commit_files, create_files, move_task, withdraw_index
 
@@ -110,7 +110,7 @@ def test_a_run_goes_on_where_one_was_killed(
     share: float,
 ) -> None:
     """Ranges of plain files, and whole files of any kind; at the end nothing but the store is there."""
-    monkeypatch.setattr(planner, "TASK_BYTES", 512)
+    monkeypatch.setattr(budget, "TASK_BYTES", 512)
     plan = reshard.plan(source, files=group)
     count = killed_at(0, name, lambda: plan.run(tmp_path / "whole", scheduler="synchronous"))
     store = tmp_path / "z"

@@ -10,7 +10,7 @@ import reference
 from fuzzing import SECONDS, Fuzzer, WrongError, error_of, require, reshard
 from reference import Held, Side
 
-from reshard.plan import build as planner
+from reshard.plan import budget
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -116,8 +116,8 @@ def one_chain(rng: Random, root: Path, counts: Counter[str]) -> None:
     link = Link(root / "a", [f"--source-strategy={strategies[0]}"], "ranks", format)
     with pytest.MonkeyPatch.context() as patch:
         if rng.random() < 0.6:
-            patch.setattr(planner, "BAND_BYTES", rng.choice([64, 256, 1000]))
-            patch.setattr(planner, "TASK_BYTES", rng.choice([128, 512, 4000]))
+            patch.setattr(budget, "BAND_BYTES", rng.choice([64, 256, 1000]))
+            patch.setattr(budget, "TASK_BYTES", rng.choice([128, 512, 4000]))
         try:
             for number, strategy in enumerate(strategies[1:], 1):
                 link = between(rng, link, root / f"{number}", formats, counts)

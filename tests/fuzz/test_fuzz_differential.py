@@ -20,7 +20,7 @@ import reference
 from fuzzing import SECONDS, Fuzzer, WrongError, done, error_of, require, reshard
 from reference import Held, Read, Side, Tensor, Wishes
 
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.storage import local as store
 
 if TYPE_CHECKING:
@@ -408,8 +408,8 @@ def one_case(rng: Random, root: Path, counts: Counter[str]) -> None:
     small = rng.choice([True, True, False]) and not any(word.startswith("--memory") for word in words)
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(planner, "BAND_BYTES", rng.choice([64, 256, 1000]))
-            patch.setattr(planner, "TASK_BYTES", rng.choice([128, 512, 4000]))
+            patch.setattr(budget, "BAND_BYTES", rng.choice([64, 256, 1000]))
+            patch.setattr(budget, "TASK_BYTES", rng.choice([128, 512, 4000]))
         told = ways[way](case, root, [case.command, source, str(out), *words], rng)
     if told is None:
         counts["refused as it may be"] += 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard import Layout, Strategy
 from reshard.formats import ckpt
-from reshard.plan import build as planner
+from reshard.plan import budget
 from reshard.plan import partition as ownership
 from reshard.plan.partition import owned
 from reshard.storage.local import LocalStore
@@ -45,7 +45,7 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most:
     root = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ownership, "FILES_AT_ONCE", most)
-        patch.setattr(planner, "BAND_BYTES", 256)
+        patch.setattr(budget, "BAND_BYTES", 256)
         before = write_ranks(root / "a", numbers(model.shapes, "float64"), model.source)
         wishes = reshard.Selection(cast={"float64": "float32"})
         plan = reshard.plan(reshard.open(before, strategy=model.source), model.target, format=format, selection=wishes)
@@ -59,7 +59,7 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most:
 
 
 def test_files_are_written_from_first_byte_to_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "BAND_BYTES", 512)
+    monkeypatch.setattr(budget, "BAND_BYTES", 512)
     monkeypatch.setattr(ckpt, "PART_BYTES", 101)  # contents in several messages, cut in the middle of an element
     also = {"note": "päd → ✓", "empty": np.zeros((0, 3), np.float32), "step": np.array(7, np.int32)}
     root = write_ranks(tmp_path / "src", FULL, split(8, 0), "ckpt", also=also)

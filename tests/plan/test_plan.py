@@ -14,7 +14,7 @@ from hypothesis import given
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import BudgetError, SourceError, UsageError
-from reshard.plan.build import MOST_TASKS, TASK_BYTES
+from reshard.plan.budget import MOST_TASKS, TASK_BYTES
 from reshard.strategy.names import optimizer_states
 
 ROWS, COLUMNS = Layout.of([4], [0, -1]), Layout.of([4], [-1, 0])
@@ -51,9 +51,9 @@ def test_a_plan_is_told_before_anything_is_read(source: reshard.Checkpoint, tmp_
 
 def test_tensors_alike_share_everything(source: reshard.Checkpoint) -> None:
     plan = reshard.plan(source, Strategy.of({"w": COLUMNS, "moments.w": COLUMNS, "b": Layout.of([4], [0])}))
-    by_name = {move.name: move for move in plan.moves}
+    by_name = {label.name: move for move, label in zip(plan.moves, plan.labels, strict=True)}
     assert by_name["w"].recipe is by_name["moments.w"].recipe
-    assert by_name["w"].holders is by_name["moments.w"].holders
+    assert by_name["w"].way is by_name["moments.w"].way
     assert len({id(file.layout) for file in plan.files}) == 1
 
 
@@ -202,18 +202,18 @@ def test_unknown_ranks_and_formats(source: reshard.Checkpoint) -> None:
 def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
     """A model of a terabyte that is not there: 64 tensors of 16 GB each, only as headers."""
     from reshard.dtypes import BFLOAT16
-    from reshard.formats.entries import Entry, FileIndex
-    from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+    from reshard.formats.entries import Entry, FileIndex, Where
+    from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor, TensorSpec
 
     shape = (1 << 16, 1 << 17)
     names = [f"w{i}" for i in range(64)]
     grid = Layout.of([8], [0, -1]).grid(shape)
     nbytes = grid.blocks[0].size * 2
     index = FileIndex("ckpt", {name: Entry(BFLOAT16, grid.blocks[0].shape, ((0, nbytes),)) for name in names})
-    shards = tuple(Shard(block, ranks) for block, ranks in zip(grid.blocks, grid.ranks, strict=True))
+    sharding = Sharding(grid.blocks, tuple(tuple(Where(rank, 0) for rank in ranks) for ranks in grid.ranks))
     source = Checkpoint(
         "nowhere",
-        {name: Tensor(TensorSpec(name, BFLOAT16, shape), shards) for name in names},
+        {name: Tensor(TensorSpec(name, BFLOAT16, shape), sharding, (((0, nbytes),),)) for name in names},
         tuple(SourceFile(f"{r}", nbytes * 64, 0, index) for r in range(8)),
         tuple(range(8)),
         Strategy.of({name: Layout.of([8], [0, -1]) for name in names}),
@@ -234,14 +234,18 @@ def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
 def test_every_rank_gets_its_blocks_and_no_others(model: Model) -> None:
     """Plan from a source of one whole file, so that only the target side is at stake."""
     from reshard.dtypes import BY_NAME
-    from reshard.formats.entries import Entry, FileIndex
+    from reshard.formats.entries import Entry, Extent, FileIndex
     from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 
     f4 = BY_NAME["float32"]
     full = numbers(model.shapes)
     index = FileIndex("ckpt", {n: Entry(f4, a.shape, ((0, a.nbytes),)) for n, a in full.items()})
     tensors = {
-        n: Tensor(TensorSpec(n, f4, a.shape), (Shard(reshard.Block.whole(a.shape), (0,)),), listed=False)
+        n: Tensor.of(
+            TensorSpec(n, f4, a.shape),
+            [Shard(reshard.Block.whole(a.shape), (Extent(0, ((0, a.nbytes),)),))],
+            listed=False,
+        )
         for n, a in full.items()
     }
     source = Checkpoint("x", tensors, (SourceFile("x", 0, 0, index),), (0,))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Array, assert_rank_files, numbers, write_file, write_ranks
+from checkpoints import Array, assert_rank_files, numbers, places, write_file, write_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -265,7 +265,7 @@ def write_as(path: Path, name: str, value: Array, dtype: str) -> Path:
     from reshard.formats.entries import Content
 
     layout = safetensors.lay_out([Content(name, BY_NAME[dtype], value.shape)], {})
-    ((offset, nbytes),) = layout.places[name]
+    ((offset, nbytes),) = places(layout)[name]
     content = value.tobytes()
     assert len(content) == nbytes
     path.write_bytes(layout.literals[0][1] + content)

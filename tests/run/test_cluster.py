@@ -24,8 +24,7 @@ from remotes import get
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError
-from reshard.plan import build as planner
-from reshard.plan import partition
+from reshard.plan import budget, partition
 from reshard.run import cluster as reshard_cluster
 from reshard.run import graph, tasks
 from reshard.storage.local import LocalStore
@@ -53,8 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(folder: Path) -> reshard.Plan:
     """A plan of many small tasks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "TASK_BYTES", 1 << 16)
-        patch.setattr(planner, "BAND_BYTES", 1 << 13)
+        patch.setattr(budget, "TASK_BYTES", 1 << 16)
+        patch.setattr(budget, "BAND_BYTES", 1 << 13)
         source = reshard.open(write_ranks(folder / "src", FULL, BEFORE), strategy=BEFORE)
         return reshard.plan(source, AFTER)
 
@@ -185,7 +184,7 @@ def test_a_failure_on_a_worker_leaves_nothing(
 ) -> None:
     """A source that is cut short under the run: found while reading, whatever other tasks do just then."""
     shutil.copytree(Path(made.source.root), tmp_path / "src")
-    monkeypatch.setattr(planner, "TASK_BYTES", 1 << 16)
+    monkeypatch.setattr(budget, "TASK_BYTES", 1 << 16)
     monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=BEFORE), AFTER)
     path = Path(plan.source.files[7].path)

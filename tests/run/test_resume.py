@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import assert_rank_files, numbers, tree, write_ranks
+from checkpoints import assert_rank_files, numbers, places, tree, write_ranks
 from commands import heed_signals
 from generators import Model, models
 from hypothesis import given, settings
@@ -38,8 +38,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import TargetError
 from reshard.layout.block import Block
-from reshard.plan import build as planner
-from reshard.plan import partition
+from reshard.plan import budget, partition
 from reshard.plan.bands import Recipe
 from reshard.plan.remaining import bytes_left, covers, remaining
 from reshard.run import journal
@@ -212,8 +211,8 @@ def test_the_tasks_of_the_next_run_may_be_others(
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
     stopped(plan, tmp_path / "out")
-    monkeypatch.setattr(planner, "TASK_BYTES", 700)
-    monkeypatch.setattr(planner, "BAND_BYTES", 64)
+    monkeypatch.setattr(budget, "TASK_BYTES", 700)
+    monkeypatch.setattr(budget, "BAND_BYTES", 64)
     report = reshard.plan(source, TARGET).run(tmp_path / "out")
     assert report.resumed > 0
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
@@ -281,7 +280,7 @@ def test_checksums_are_of_what_is_there(source: reshard.Checkpoint, tmp_path: Pa
     expected = {
         file.path: {
             name: crc32c(b"".join(content[offset : offset + nbytes] for offset, nbytes in runs))
-            for name, runs in file.layout.places.items()
+            for name, runs in places(file.layout).items()
         }
         for file in plan.files
         for content in [plan_bytes(plan, tmp_path)[file.path]]
@@ -304,9 +303,9 @@ def test_no_checksum_is_made_up(source: reshard.Checkpoint, tmp_path: Path) -> N
 
 _SIGNALLED = """
 import os, sys
-from reshard.plan import build as planner; from reshard.run import session as resume
+from reshard.plan import budget; from reshard.run import session as resume
 from reshard.storage.local import LocalStore
-planner.TASK_BYTES, planner.BAND_BYTES, resume.FLUSH_SECONDS = 512, 256, 0
+budget.TASK_BYTES, budget.BAND_BYTES, resume.FLUSH_SECONDS = 512, 256, 0
 original, count = getattr(LocalStore, sys.argv[2]), iter(range(10**6))
 def method(*arguments, **options):
     if next(count) == int(sys.argv[3]):

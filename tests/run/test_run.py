@@ -13,7 +13,7 @@ import dask
 import helpers
 import numpy as np
 import pytest
-from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
+from checkpoints import assert_rank_files, numbers, places, tree, write_file, write_ranks
 from eight_ranks import FULL, ROWS, TARGET, small_tasks, source
 from generators import Model, models
 from hypothesis import HealthCheck, given, settings
@@ -187,7 +187,7 @@ def test_every_width_moves_as_bits(tmp_path: Path, dtype: str) -> None:
         layout = by_name("safetensors").lay_out([Content("w", kind, (4, 8))], {"format": "ms"})
         content = bytearray(layout.size)
         content[: len(layout.literals[0][1])] = layout.literals[0][1]
-        ((offset, nbytes),) = layout.places["w"]
+        ((offset, nbytes),) = places(layout)["w"]
         content[offset : offset + nbytes] = bits[4 * rank : 4 * rank + 4].tobytes()
         (tmp_path / f"a/rank_{rank}").mkdir(parents=True)
         (tmp_path / f"a/rank_{rank}/net.safetensors").write_bytes(content)
@@ -204,7 +204,7 @@ def test_tensors_in_several_messages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """MindSpore cuts contents at 512 MiB, in the middle of a row; here at 100 bytes, in the middle of an element."""
     monkeypatch.setattr(ckpt, "PART_BYTES", 101)
     source = reshard.open(write_ranks(tmp_path / "a", FULL, ROWS, "ckpt"), strategy=ROWS)
-    assert len(source.entry(0, "w").runs) > 1
+    assert len(source.files[0].index.entries["w"].runs) > 1
     reshard.plan(source, TARGET).run(tmp_path / "b")
     assert_rank_files(tmp_path / "b", FULL, TARGET)
 
@@ -364,7 +364,7 @@ def test_one_tensor_of_16_gb_within_512_mb(tmp_path: Path) -> None:
     path = tmp_path / "w.ckpt"
     random = np.random.default_rng(0)
     places = sorted(random.integers(0, shape[0] * shape[1], 200).tolist())
-    runs = layout.places["w"]
+    runs = places(layout)["w"]
     with path.open("wb") as file:
         file.truncate(layout.size)
         for offset, literal in layout.literals:
@@ -390,7 +390,7 @@ print(plan.stats.peak_memory, int(peak.split()[1]) * 1024)
     found = {}
     for rank in (2, 5):
         entry = reshard.open(tmp_path / f"out/rank_{rank}/checkpoint_{rank}.safetensors")
-        ((offset, nbytes),) = entry.entry(0, "w").runs
+        ((offset, nbytes),) = entry.files[0].index.entries["w"].runs
         assert nbytes == 2 * shape[0] * shape[1] // 8
         bits = np.memmap(entry.files[0].path, np.uint16, offset=offset, mode="r")
         for start in range(0, len(bits), 1 << 26):

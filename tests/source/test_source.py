@@ -27,7 +27,7 @@ def test_blocks_come_from_the_strategy_and_their_places_from_the_headers(root: P
     source = reshard.open(root, strategy=STRATEGY)
     assert source["w"].shape == (8, 4)
     assert list(source) == ["b", "w", "global_step"]  # in the order of the files
-    assert [(str(shard.block), shard.holders) for shard in source.tensors["b"].shards] == [
+    assert [(str(shard.block), shard.files) for shard in source.tensors["b"].shards] == [
         ("[0:2]", (0, 2)),
         ("[2:4]", (1, 3)),
     ]
@@ -163,7 +163,7 @@ def test_a_missing_rank_is_refused_though_replicas_have_all_it_held(tmp_path: Pa
     (root / "rank_3" / "checkpoint_3.safetensors").unlink()
     with pytest.raises(SourceError, match="rank 3: has no file, of the 4 ranks that the strategy describes.*--partial"):
         reshard.open(root, strategy=strategy)
-    assert reshard.open(root, strategy=strategy, partial=True).tensors["w"].shards[1].holders == (1,)
+    assert reshard.open(root, strategy=strategy, partial=True).tensors["w"].shards[1].files == (1,)
     (root / "rank_1" / "checkpoint_1.safetensors").unlink()
     with pytest.raises(SourceError, match=r"rank 1: has no file; it is needed for 1 tensors \(w\)"):
         reshard.open(root, strategy=strategy)
@@ -209,12 +209,12 @@ def test_a_tensor_shared_by_two_stages_is_read_from_the_lowest_that_holds_it(tmp
     for rank in (2, 3):
         write_file(tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors", {"other": np.zeros(2, np.float32)})
     source = reshard.open(tmp_path, strategy=strategy)
-    assert [shard.holders for shard in source.tensors["tied"].shards] == [(0,), (1,)]
+    assert [shard.files for shard in source.tensors["tied"].shards] == [(0,), (1,)]
     for rank in (0, 1):  # and if stage 0 has lost it, stage 1 will do
         old = tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors"
         old.rename(tmp_path / f"rank_{rank + 2}" / f"checkpoint_{rank + 2}.safetensors")
         write_file(old, {"other": np.zeros(2, np.float32)})
-    assert [shard.holders for shard in reshard.open(tmp_path, strategy=strategy).tensors["tied"].shards] == [(2,), (3,)]
+    assert [shard.files for shard in reshard.open(tmp_path, strategy=strategy).tensors["tied"].shards] == [(2,), (3,)]
 
 
 def test_a_tensor_that_a_higher_stage_has_whole_is_not_asked_of_a_lower(tmp_path: Path) -> None:
@@ -223,10 +223,10 @@ def test_a_tensor_that_a_higher_stage_has_whole_is_not_asked_of_a_lower(tmp_path
     write_ranks(tmp_path, {"tied": FULL["w"]}, strategy)
     (tmp_path / "rank_0" / "checkpoint_0.safetensors").unlink()
     source = reshard.open(tmp_path, strategy=strategy, partial=True)
-    assert [bool(shard.holders) for shard in source.tensors["tied"].shards] == [True, True]
+    assert [bool(shard.files) for shard in source.tensors["tied"].shards] == [True, True]
     (tmp_path / "rank_3" / "checkpoint_3.safetensors").unlink()
     some = reshard.open(tmp_path, strategy=strategy, partial=True)
-    assert [bool(shard.holders) for shard in some.tensors["tied"].shards] == [False, True]
+    assert [bool(shard.files) for shard in some.tensors["tied"].shards] == [False, True]
 
 
 # --- sharded but not listed, listed but whole ---

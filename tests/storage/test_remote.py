@@ -16,7 +16,7 @@ from remotes import COLUMNS, FULL, ROWS, Requests, changing, get, put, records
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
-from reshard.plan import build
+from reshard.plan import budget
 from reshard.run import mover
 from reshard.storage import remote_store
 from reshard.storage.remote import RemotePath, as_path
@@ -125,7 +125,7 @@ def test_a_failure_leaves_nothing_unfinished(
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
     monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
-    monkeypatch.setattr(build, "BAND_BYTES", 1 << 20)
+    monkeypatch.setattr(budget, "BAND_BYTES", 1 << 20)
     monkeypatch.setattr(mover, "FETCH_BYTES", 1 << 20)
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
     real = remote_store.RemoteStore.fetch

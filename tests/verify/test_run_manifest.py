@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import numbers, write_ranks
+from checkpoints import numbers, places, write_ranks
 from commands import call
 from generators import Model, models
 from hypothesis import given, settings
@@ -177,7 +177,7 @@ def test_only_blocks_without_a_sum_are_read(folder: Path, read: list[Any]) -> No
     plan.run("dst")
     path = "rank_2/checkpoint_2.ckpt"
     journal = Journal(str(folder / "dst"))
-    (place,) = plan.files[2].layout.places["c"]
+    (place,) = places(plan.files[2].layout)["c"]
     kept = [some for some in journal.read(path).wrote if not place[0] <= some[0] < sum(place)]
     file = Path(journal.path(path))
     lines = [json.loads(line) for line in file.read_text().splitlines() if line]

@@ -71,7 +71,7 @@ def test_recorded_cases_are_equal_after_a_conversion(mindspore_data: Path, tmp_p
                 tmp_path / source, after, against=case / f"src_{other}", source_strategy=before, selection=every
             )
             assert not found.differences
-            assert found.tensors + len(plan.texts) == len({move.name for move in plan.moves})
+            assert found.tensors + len(plan.texts) == len({label.name for label in plan.labels})
             assert set(found.dropped) == set(plan.dropped)
 
 

@@ -14,13 +14,14 @@ import dask.array as da
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import places
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError
 from reshard.formats import by_name, index_file
-from reshard.formats.entries import Content, Entry, FileIndex
+from reshard.formats.entries import Content, Entry, Extent, FileIndex
 from reshard.layout.block import Block
 from reshard.plan.plan import Held
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
@@ -74,9 +75,9 @@ def stored(
         path.write_bytes(laid)
         index = FileIndex("ckpt", {"w": Entry(BY_NAME[dtype], block.shape, tuple(runs))})
         files.append(SourceFile(str(path), len(laid), path.stat().st_mtime_ns, index))
-        shards.append(Shard(block, (number,)))
+        shards.append(Shard(block, (Extent(number, tuple(runs)),)))
     spec = TensorSpec("w", BY_NAME[dtype], values.shape)
-    return Checkpoint(str(root), {"w": Tensor(spec, tuple(shards))}, tuple(files), tuple(range(len(files))))
+    return Checkpoint(str(root), {"w": Tensor.of(spec, shards)}, tuple(files), tuple(range(len(files))))
 
 
 @pytest.fixture
@@ -239,7 +240,7 @@ def test_every_dtype_comes_back_from_a_file(tmp_path: Path, dtype: str) -> None:
     for offset, literal in layout.literals:
         contents[offset : offset + len(literal)] = literal
     for name, data in {"w": values.tobytes(), "s": values[1].tobytes()}.items():
-        ((offset, nbytes),) = layout.places[name]
+        ((offset, nbytes),) = places(layout)[name]
         contents[offset : offset + nbytes] = data
     path = tmp_path / "a.safetensors"
     path.write_bytes(contents)
@@ -247,7 +248,11 @@ def test_every_dtype_comes_back_from_a_file(tmp_path: Path, dtype: str) -> None:
     checkpoint = Checkpoint(
         str(path),
         {
-            name: Tensor(TensorSpec(name, kind, shape), (Shard(Block.whole(shape), (0,)),), listed=False)
+            name: Tensor.of(
+                TensorSpec(name, kind, shape),
+                [Shard(Block.whole(shape), (Extent(0, places(layout)[name]),))],
+                listed=False,
+            )
             for name, shape in {"w": (5,), "s": ()}.items()
         },
         (file,),
@@ -269,7 +274,7 @@ def test_the_lazy_object_keeps_its_dtype_through_a_pickle(tmp_path: Path) -> Non
 def test_a_text_entry_is_a_0d_array(tmp_path: Path) -> None:
     spec = TensorSpec("note", STR, (0,))
     whole = Block.whole((0,))
-    tensor = Tensor(spec, (Shard(whole, (0,)),), listed=False, text="step µ")
+    tensor = Tensor.of(spec, [Shard(whole, (Extent(0, ()),))], listed=False, text="step µ")
     checkpoint = Checkpoint(str(tmp_path), {"note": tensor}, (), ())
     assert checkpoint["note"].compute().item() == "step µ"
     assert sub_array(checkpoint, "note", whole).compute() == "step µ"
@@ -295,7 +300,7 @@ def test_names_tell_what_is_read(tmp_path: Path) -> None:
     names = {one["w"].name}
     for dtype in ["int4", "uint8", "float8_e4m3fn", "float8_e5m2"]:
         other = TensorSpec("w", BY_NAME[dtype], (4,))
-        checkpoint = Checkpoint(one.root, {"w": Tensor(other, one.tensors["w"].shards)}, one.files, one.ranks)
+        checkpoint = Checkpoint(one.root, {"w": one.tensors["w"]._replace(spec=other)}, one.files, one.ranks)
         names.add(checkpoint["w"].name)
     names.add(stored(tmp_path, values, grid((4,), [[]]), "int8")["w"].name)  # another file
     (file,) = one.files
@@ -321,16 +326,15 @@ def test_what_travels_is_small(tmp_path: Path) -> None:
 def test_bytes_that_are_not_there_are_an_error(tmp_path: Path) -> None:
     values = numbered((4, 4))
     whole = stored(tmp_path, values, grid((4, 4), [[2], []]), "float32")
-    half = Tensor(whole.tensors["w"].spec, whole.tensors["w"].shards[:1])
+    half = Tensor.of(whole.tensors["w"].spec, whole.tensors["w"].shards[:1])
     lazy = Checkpoint(whole.root, {"w": half}, whole.files, whole.ranks)["w"]
     assert np.array_equal(lazy[:2].compute(), values[:2])
     with pytest.raises(SourceError, match=r"tensor 'w': 8 of 8 items asked for are in no shard"):
         lazy.compute()
-    file = whole.files[0]
-    short = Entry(BY_NAME["float32"], (2, 4), ((1, 28),))
-    files = (SourceFile(file.path, file.nbytes, 0, FileIndex("ckpt", {"w": short})), whole.files[1])
+    first, second = whole.tensors["w"].shards
+    short = Tensor.of(half.spec, [first._replace(replicas=(Extent(0, ((1, 28),)),)), second])
     with pytest.raises(SourceError, match=r"bin: block \[0:2, 0:4\] is 4 bytes longer than what the file has"):
-        Checkpoint(whole.root, whole.tensors, files, whole.ranks)["w"].compute()
+        Checkpoint(whole.root, {"w": short}, whole.files, whole.ranks)["w"].compute()
 
 
 KEEPS_ITS_KIND = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import checkpoints
 import numpy as np
 import pytest
+from checkpoints import places
 from test_show import large
 
 import reshard
@@ -102,7 +103,7 @@ def test_a_choice_is_planned_and_written(
     names = {"layers.*": "model.*"}
     renamed = Strategy.of({name.replace("layers", "model"): p[0].layout for name, p in COLUMNS.tensors.items()})
     plan = reshard.plan(chosen, renamed, selection=reshard.Selection(names=names))
-    assert [move.name for move in plan.moves] == ["model.0.attn.wq", "model.1.attn.wq"]
+    assert [label.name for label in plan.labels] == ["model.0.attn.wq", "model.1.attn.wq"]
 
 
 def test_a_choice_does_not_hide_what_is_missing(source: Checkpoint) -> None:
@@ -228,7 +229,7 @@ def written(root: Path, values: np.ndarray[Any, Any], dtype: str, strategy: Stra
         contents = bytearray(layout.size)
         for offset, literal in layout.literals:
             contents[offset : offset + len(literal)] = literal
-        ((offset, nbytes),) = layout.places["w"]
+        ((offset, nbytes),) = places(layout)["w"]
         contents[offset : offset + nbytes] = part.tobytes()
         path = root / f"rank_{rank}" / "x.safetensors"
         path.parent.mkdir(parents=True)

@@ -20,7 +20,7 @@ from test_show import large
 import reshard
 from reshard.cli.demo import make
 from reshard.dtypes import BY_NAME
-from reshard.formats.entries import Entry, FileIndex
+from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
 from reshard.run.run import Report
@@ -34,7 +34,7 @@ from reshard.view.markup import Markup, tag
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.plan.plan import Plan
+    from reshard.plan.plan import Move, Plan
 
 MOST = 300_000
 HOSTILE = "<script>alert(1)</script>\"'&amp; onload=x \x1b[2J\u202e"
@@ -67,6 +67,10 @@ def target(demo: Path) -> Strategy:
 @pytest.fixture(scope="module")
 def plan(source: Checkpoint, target: Strategy) -> Plan:
     return reshard.plan(source, target, format="safetensors")
+
+
+def moves_of(plan: Plan, name: str) -> list[Move]:
+    return [move for move, label in zip(plan.moves, plan.labels, strict=True) if label.name == name]
 
 
 def parsed(shown: Any) -> ET.Element:
@@ -147,8 +151,8 @@ def hostile() -> tuple[Checkpoint, Strategy]:
     name, other = f"a.{HOSTILE}.w", f"b.{HOSTILE}"
     index = FileIndex("ckpt", {n: Entry(BY_NAME["float32"], (2,), ((0, 8),)) for n in (name, other)})
     file = SourceFile(f"/x/{HOSTILE}.ckpt", 10, 0, index)
-    shards = (Shard(Block.whole((2,)), (0,)),)
-    tensors = {n: Tensor(TensorSpec(n, BY_NAME["float32"], (2,)), shards) for n in (name, other)}
+    shards = [Shard(Block.whole((2,)), (Extent(0, ((0, 8),)),))]
+    tensors = {n: Tensor.of(TensorSpec(n, BY_NAME["float32"], (2,)), shards) for n in (name, other)}
     strategy = Strategy.of({n: Layout.of([2], [0]) for n in (name, f"c.{HOSTILE}", f"adam.{name}")})
     one = Strategy.of({name: Layout.of([1], [-1]), other: Layout.of([1], [-1])})
     checkpoint = Checkpoint(
@@ -231,7 +235,10 @@ def test_a_name_of_any_length() -> None:
     index = FileIndex("ckpt", {})
     block = Block.whole((2,))
     tensors = {
-        f"{c}" * 100_000: Tensor(TensorSpec(c * 100_000, BY_NAME["float32"], (2,)), (Shard(block, (0,)),)) for c in "ab"
+        f"{c}" * 100_000: Tensor.of(
+            TensorSpec(c * 100_000, BY_NAME["float32"], (2,)), [Shard(block, (Extent(0, ((0, 8),)),))]
+        )
+        for c in "ab"
     }
     parsed(Checkpoint("long", tensors, (SourceFile("x", 1, 0, index),), (0,)))
 
@@ -384,8 +391,8 @@ def test_a_plans_ribbons_are_its_bytes(source: Checkpoint, target: Strategy, ran
     assert sum(drawn.written.values()) == plan.stats.bytes_written == sum(node.nbytes for node in drawn.targets)
     assert [node.name for node in drawn.targets] == [f"rank {rank}" for rank in plan.ranks]
     read = written = 0
-    for name in {move.name for move in plan.moves}:
-        of_one = flow._of_tensor(plan, [move for move in plan.moves if move.name == name])
+    for name in {label.name for label in plan.labels}:
+        of_one = flow._of_tensor(plan, moves_of(plan, name))
         read, written = read + sum(of_one.read.values()), written + sum(of_one.written.values())
     assert (read, written) == (plan.stats.bytes_read, plan.stats.bytes_written)
 
@@ -402,7 +409,7 @@ def test_a_cast_and_a_large_plan_keep_their_bytes() -> None:
 
 
 def test_bands_of_one_tensor(plan: Plan) -> None:
-    drawn = flow._of_tensor(plan, [move for move in plan.moves if move.name == "net.layer1.weight"])
+    drawn = flow._of_tensor(plan, moves_of(plan, "net.layer1.weight"))
     assert [node.name for node in drawn.middles] == ["rows 0:4", "rows 4:8", "rows 8:12", "rows 12:16"]
     assert [(node.name, node.remark) for node in drawn.sources] == [
         ("rank 0", "[0:16, 0:16]"), ("rank 2", "[0:16, 16:32]"),

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.dtypes import BY_NAME
-from reshard.formats.entries import Entry, FileIndex
+from reshard.formats.entries import Entry, Extent, FileIndex, Where
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
-from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
 from reshard.strategy.strategy import Strategy
 from reshard.view.checkpoints import checkpoint_text, rank_files_data, rank_files_text
 from reshard.view.folding import fold
@@ -133,19 +133,16 @@ def large(tensors: int, ranks: int) -> Checkpoint:
     rows, columns = Layout.of([ranks], [0, -1]), Layout.of([ranks], [-1, 0])
     layouts = {f"h.{i // 10}.w{'abcdefghij'[i % 10]}": rows if i % 2 else columns for i in range(tensors)}
     strategy = Strategy.of(layouts)
-    shards = {
-        layout: tuple(
-            Shard(block, holders)
-            for block, holders in zip(
-                layout.grid((ranks, ranks)).blocks, layout.grid((ranks, ranks)).ranks, strict=True
-            )
-        )
-        for layout in (rows, columns)
+    grids = {layout: layout.grid((ranks, ranks)) for layout in (rows, columns)}
+    shardings = {
+        layout: Sharding(grid.blocks, tuple(tuple(Where(rank, 0) for rank in some) for some in grid.ranks))
+        for layout, grid in grids.items()
     }
     index = FileIndex("ckpt", {name: Entry(FLOAT32, (1, ranks), ((0, 4 * ranks),)) for name in layouts})
     files = tuple(SourceFile(f"rank_{rank}/x.ckpt", 100, 0, index) for rank in range(ranks))
     found = {
-        name: Tensor(TensorSpec(name, FLOAT32, (ranks, ranks)), shards[layout]) for name, layout in layouts.items()
+        name: Tensor(TensorSpec(name, FLOAT32, (ranks, ranks)), shardings[layout], (((0, 4 * ranks),),))
+        for name, layout in layouts.items()
     }
     return Checkpoint("big", found, files, tuple(range(ranks)), strategy)
 
@@ -164,7 +161,7 @@ def test_ten_thousand_tensors_are_quick_and_short() -> None:
 
 def test_ranks_with_different_files_are_shown_apart() -> None:
     one = FileIndex("ckpt", {"w": Entry(FLOAT32, (2, 4), ((0, 32),))})
-    other = FileIndex("ckpt", {"w": Entry(FLOAT32, (3, 4), ((0, 48),))})
+    other = FileIndex("ckpt", {"w": Entry(FLOAT32, (3, 4), ((0, 48),))}, header=1)
     files = tuple(SourceFile(f"{n}", 10, 0, index) for n, index in enumerate([one, other, one, one]))
     text = rank_files_text("src", files, (0, 1, 2, 3))
     assert "ranks 0,2-3: each 1 tensor, 32 B" in text
@@ -180,7 +177,8 @@ def test_hostile_names_do_not_reach_a_terminal() -> None:
     index = FileIndex("ckpt", {name: Entry(FLOAT32, (2,), ((0, 8),))})
     file = SourceFile("x\x1b[0m.ckpt", 10, 0, index)
     unreadable = {"m\x1bap": "is a \x1b map"}
-    checkpoint = Checkpoint("x\x1b", {name: Tensor(spec, (Shard(block, (0,)),))}, (file,), (0,), unreadable=unreadable)
+    tensor = Tensor.of(spec, [Shard(block, (Extent(0, ((0, 8),)),))])
+    checkpoint = Checkpoint("x\x1b", {name: tensor}, (file,), (0,), unreadable=unreadable)
     strategy = Strategy.of({name: Layout.of([1], [-1])})
     texts = [
         checkpoint_text(checkpoint),

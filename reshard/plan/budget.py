@@ -1,0 +1,171 @@
+"""How much memory a run takes: what a prediction consists of, and how many threads and bytes in a band keep a limit.
+
+The constants are resident memory, measured on CPython 3.11 with numpy; `tests/run/test_memory.py` holds predictions
+against runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Protocol
+
+from reshard.errors import BudgetError
+from reshard.formats.zarr import NAME as ZARR
+from reshard.plan.bands import VIEWS
+from reshard.storage.remote import is_url
+from reshard.storage.remote_store import fetched_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.plan.build import Destination, Item
+    from reshard.source.checkpoint import Checkpoint
+
+BAND_BYTES = 4 << 20
+"""The most bytes of a tensor that a thread reads at once; measured best between 1 and 16 MB."""
+
+LEAST_BAND_BYTES = 64 << 10
+"""The least; below it a run is mostly calls."""
+
+THREADS = 4
+"""How many threads a run has at most, unless another number is asked for."""
+
+TASK_BYTES = 64 << 20
+"""How much a task moves, at least: few, fat tasks, because a scheduler takes 25 µs to 1.5 ms for each."""
+
+MOST_TASKS = 4096
+
+IMPORTED_BYTES = 53 << 20
+"""The interpreter with everything that a run imports; dask imports jinja2 where it is installed: 2 MiB of it."""
+
+CAST_BYTES = 4 << 20
+"""What the import of ml_dtypes adds, which only a cast needs."""
+
+TENSOR_BYTES = 1400
+"""A tensor in a checkpoint and in a plan, with a name of 35 letters; so are the next two."""
+
+ENTRY_BYTES = 700
+"""A tensor's entry in an index of a source file, or in a layout of a target file."""
+
+TASK_MEMORY = 4000
+"""A task in a plan, in the graph and in the scheduler."""
+
+CHUNK_BYTES = 650
+"""A chunk of a zarr store that is read."""
+
+Share = tuple[str, int]
+"""A part of a prediction: what it is for, and its bytes."""
+
+
+class Coder(Protocol):
+    """What decrypts, decodes or compresses."""
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a run's memory consists of.
+
+    Attributes:
+        fixed: what is taken whatever the threads.
+        coders: what else takes memory by the thread.
+        buffers: how many bands a thread holds: as read, as put together, and cast.
+        remote: sources are at URLs.
+        threads: how many there are at most.
+        band_bytes: the most bytes of a tensor that one of them reads at once.
+    """
+
+    fixed: tuple[Share, ...]
+    coders: tuple[Coder, ...]
+    buffers: int
+    remote: bool
+    threads: int
+    band_bytes: int
+
+    def coding_bytes(self, threads: int) -> int:
+        """Return the memory that so many threads take to decrypt, decode and compress, and to read at URLs."""
+        fetched = fetched_bytes(threads, BAND_BYTES) if self.remote else 0
+        return sum(coder.nbytes(threads) for coder in self.coders) + fetched
+
+    def shares(self, tasks: int, band: int) -> tuple[Share, ...]:
+        """Return what a run of so many tasks takes, whose largest band has so many bytes."""
+        threads = min(self.threads, tasks)
+        return (
+            *self.fixed,
+            ("coding and fetching", self.coding_bytes(max(threads, 1))),
+            ("bands", threads * (self.buffers * band + ceil(VIEWS * self.band_bytes))),
+        )
+
+
+def thread_bytes(band: int, buffers: int) -> int:
+    """Return the memory that a thread takes for bands of so many bytes: its buffers, and what it keeps of bands."""
+    return ceil((buffers + VIEWS) * band)
+
+
+def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, more: Sequence[Share]) -> tuple[Share, ...]:
+    """Return what is taken whatever the threads: the program, the source's indexes, the plan.
+
+    Args:
+        source: the checkpoint.
+        items: what is planned of it.
+        ranks: how many ranks the target has.
+        more: what the destination adds.
+    """
+    indexes = {file.index.header: len(file.index.entries) for file in source.files}
+    nbytes = sum(item.tensor.spec.nbytes for item in items)
+    tasks = min(MOST_TASKS, nbytes * ranks // TASK_BYTES)  # at most: where all ranks get everything
+    chunks = sum(len(item.tensor.sharding.blocks) for item in items) if source.format == ZARR else 0
+    return (
+        ("program", IMPORTED_BYTES + (CAST_BYTES if _casts(items) else 0)),
+        ("checkpoint", TENSOR_BYTES * len(items) + ENTRY_BYTES * sum(indexes.values()) + CHUNK_BYTES * chunks),
+        ("layouts", (ENTRY_BYTES + 13 * ranks) * len(items)),  # and which tensors are in which file
+        ("tasks", TASK_MEMORY * tasks),
+        *more,
+    )
+
+
+def budget(
+    source: Checkpoint,
+    items: Sequence[Item],
+    destination: Destination,
+    *,
+    memory: int | None = None,
+    threads: int | None = None,
+) -> Budget:
+    """Return how many threads, and bytes in a band, keep a run within so much memory.
+
+    Args:
+        source: the checkpoint that is read.
+        items: what is planned of it.
+        destination: where it goes.
+        memory: the most that a run may take; None for no limit.
+        threads: how many are wanted.
+
+    Raises:
+        BudgetError: it is too little; the least that works is in the error.
+    """
+    every = tuple(coder for coder in (source.coding, destination.coding) if coder is not None)
+    fixed = _fixed_shares(source, items, len(destination.ranks), destination.memory)
+    remote = any(is_url(file.path) for file in source.files)
+    found = Budget(fixed, every, 3 if _casts(items) else 2, remote, threads or THREADS, BAND_BYTES)
+    if memory is None:
+        return found
+    plain = sum(nbytes for _, nbytes in fixed)
+    for fewer in range(found.threads, 0, -1):
+        taken = plain + found.coding_bytes(fewer)
+        band = min(BAND_BYTES, int((memory - taken) / ((found.buffers + VIEWS) * fewer)))
+        if band >= (BAND_BYTES if fewer > 1 else LEAST_BAND_BYTES):
+            return Budget(fixed, every, found.buffers, remote, fewer, band)
+    least = taken + thread_bytes(LEAST_BAND_BYTES, found.buffers)
+    stored = [tensor for _, tensor in sorted((t.spec.nbytes, t.spec.name) for t in source.tensors.values())]
+    raise BudgetError(
+        f"{memory} bytes of memory are too little; the least that works is {least}: {taken} for the program and "
+        f"its plan of {len(stored)} tensors, and the rest to hold a band of tensor {stored[-1] if stored else ''!r}"
+    )
+
+
+def _casts(items: Sequence[Item]) -> bool:
+    return any(item.dtype is not item.tensor.spec.dtype for item in items)
