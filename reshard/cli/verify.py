@@ -20,7 +20,7 @@ from reshard.cli.options import (
     size,
     source_options,
 )
-from reshard.cli.terminal import Command, print_json, say, say_notices, wrote
+from reshard.cli.terminal import OPTIONS, Command, print_json, say, say_notices, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.view.progress import progress
@@ -200,7 +200,7 @@ def verify(
     if as_json:
         print_json(verdict_data(found))
     elif not quiet or not found.equal:
-        click.echo(verdict_text(found))
+        click.echo(verdict_text(found, OPTIONS, "--json"))
     if not found.equal:
         raise VerifyError(summary(found))
 

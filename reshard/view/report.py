@@ -90,7 +90,7 @@ def _checksums_text(report: Report) -> str:
 def report_data(
     plan: Plan, directory: str, report: Report | None = None, verify: str | None = None, check: str | None = None
 ) -> dict[str, object]:
-    """Return a plan and the report of its run for `--json`; the keys are the same before a run (null) and after.
+    """Return a plan and the report of its run as plain data; the keys are the same before a run (null) and after.
 
     The two commands are those of `report_text`.
     """

@@ -54,7 +54,7 @@ TARGETS = [
     a_target("a journal of huge numbers", tree({_JOURNAL: _BEGUN + b'{"wrote":[[' + b"9" * 4000 + b',1,1],[0,1e308,1]]}\n{"ready":[' + b"9" * 4000 + b",1]}\n"}), "", code=0),
     a_target("a journal of numbers of 5,000 digits", tree({_JOURNAL: _BEGUN + b'{"wrote":[[' + b"9" * 5000 + b",1,1]]}\n"}), "", code=0),
     a_target("a journal of Infinity", tree({_JOURNAL: _BEGUN + b'{"wrote":[[Infinity,NaN,-Infinity]]}\n'}), "", code=0),
-    a_target("an unfinished file of another plan", tree({_JOURNAL: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; begin anew with --restart, or choose another target", commands=(_TO_RANKS,)),
+    a_target("an unfinished file of another plan", tree({_JOURNAL: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; start over with --restart, or choose another target", commands=(_TO_RANKS,)),
     a_target("a finished file, says its journal", tree({_JOURNAL: _BEGUN + b'{"ready":[2,0]}\n', "rank_0/checkpoint_0.ckpt": b"xy"}), "has rank_0/checkpoint_0.ckpt already; choose another target directory, or replace it with --overwrite", commands=(_TO_RANKS, f"{_TO_RANKS} --restart")),
     a_target("other journals", tree({".reshard/\x1b[2J\nerror: no.jsonl": b"x", ".reshard/a": link("/dev/zero")}), "", code=0),
     Item("a part of a set that leads out", tree({"part0.safetensors": link("../outside/keep")}), "part0.safetensors: leads out of the target directory, to /item/outside/keep; remove the link", ("unify {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),

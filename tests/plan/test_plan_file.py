@@ -280,7 +280,7 @@ def refuse(path: Path, kind: type[ReshardError], message: str, **reading: Any) -
 
 
 def test_files_that_are_not_there(saved: Path, root: Path, tmp_path: Path) -> None:
-    message = r"rank_2/checkpoint_2\.safetensors: cannot be found .*; say where the source is: --source DIRECTORY"
+    message = r"rank_2/checkpoint_2\.safetensors: cannot be found .*; say where the source is: source="
     (root / "rank_2" / "checkpoint_2.safetensors").unlink()
     refuse(saved, SourceError, message)
     refuse(saved, SourceError, "has 4 faults", source=tmp_path / "nowhere")

@@ -59,7 +59,7 @@ def test_there_and_back(tmp_path: Path, made: Manifest) -> None:
     write_manifest(made, tmp_path / "m.json")
     assert read_manifest(tmp_path / "m.json") == made
     before = (tmp_path / "m.json").read_bytes()
-    with pytest.raises(TargetError, match="--overwrite"):
+    with pytest.raises(TargetError, match="with overwrite=True"):
         write_manifest(made, tmp_path / "m.json")
     write_manifest(made, tmp_path / "m.json", overwrite=True)
     assert (tmp_path / "m.json").read_bytes() == before
