@@ -76,7 +76,9 @@ def test_finished_files_are_not_written_again(
     assert finished <= len(kept) <= len(undisturbed)  # the next one may have been on its way
     nbytes = plan.stats.bytes_written * len(kept) // len(undisturbed)
     (note,) = caught.value.__notes__
-    assert note.startswith(f"{nbytes} of {plan.stats.bytes_written} bytes are written and kept; the same command goes")
+    assert note.startswith(
+        f"{nbytes} of {plan.stats.bytes_written} bytes are written and kept; the same command resumes"
+    )
     streamed.clear()
     report = plan.run(f"{root}/out", scheduler=scheduler)
     assert sorted(streamed) == sorted(undisturbed.keys() - kept.keys())
