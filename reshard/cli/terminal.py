@@ -80,7 +80,7 @@ class _Stopped(KeyboardInterrupt):
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`; whoever ignores one (nohup) goes on ignoring it."""
+    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`; whoever ignores one (nohup) continues to."""
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     stopped: list[_Stopped] = []
 
@@ -243,7 +243,7 @@ def _told(error: BaseException) -> tuple[str, int]:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         return f"error: {where}{error.strerror}", BudgetError.exit_code if full else 1
     kind = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"error: unexpected {kind} (a fault of reshard; add --debug to see where)", 1
+    return f"error: unexpected {kind} (internal error, please report; add --debug to see where)", 1
 
 
 def say(text: str) -> None:

@@ -45,7 +45,7 @@ def _share(_ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     match = _SHARE.fullmatch(value.strip())
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
-        raise click.BadParameter(f"{value!r} is no share; expected one such as 5%", param=param)
+        raise click.BadParameter(f"{value!r}: invalid share; expected e.g. 5%", param=param)
     return share
 
 

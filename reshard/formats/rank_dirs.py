@@ -137,7 +137,7 @@ def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
     """
     if "{rank}" not in rank_pattern or rank_pattern.startswith("/") or ".." in rank_pattern.split("/"):
         raise SourceError(
-            f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory; expected one such as "
+            f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory; expected e.g. "
             "'node{rank}/*.ckpt'"
         )
     any_extension = bool(Path(rank_pattern).suffix)

@@ -2,7 +2,7 @@
 
 A tensor that the strategy names is read from the lowest pipeline stage that holds all of it; MindSpore leaves shared
 ones out of later stages' files, which is no fault. One that no strategy names is whole in every file that has it.
-Every file is held against the strategy, and all faults are told at once.
+Every file is compared with the strategy, and all faults are reported at once.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class _WithStrategy(_WithoutStrategy):
             )
 
     def _check_entries(self, name: str, first: Entry, held: _Held) -> None:
-        """Hold what each file has of a tensor against the block that its rank should have."""
+        """Compare what each file has of a tensor with the block that its rank should have."""
         for numbers, shape in held.expected:
             entry = self.entry(numbers[0], name)
             if entry.dtype is not first.dtype:

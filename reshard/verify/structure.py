@@ -152,12 +152,12 @@ def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Tell what an unfinished run, or one that goes on, has left below a directory."""
+    """Tell what a run that was interrupted, or is not done, has left below a directory."""
     if not root.is_dir():
         return []
     unfinished = [path.relative_to(root).as_posix() for path in sorted(root.rglob(f"*{PARTIAL}"))]
     found = []
     if unfinished:
         count = f"{len(unfinished)} unfinished file{'s' * (len(unfinished) != 1)}"
-        found.append(f"{root}: has {count} ({names(unfinished, most=3)}): a run was interrupted, or goes on")
+        found.append(f"{root}: has {count} ({names(unfinished, most=3)}): a run was interrupted, or is not done")
     return found

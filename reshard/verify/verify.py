@@ -153,7 +153,7 @@ def verify(
     """
     began = time.perf_counter()
     if against is not None and manifest is not None:
-        raise UsageError("a target is held against a source or against a manifest; name one of them")
+        raise UsageError("a target is compared with a source or with a manifest; name one of them")
     if deduplicated and manifest is not None:
         raise UsageError("a manifest says what each file holds; leave deduplicated out")
     if sample is not None and (not 0 < sample <= 1 or against is None):

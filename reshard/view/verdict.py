@@ -92,7 +92,7 @@ def _difference_lines(one: Difference, found: Verification, words: Words) -> Ite
     if one.index is not None and one.block is not None:
         yield (
             f"    first at {shape_text(one.index)} of the tensor, {shape_text(one.index_in_block or ())} of its block "
-            f"{one.block}; held against {_below(one.reference or '', found.against)}"
+            f"{one.block}; compared with {_below(one.reference or '', found.against)}"
         )
 
 

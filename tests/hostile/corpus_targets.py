@@ -18,8 +18,8 @@ _SUMMED = f"{_TO_RANKS} --write-manifest {{out}}/m.json"
 a_target = partial(Item, commands=(_TO_RANKS, f"{_TO_RANKS} --overwrite", _SUMMED), code=6, file="out")
 
 TARGETS = [
-    Item("a prefix that leads out", tree({}), "is no beginning of a file name; expected one such as 'checkpoint_'", (f"{_TO_RANKS} --prefix ../x", f"{_TO_RANKS} --prefix ../../outside/x", f"{_TO_RANKS} --prefix /x", f"{_TO_RANKS} --prefix x/y", ".transform_with_prefix {ranks} {out} {strategy} ../x"), 2, "out"),
-    Item("a prefix with an escape sequence", tree({}), "prefix '\\x1b[2J' is no beginning of a file name; expected one such as 'checkpoint_'", (f"{_TO_RANKS} --prefix \x1b[2J",), 2, "out"),
+    Item("a prefix that leads out", tree({}), "not the beginning of a file name; expected e.g. 'checkpoint_'", (f"{_TO_RANKS} --prefix ../x", f"{_TO_RANKS} --prefix ../../outside/x", f"{_TO_RANKS} --prefix /x", f"{_TO_RANKS} --prefix x/y", ".transform_with_prefix {ranks} {out} {strategy} ../x"), 2, "out"),
+    Item("a prefix with an escape sequence", tree({}), "prefix '\\x1b[2J': not the beginning of a file name; expected e.g. 'checkpoint_'", (f"{_TO_RANKS} --prefix \x1b[2J",), 2, "out"),
     Item("a prefix of 300 characters", tree({}), ".ckpt.partial: cannot be made: File name too long", (f"{_TO_RANKS} --prefix {'x' * 300}",), 6, "out"),
     a_target("a rank directory that leads out", tree({"rank_0": link("../outside")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/checkpoint_0.ckpt; remove the link"),
     a_target("a rank directory that leads above", tree({"rank_1": link("..")}), "rank_1/checkpoint_1.ckpt: leads out of the target directory, to /item/checkpoint_1.ckpt; remove the link"),

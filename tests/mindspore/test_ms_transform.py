@@ -333,7 +333,7 @@ def test_wrong_values(source: Path, tmp_path: Path) -> None:
         ms.transform_checkpoints(source, out, "x", SOURCE, TARGET, output_format="npz")
     with pytest.raises(ValueError, match="process_num is 0"):
         ms.transform_checkpoints(source, out, "x", SOURCE, TARGET, 0)
-    with pytest.raises(ValueError, match="is no beginning of a file name"):
+    with pytest.raises(ValueError, match="not the beginning of a file name"):
         ms.transform_checkpoints(source, out, "../x", SOURCE, TARGET)
     with pytest.raises(ValueError, match="does not end with .ckpt or .safetensors"):
         ms.transform_checkpoint_by_rank(0, rank_map(source, [0]), "a.npz", SOURCE, TARGET)

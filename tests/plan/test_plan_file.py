@@ -462,7 +462,7 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["files"].update(fields=["../x", ""]), "is no beginning of a file name"),
+        (lambda c: c["files"].update(fields=["../x", ""]), "not the beginning of a file name"),
         (lambda c: c["target"].update(format="../x"), r"unknown format '\.\./x'"),
         (lambda c: c["target"].update(ranks=[1 << 30]), "the target has ranks 0 to 3"),
         (lambda c: c["target"].update(memory=1), "too little"),

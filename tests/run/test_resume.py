@@ -347,7 +347,7 @@ def test_a_dry_run_tells_of_what_is_begun(
     before = tree(tmp_path / "out")
     told = call(*command, "--dry-run")
     assert told.exit_code == 0
-    assert "notice: 2 target files would be gone on with, begun by an earlier run\n" in told.output
+    assert "notice: 2 target files would be resumed, begun by an earlier run\n" in told.output
     assert "notice" not in call(*command, "--dry-run", "--restart").output
     assert tree(tmp_path / "out") == before
     (tmp_path / "out" / ".reshard").rename(tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""The one journal of a zarr store that is being written: gone on with, of another plan, torn, and lying."""
+"""The one journal of a zarr store that is being written: resumed, of another plan, torn, and lying."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ FILE = {"nbytes": 8, "crc32c": "00000000", "tensors": {"w": PART}}
         (b"[]", "expected a JSON object with the key 'reshard_manifest'"),
         (b'{"files": {}}', "expected a JSON object with the key"),
         (b'{"reshard_manifest": 3, "files": {}}', "is of version 3; expected 2; use a newer reshard"),
-        (b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it anew from files"),
+        (b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it again from files"),
         (b'{"reshard_manifest": true, "files": 1}', "is of version True; expected 2"),
         (b'{"reshard_manifest": 2, "files": []}', "with an object of paths"),
         (b'{"reshard_manifest": 2, "files": {}, "more": 1}', "and no other"),
