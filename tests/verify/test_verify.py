@@ -297,7 +297,7 @@ def test_a_share_that_is_none(tmp_path: Path, sample: float) -> None:
 
 def test_no_contradicting_wishes(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.ckpt", FULL, "ckpt")
-    with pytest.raises(UsageError, match="against a source or against a manifest"):
+    with pytest.raises(UsageError, match="with a source or with a manifest"):
         reshard.verify(path, against=path, manifest=path)
     with pytest.raises(UsageError, match="0 threads"):
         reshard.verify(path, threads=0)
