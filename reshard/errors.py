@@ -1,23 +1,127 @@
 """What goes wrong, and the exit code each kind of it has at the command line.
 
 Every error is one clear sentence: what, where, what was expected and found, what to do next. Where a file
-has several faults, all of them are told at once, each with its place.
+has several faults, all of them are reported at once, each with its place.
+
+What to do next is often an option, which the command line calls `overwrite` in another way than Python does, or one of
+MindSpore's functions. So a `Text` refers to an `Option`, and each of the three has a table of `Words`. To whom nothing
+else is known, as in `str(error)`, a text is in Python's.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _SHOWN_FAULTS = 20
+
+Words = Mapping[str, tuple[str, ...]]
+"""How options are written, by their names: without a value, and with one."""
+
+PYTHON: Words = {
+    "allow_missing": ("allow_missing={!r}",),
+    "deduplicated": ("deduplicated=True",),
+    "drop": ("drop={!r}",),
+    "exclude": ("exclude={!r}",),
+    "include": ("include={!r}",),
+    "layout": ("layouts={{{!r}: {!r}}}",),
+    "name_map": ("names=...",),
+    "overwrite": ("overwrite=True",),
+    "partial": ("partial=True",),
+    "rank_pattern": ("rank_pattern=...",),
+    "restart": ("restart=True",),
+    "seed": ("seed={}",),
+    "source": ("source=...",),
+    "source_strategy": ("source_strategy=...",),
+    "stage": ("stage={}",),
+    "strategy": ("strategy=...",),
+    "suffix": ("suffix=...", "suffix={!r}"),
+    "target_layout": ("layouts={{{!r}: {!r}}}",),
+    "target_partial": ("partial=True",),
+    "target_rank_pattern": ("rank_pattern=...",),
+    "target_stage": ("stage={}",),
+    "target_strategy": ("strategy=...",),
+    "target_suffix": ("suffix=...", "suffix={!r}"),
+}
+"""As arguments of the public functions; those of the target, and of the source beside one, are `verify`'s."""
+
+
+class Option(NamedTuple):
+    """An option that a text refers to.
+
+    Attributes:
+        name: as in the tables of words.
+        value: what it is given; None where a text names the option alone, or it has no value.
+        rule: of the tensors that `layout` names in its value.
+    """
+
+    name: str
+    value: object = None
+    rule: str = ""
+
+    def of(self, side: str) -> Option:
+        """Return the option of the same meaning for `source` or `target`, where a call has both."""
+        name = f"{side}_{self.name}"
+        return self._replace(name=name) if name in PYTHON else self
+
+    def written(self, words: Words) -> str:
+        """Return what to type."""
+        forms = words[self.name]
+        return forms[0 if self.value is None else -1].format(self.value, self.rule)
+
+
+class Text(str):
+    """A sentence in Python's words, which knows where they are options.
+
+    >>> text = Text("w: differs; give ", Option("layout", "w", "whole"))
+    >>> str(text), spelled(text, {"layout": ("{1} as the layout of {0}",)})
+    ("w: differs; give layouts={'w': 'whole'}", 'w: differs; give whole as the layout of w')
+    """
+
+    __slots__ = ("parts",)
+    parts: tuple[str | Option, ...]
+
+    def __new__(cls, *parts: str | Option) -> Self:
+        """Put a text together, of others too."""
+        flat = tuple(piece for part in parts for piece in (part.parts if isinstance(part, Text) else (part,)))
+        text = super().__new__(cls, "".join(_written(flat, PYTHON)))
+        text.parts = flat
+        return text
+
+    def __reduce__(self) -> tuple[type[Text], tuple[str | Option, ...]]:
+        return Text, self.parts
+
+    def map(self, change: Callable[[Option], Option]) -> Text:
+        """Return the text with each option changed."""
+        return Text(*(change(part) if isinstance(part, Option) else part for part in self.parts))
+
+
+def spelled(text: str, words: Words) -> str:
+    """Return a text in some words; one that refers to no option is as it is."""
+    return "".join(_written(text.parts, words)) if isinstance(text, Text) else text
+
+
+def joined(separator: str, texts: Iterable[str]) -> Text:
+    """Return texts as one, with something between them."""
+    return Text(*[part for text in texts for part in (separator, text)][1:])
+
+
+def _written(parts: Iterable[str | Option], words: Words) -> Iterable[str]:
+    return (part.written(words) if isinstance(part, Option) else part for part in parts)
 
 
 class ReshardError(Exception):
     """Something failed; the base of every error that `reshard` raises on purpose."""
 
     exit_code: ClassVar[int] = 1
+
+    @property
+    def text(self) -> Text:
+        """What it says, to be put into others' words."""
+        return Text(*self.args)
 
 
 class UsageError(ReshardError, ValueError):
@@ -71,7 +175,7 @@ class ChangedError(TargetError):
 
 
 class Faults:
-    """Collects the faults of one subject, to raise them all at once.
+    """Collect the faults of one subject, to raise them all at once.
 
     >>> faults = Faults("strategy.ckpt")
     >>> faults.add("$.w.dev_matrix", "is empty; expected at least one axis")
@@ -103,13 +207,13 @@ class Faults:
     def _raise(self, kind: type[ReshardError], advice: str) -> NoReturn:
         if self.count == 1:
             where, what = self._first[0]
-            raise kind("; ".join([f"{self.subject}: {where}: {what}", *([advice] if advice else [])]))
-        lines = [f"  {where}: {what}" for where, what in self._first]
+            raise kind(Text(f"{self.subject}: ", where, ": ", what, *(["; ", advice] if advice else [])))
+        lines: list[str] = [Text("  ", where, ": ", what) for where, what in self._first]
         if self.count > _SHOWN_FAULTS:
             lines.append(f"  and {self.count - _SHOWN_FAULTS} more")
         if advice:
-            lines.append(f"  {advice}")
-        raise kind(f"{self.subject} has {self.count} faults:\n" + "\n".join(lines))
+            lines.append(Text("  ", advice))
+        raise kind(joined("\n", [f"{self.subject} has {self.count} faults:", *lines]))
 
 
 def names(items: Iterable[object], *, most: int = 5) -> str:

@@ -32,7 +32,7 @@ def mindspore_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return helpers.unpack(tmp_path_factory.mktemp("mindspore"))
 
 
-_COLUMNS = ("faults", "not finished", "gone on with", "told to add an option")
+_COLUMNS = ("faults", "not finished", "resumed", "told to add an option")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,13 +1,23 @@
-"""Errors: exit codes, and many faults told at once."""
+"""Errors: exit codes, many faults reported at once, and options in the words of whoever reads of them."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import pickle
 import re
+from pathlib import Path
 
+import click
 import pytest
 
+import reshard
+import reshard.mindspore as ms
 from reshard import errors
-from reshard.errors import Faults, ReshardError, SourceError
+from reshard.cli.main import cli
+from reshard.cli.terminal import OPTIONS, say
+from reshard.errors import PYTHON, Faults, Option, ReshardError, SourceError, Text, joined, spelled
+from reshard.mindspore.arguments import WORDS
 
 
 def test_every_kind_has_its_exit_code() -> None:
@@ -52,3 +62,90 @@ def test_names_are_listed_as_far_as_one_reads() -> None:
     assert errors.names([]) == ""
     assert errors.names("abcde") == "a, b, c, d, e"
     assert re.fullmatch(r"0, 1, 2, 3, 4 and 95 more", errors.names(range(100)))
+
+
+def test_a_text_is_in_the_words_of_whoever_reads_it() -> None:
+    text = Text("w: differs; give ", Option("layout", "w", "RULE"), ", or ", Option("partial"))
+    assert text == "w: differs; give layouts={'w': 'RULE'}, or partial=True"
+    assert spelled(text, OPTIONS) == "w: differs; give --layout 'w=RULE', or --partial"
+    assert spelled(text, WORDS) == (
+        "w: differs; give layouts={'w': 'RULE'} to reshard.open, or partial=True to reshard.open"
+    )
+    assert spelled("a text that names none", OPTIONS) == "a text that names none"
+    assert Text("choose with ", Option("suffix")) == "choose with suffix=..."
+    assert Text("choose with ", Option("suffix", ".ckpt")) == "choose with suffix='.ckpt'"
+
+
+def test_options_of_the_target_have_their_own_names() -> None:
+    text = Text(Option("strategy"), " ", Option("suffix", ".ckpt"), " ", Option("overwrite"))
+    sides = [text.map(lambda option, side=side: option.of(side)) for side in ("source", "target")]
+    assert [spelled(text, OPTIONS) for text in sides] == [
+        "--source-strategy --suffix .ckpt --overwrite",
+        "--target-strategy --target-suffix .ckpt --overwrite",
+    ]
+    assert [str(text) for text in sides] == [
+        "source_strategy=... suffix='.ckpt' overwrite=True",
+        "strategy=... suffix='.ckpt' overwrite=True",
+    ]
+
+
+def test_options_are_known_through_faults_notes_and_pickling(capsys: pytest.CaptureFixture[str]) -> None:
+    faults = Faults("src")
+    faults.add("tensor 'a'", Text("is odd; give ", Option("drop", "a")))
+    faults.add(Text(Option("include", "b*")), "matches nothing")
+    with pytest.raises(SourceError) as caught:
+        faults.raise_if_any(SourceError, advice=Text("or give ", Option("source")))
+    caught.value.add_note(Text("start over with ", Option("restart")))
+    error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 -- made here
+    assert str(error) == (
+        "src has 2 faults:\n  tensor 'a': is odd; give drop='a'\n  include='b*': matches nothing\n  or give source=..."
+    )
+    assert error.__notes__ == ["start over with restart=True"]
+    say(joined("; ", [error.text, *error.__notes__]))
+    assert capsys.readouterr().err == (
+        "src has 2 faults:\n  tensor 'a': is odd; give --drop 'a'\n  --include b*: matches nothing\n"
+        "  or give --source DIRECTORY; start over with --restart\n"
+    )
+
+
+def referred_to() -> set[str]:
+    """Return the names of all options that the package refers to, and those of them that `Option.of` may make."""
+    calls = [
+        node
+        for path in Path(reshard.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Option"
+    ]
+    named = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    return named | {Option(name).of(side).name for name in named for side in ("source", "target")}
+
+
+def options_of(command: click.Command) -> set[str]:
+    """Return the options of a command, and of those below it."""
+    found = {option for parameter in command.params for option in parameter.opts}
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        below = [command.get_command(context, name) for name in command.list_commands(context)]
+        found.update(option for one in below if one for option in options_of(one))
+    return found
+
+
+def arguments_of(module: object, names: list[str]) -> set[str]:
+    """Return the arguments of the functions and classes of a module, and of the methods of those."""
+    some = [getattr(module, name) for name in names]
+    some += [method for one in some if isinstance(one, type) for method in vars(one).values() if callable(method)]
+    return {name for one in some if callable(one) for name in inspect.signature(one).parameters}
+
+
+def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> None:
+    assert referred_to() == set(PYTHON) == set(OPTIONS) == set(WORDS)
+    known = options_of(cli)
+    assert {form.split()[0] for forms in OPTIONS.values() for form in forms} <= known
+    arguments = arguments_of(reshard, [name for name in reshard.__all__ if not name.endswith("Error")])
+    assert {form.split("=")[0] for forms in PYTHON.values() for form in forms} <= arguments
+    own = [form for name, forms in WORDS.items() for form in forms if forms != PYTHON[name]]
+    beyond = [form.removesuffix(" to reshard.open") for form in own]
+    opening = set(inspect.signature(reshard.open).parameters)
+    theirs = arguments_of(ms, ["transform_checkpoints", "load_distributed_checkpoint"])
+    for form, name in zip(own, beyond, strict=True):
+        assert name.split("=")[0] in (opening if form != name else theirs)

@@ -133,7 +133,7 @@ PROMISES = {
         "run/test_resume.py::test_what_is_verified_is_not_written_again",
         "run/test_existing_targets.py::test_over_a_finished_target_nothing_is_left_to_do",
     ],
-    "A source or a plan that changed meanwhile is refused; `--restart` begins anew": [
+    "A source or a plan that changed meanwhile is refused; `--restart` starts over": [
         "run/test_changed_sources.py::test_a_source_that_changes_during_the_run",
         "run/test_changed_sources.py::test_a_source_with_another_header_is_another",
         "run/test_existing_targets.py::test_a_changed_plan_is_refused",

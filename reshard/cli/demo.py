@@ -1,6 +1,6 @@
 """The tutorial's case from real MindSpore files: 8 ranks become 4 with optimizer parallel, and every byte is checked.
 
-The check knows nothing of plans: target files are parsed by protobuf, and each tensor is held against a numpy slice of
+The check knows nothing of plans: target files are parsed by protobuf, and each tensor is compared with a numpy slice of
 the whole tensors that MindSpore put into the network (`demo_data/README.md` tells where the files come from).
 """
 
@@ -34,7 +34,7 @@ Stored = tuple[str, tuple[int, ...], bytes]  # the type's MindSpore name, the sh
 
 MARK = "reshard-demo.txt"
 _NOTE = """\
-This folder was made by `reshard demo`, which makes it anew when it is called again.
+This folder was made by `reshard demo`, which makes it again when it is called again.
 
 src_checkpoints/   8 ranks as MindSpore 2.10 saved them
 src_strategy.ckpt  which rank of these holds which block
@@ -125,7 +125,7 @@ def transform(directory: Path) -> Report:
 def check(directory: Path) -> Checked:
     """Hold every tensor of every target rank against a slice of the whole one.
 
-    What no strategy names (`global_step` and so on) is held against source rank 0.
+    What no strategy names (`global_step` and so on) is compared with source rank 0.
 
     Raises:
         VerifyError: something differs; the message tells the first byte.

@@ -114,8 +114,8 @@ Example:
 def demo(directory: Path) -> None:
     """Make the tutorial's case in DIRECTORY (default: reshard-demo), transform it and check every byte.
 
-    8 ranks that MindSpore saved become 4 ranks with optimizer parallel; each byte of the result is held
-    against numpy slices of the whole tensors. It then tells what to type next.
+    8 ranks that MindSpore saved become 4 ranks with optimizer parallel; each byte of the result is compared
+    with numpy slices of the whole tensors. It then tells what to type next.
     """
     from reshard.cli.demo import demo as run_demo
     from reshard.view.words import printable

@@ -55,7 +55,7 @@ def rank_list(_ctx: click.Context, param: click.Parameter, value: str | None) ->
         match = _RANGE.fullmatch(part.strip())
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not low <= high < _MOST_RANKS:
-            raise click.BadParameter(f"{part!r} is no rank or range of ranks; expected such as 0,3-5", param=param)
+            raise click.BadParameter(f"{part!r}: invalid rank or range of ranks; expected e.g. 0,3-5", param=param)
         found.update(range(low, high + 1))
     return tuple(sorted(found))
 
@@ -66,7 +66,7 @@ def layout_rules(_ctx: click.Context, param: click.Parameter, values: Sequence[s
     for value in values:
         name, equals, rule = value.rpartition("=")
         if not (name and equals and rule):
-            raise click.BadParameter(f"{value!r} is not NAME=RULE, such as 'embedding.*=split:0'", param=param)
+            raise click.BadParameter(f"{value!r}: expected NAME=RULE, e.g. 'embedding.*=split:0'", param=param)
         found[name] = rule
     return found
 
@@ -76,7 +76,7 @@ def _casts(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -
     for value in values:
         old, equals, new = value.partition("=")
         if not (old and equals and new):
-            raise click.BadParameter(f"{value!r} is not OLD=NEW, such as float32=bfloat16", param=param)
+            raise click.BadParameter(f"{value!r}: expected OLD=NEW, e.g. float32=bfloat16", param=param)
         if found.setdefault(old, new) != new:
             raise click.BadParameter(f"{old} cannot become both {found[old]} and {new}", param=param)
     return found
@@ -88,7 +88,7 @@ def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int 
         return None
     match = _SIZE.fullmatch(value.strip())
     if not match:
-        raise click.BadParameter(f"{value!r} is no size; expected one such as 4GB or 512MiB", param=param)
+        raise click.BadParameter(f"{value!r}: invalid size; expected e.g. 4GB or 512MiB", param=param)
     power = "kmgtp".index(match[2].lower()) + 1 if match[2] else 0
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -127,7 +127,7 @@ def _name_map(ctx: click.Context, _param: click.Parameter, path: Path | None) ->
 def _cluster(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     if value is not None and not re.fullmatch(r"local(?::[1-9][0-9]{0,3})?|(?!local)[a-z]+://\S+", value):
         raise click.BadParameter(
-            f"{value!r} is no cluster; expected such as tcp://10.0.0.1:8786, local or local:4", param=param
+            f"{value!r}: invalid cluster; expected e.g. tcp://10.0.0.1:8786, local or local:4", param=param
         )
     return value
 

@@ -1,6 +1,7 @@
 """What stands between a command and the terminal: errors, signals, talk and progress.
 
-Every error becomes one sentence and an exit code here, and nowhere else: 0 done, 1 failure, 2 usage, 3 verify mismatch,
+Texts of the core get the words of the command line here (`OPTIONS`), and nowhere else. So does every error become one
+sentence and an exit code: 0 done, 1 failure, 2 usage, 3 verify mismatch,
 4 source or strategy incomplete or corrupt, 5 memory or disk, 6 target exists or source changed, 130 interrupted,
 143 terminated.
 """
@@ -22,15 +23,44 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from reshard.cli import stop as stop_at_once
-from reshard.errors import BudgetError, ReshardError
+from reshard.errors import BudgetError, ReshardError, Text, joined, spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import FrameType
 
+    from reshard.errors import Words
+
 
 INPUTS, STRATEGIES, OUTPUTS = "reshard.inputs", "reshard.strategies", "reshard.outputs"
 """Where click's context keeps the paths that a command was given: what it reads, and the files that it writes."""
+
+OPTIONS: Words = {
+    "allow_missing": ("--allow-missing '{}'",),
+    "deduplicated": ("--deduplicated",),
+    "drop": ("--drop '{}'",),
+    "exclude": ("--exclude {}",),
+    "include": ("--include {}",),
+    "layout": ("--layout '{}={}'",),
+    "name_map": ("--name-map",),
+    "overwrite": ("--overwrite",),
+    "partial": ("--partial",),
+    "rank_pattern": ("--rank-pattern",),
+    "restart": ("--restart",),
+    "seed": ("--seed {}",),
+    "source": ("--source DIRECTORY",),
+    "source_strategy": ("--source-strategy",),
+    "stage": ("--stage {}",),
+    "strategy": ("--source-strategy",),
+    "suffix": ("--suffix", "--suffix {}"),
+    "target_layout": ("--target-layout '{}={}'",),
+    "target_partial": ("--target-partial",),
+    "target_rank_pattern": ("--target-rank-pattern",),
+    "target_stage": ("--target-stage {}",),
+    "target_strategy": ("--target-strategy",),
+    "target_suffix": ("--target-suffix", "--target-suffix {}"),
+}
+"""How the command line writes the options that texts refer to."""
 
 _DEBUG = "reshard.debug"
 _WROTE = "reshard.wrote"
@@ -50,7 +80,7 @@ class _Stopped(KeyboardInterrupt):
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`; whoever ignores one (nohup) goes on ignoring it."""
+    """Turn SIGINT, SIGTERM and SIGHUP into `_Stopped`; whoever ignores one (nohup) continues to."""
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     stopped: list[_Stopped] = []
 
@@ -202,9 +232,10 @@ def _told(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         number = signal.Signals(getattr(error, "signum", signal.SIGINT))
         kind = "interrupted" if number is signal.SIGINT else f"stopped by {number.name}"
-        return "; ".join([kind, *getattr(error, "__notes__", ())]), 128 + number
+        return joined("; ", [kind, *getattr(error, "__notes__", ())]), 128 + number
     if isinstance(error, ReshardError):
-        return "; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), error.exit_code
+        sentence = Text("error: ", error.text)
+        return joined("; ", [sentence, *getattr(error, "__notes__", ())]), error.exit_code
     if isinstance(error, MemoryError):
         return "error: memory does not suffice", BudgetError.exit_code
     if isinstance(error, OSError) and error.strerror:
@@ -212,21 +243,22 @@ def _told(error: BaseException) -> tuple[str, int]:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         return f"error: {where}{error.strerror}", BudgetError.exit_code if full else 1
     kind = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"error: unexpected {kind} (a fault of reshard; add --debug to see where)", 1
+    return f"error: unexpected {kind} (internal error, please report; add --debug to see where)", 1
 
 
 def say(text: str) -> None:
     """Write talk to stderr, with what a terminal would obey escaped."""
     from reshard.view.words import printable
 
-    lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in text.split("\n")]
+    lines = spelled(text, OPTIONS).split("\n")
+    lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines]
     click.echo(printable("\n".join(lines), keep="\n"), err=True)
 
 
 def say_notices(notices: Sequence[str]) -> None:
     """Tell on stderr what a user should know though it is no error."""
     for notice in notices:
-        say(f"notice: {notice}")
+        say(Text("notice: ", notice))
 
 
 def print_json(data: dict[str, object]) -> None:
@@ -241,7 +273,9 @@ def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
     import json
 
     if not (levels and value and isinstance(value, dict | list)):
-        yield json.dumps(value)
+        if isinstance(value, dict):  # a difference, whose sentence may name options; no deeper value does
+            value = {key: spelled(item, OPTIONS) if isinstance(item, str) else item for key, item in value.items()}
+        yield json.dumps(spelled(value, OPTIONS) if isinstance(value, str) else value)
         return
     is_object = isinstance(value, dict)
     separator = "{" if is_object else "["

@@ -20,7 +20,7 @@ from reshard.cli.options import (
     size,
     source_options,
 )
-from reshard.cli.terminal import Command, print_json, say, say_notices, wrote
+from reshard.cli.terminal import OPTIONS, Command, print_json, say, say_notices, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.view.progress import progress
@@ -45,7 +45,7 @@ def _share(_ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     match = _SHARE.fullmatch(value.strip())
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
-        raise click.BadParameter(f"{value!r} is no share; expected one such as 5%", param=param)
+        raise click.BadParameter(f"{value!r}: invalid share; expected e.g. 5%", param=param)
     return share
 
 
@@ -200,7 +200,7 @@ def verify(
     if as_json:
         print_json(verdict_data(found))
     elif not quiet or not found.equal:
-        click.echo(verdict_text(found))
+        click.echo(verdict_text(found, OPTIONS, "--json"))
     if not found.equal:
         raise VerifyError(summary(found))
 

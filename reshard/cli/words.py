@@ -99,7 +99,7 @@ def verify_command(
 
 
 def manifest_command(target: AnyPath, manifest: object) -> str:
-    """Write the command that holds target files against a manifest."""
+    """Write the command that compares target files with a manifest."""
     return f"{called_as()} {shlex.join(['verify', str(target), '--manifest', str(manifest)])}"
 
 

@@ -328,7 +328,7 @@ def _make_store(
     plan = reshard.plan(
         checkpoint, files=reshard.ZarrGroup(times=True), selection=wishes, memory=memory, threads=running.threads
     )
-    # What is unfinished is of no use but to go on from. The report is that of the second step.
+    # What is unfinished is of no use but to resume from. The report is that of the second step.
     quiet = running.quiet or (running.as_json and not running.dry_run)
     as_json = running.as_json and running.dry_run
     if quiet and not running.quiet:
@@ -409,7 +409,7 @@ def carry_out(
     place, made, check = result or target, None, None
     if running.write_manifest is not None:
         made = cli_manifest.write(running.write_manifest, done, overwrite=running.overwrite)
-        if not is_url(str(place)):  # it is held against local files
+        if not is_url(str(place)):  # it is compared with local files
             check = manifest_command(place, running.write_manifest)
     if running.quiet and not running.as_json:
         return
@@ -464,7 +464,7 @@ def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
     begun = [record for _, record in there.begun if record.wrote]
     told = (
         (there.finished, "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
-        (begun, "would be gone on with, begun by an earlier run"),
+        (begun, "would be resumed, begun by an earlier run"),
         (there.changed, "would be refused, made by another plan or from other sources; a run needs --restart"),
         (there.foreign, "would be in the way; a run needs --overwrite"),
     )
@@ -478,6 +478,6 @@ def _touched(count: int, kept: str) -> str:
 
     return (
         f"{kept} {count_text(count, 'target file')} that an earlier run finished before source files were "
-        "changed, or copied or touched, with the size and time that they had; --restart makes all anew, and "
+        "changed, or copied or touched, with the size and time that they had; --restart starts over, and "
         "`reshard verify --against` compares them"
     )

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import SourceError, names
+from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import PARTS, RUNS, refuse_directory, refuse_one_of_several
 from reshard.storage.remote import RemotePath
 from reshard.storage.untrusted import reading
@@ -64,8 +64,10 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
         usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
         examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
         raise SourceError(
-            f"{root}: has no checkpoint at {' or '.join(map(repr, examples))} and so on; "
-            + _inside_instead(root, rank_pattern)
+            Text(
+                f"{root}: has no checkpoint at {' or '.join(map(repr, examples))} and so on; ",
+                _inside_instead(root, rank_pattern),
+            )
         )
     if suffix is not None:
         found = {
@@ -74,7 +76,9 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
         }
         without = [rank for rank, paths in found.items() if not paths]
         if without:
-            raise SourceError(f"{root}: no file of rank {names(without)} ends with {suffix!r}; give another --suffix")
+            raise SourceError(
+                Text(f"{root}: no file of rank {names(without)} ends with {suffix!r}; give another ", Option("suffix"))
+            )
     chosen = _same_checkpoint(root, found, notices)
     if not by_rank and len(chosen[0]) == 1:
         refuse_one_of_several(chosen[0][0])
@@ -122,7 +126,7 @@ def _inside_instead(root: AnyPath, rank_pattern: str) -> str:
     inside = [] if isinstance(root, RemotePath) else sorted(root.glob("*/rank_0"))
     if inside and rank_pattern == RANK_PATTERN:
         return f"open {names([str(path.parent) for path in inside], most=3)} inside it"
-    return "give --rank-pattern for other names"
+    return Text("give ", Option("rank_pattern"), " for other names")
 
 
 def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
@@ -133,7 +137,7 @@ def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
     """
     if "{rank}" not in rank_pattern or rank_pattern.startswith("/") or ".." in rank_pattern.split("/"):
         raise SourceError(
-            f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory; expected one such as "
+            f"rank pattern {rank_pattern!r} has no {{rank}}, or leads out of the directory; expected e.g. "
             "'node{rank}/*.ckpt'"
         )
     any_extension = bool(Path(rank_pattern).suffix)
@@ -205,18 +209,21 @@ def _same_checkpoint(root: AnyPath, found: dict[int, list[AnyPath]], notices: li
         advice = (
             "`reshard convert` those of one format to the other"
             if formats == {(extension,) for extension in EXTENSIONS}
-            else "choose the files with --suffix"
+            else Text("choose the files with ", Option("suffix"))
         )
-        raise SourceError(f"{root}: the ranks have no checkpoint in common ({names(shown, most=4)}); {advice}")
+        shown_first = names(shown, most=4)
+        raise SourceError(Text(f"{root}: the ranks have no checkpoint in common ({shown_first}); ", advice))
     shared_names = set.intersection(*({(name, ext) for name, _, ext in known} for known in by_files.values()))
     steps = {next(iter(known))[1]: files for files, known in by_files.items()}
     if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):
         listed = sorted({path.name for files in by_files for path in files})
         extensions = sorted({files[0].suffix for files in by_files})
-        by_extension = f" {extensions[-1]}" if len(extensions) == len(by_files) else ""
+        by_extension = extensions[-1] if len(extensions) == len(by_files) else None
         raise SourceError(
-            f"{root}: the ranks have several checkpoints ({names(listed)}); expected one; choose with --suffix"
-            f"{by_extension}"
+            Text(
+                f"{root}: the ranks have several checkpoints ({names(listed)}); expected one; choose with ",
+                Option("suffix", by_extension),
+            )
         )
     newest = max(steps, key=lambda step: step or (0, 0))
     later = {step for _, step, _ in families if step and newest and step > newest}

@@ -65,7 +65,7 @@ class RankFiles:
         for part in (self.prefix, self.suffix):
             hides = part is self.prefix and part.startswith(".")
             if not part.isprintable() or "/" in part or "{rank}" in part or hides:
-                raise UsageError(f"prefix {part!r} is no beginning of a file name; expected one such as 'checkpoint_'")
+                raise UsageError(f"prefix {part!r}: not the beginning of a file name; expected e.g. 'checkpoint_'")
         path = f"rank_{{rank}}/{self.prefix}{{rank}}{self.suffix}{extension}"
         return Volumes((path,), {tensor.name: 0 for tensor in tensors})
 

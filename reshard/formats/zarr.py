@@ -27,7 +27,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import INT4
-from reshard.errors import UsageError
+from reshard.errors import Option, Text, UsageError
 from reshard.formats.entries import Content, FileLayout
 from reshard.formats.target_files import Volumes
 from reshard.layout.block import Block
@@ -361,8 +361,11 @@ def escaped(name: str) -> str:
         text = _percent(text[0]) + text[1:]
     if len(text.encode()) > _LONGEST_FILE_NAME:
         raise UsageError(
-            f"tensor {name[:40]!r}…: its name is {len(text.encode())} bytes as that of a directory; at most "
-            f"{_LONGEST_FILE_NAME} are possible; give it another with --name-map"
+            Text(
+                f"tensor {name[:40]!r}…: its name is {len(text.encode())} bytes as that of a directory; at most "
+                f"{_LONGEST_FILE_NAME} are possible; give it another with ",
+                Option("name_map"),
+            )
         )
     return text
 

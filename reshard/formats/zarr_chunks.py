@@ -374,4 +374,4 @@ class EncodingWriter:
             TargetError: one is not.
         """
         if self._begun:
-            raise TargetError(f"{next(iter(self._begun))}: not every byte of its chunks came; a fault of reshard")
+            raise TargetError(f"{next(iter(self._begun))}: not all of its chunks came; internal error, please report")

@@ -140,7 +140,7 @@ class Layout:
 
     @classmethod
     def parse(cls, rule: str, ndim: int, devices: int) -> Layout:
-        """Build a layout from the text that `--layout NAME=RULE` takes.
+        """Build a layout from the text of a rule, as `reshard.open` takes it for a tensor in `layouts`.
 
         Args:
             rule: `whole` (every rank holds it all), `split:DIM` (evenly over all devices along a dimension), or

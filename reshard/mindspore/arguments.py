@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import SourceError, StrategyError, UsageError
+from reshard.errors import PYTHON, SourceError, StrategyError, UsageError, Words, spelled
 from reshard.mindspore.strategy import any_layout, layout_of
 from reshard.storage.small import refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files
@@ -30,14 +30,15 @@ FORMATS = ("ckpt", "safetensors")
 
 _RANK_IN_PATH = re.compile(r"rank_?(\d{1,9})(?!\d)", re.IGNORECASE)
 
-_WORDS = (
-    (r"--source-strategy \(strategy=\), or --layout '\*=RULE' \(layouts=\)", "src_strategy_file"),
-    (r", which --layout says hold the same; give another rule", "; give src_strategy_file if each has a part"),
-    (r"--layout '([^=']*)=(\w+)'", r"layouts={'\1': '\2'} to reshard.open"),
-    (r"--rank-pattern", "rank_pattern to reshard.open"),
-    (r"--partial", "partial=True to reshard.open"),
-    (r"--suffix( \.\w+)?", "file_suffix"),
-)
+WORDS: Words = {
+    **PYTHON,
+    "layout": ("layouts={{{!r}: {!r}}} to reshard.open",),
+    "partial": ("partial=True to reshard.open",),
+    "rank_pattern": ("rank_pattern to reshard.open",),
+    "strategy": ("src_strategy_file",),
+    "suffix": ("file_suffix",),
+}
+"""How options are written for callers of MindSpore's functions; what these do not take is Python's."""
 
 
 class DirectoryError(SourceError, NotADirectoryError):
@@ -194,19 +195,8 @@ def path_of(argument: str, given: object) -> Path:
 
 @contextmanager
 def own_words() -> Iterator[None]:
-    """Where an error of the core names options of the command line, name what MindSpore's functions or Python take."""
+    """Raise errors of the core in the words of MindSpore's functions."""
     try:
         yield
     except SourceError as error:
-        raise type(error)(_in_own_words(str(error))) from error.__cause__
-
-
-def _in_own_words(message: str) -> str:
-    """Return a message with arguments in the place of options.
-
-    >>> _in_own_words("differs; give --layout 'bias=whole'")
-    "differs; give layouts={'bias': 'whole'} to reshard.open"
-    """
-    for option, argument in _WORDS:
-        message = re.sub(option, argument, message)
-    return message
+        raise type(error)(spelled(error.text, WORDS)) from error.__cause__

@@ -20,10 +20,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
+from reshard.errors import Faults, SourceError, StrategyError, Text, UsageError, names, spelled
 from reshard.formats.target_files import NamedFile
 from reshard.mindspore.arguments import (
     FORMATS,
+    WORDS,
     DirectoryError,
     check_format,
     check_order,
@@ -476,7 +477,7 @@ def _is_deduplicated(source: Checkpoint) -> bool:
 def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
     """Tell in the log what a plan leaves out or lacks, and what else was noticed."""
     for notice in planned.notices:
-        _log.warning("%s: %s", planned.source.root, notice)
+        _log.warning("%s: %s", planned.source.root, spelled(notice, WORDS))
     dropped = [name for name in planned.dropped if name not in planned.source.unreadable]
     for name, reason in planned.source.unreadable.items():
         _log.warning("%s: %r %s; it is left out", planned.source.root, name, reason)
@@ -546,7 +547,11 @@ def _open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> C
         source = open_source(path, layouts={"*": "whole"}, suffix=suffix, partial=True)
     except SourceError as error:
         raise SourceError(
-            f"without src_strategy_file each of the {len(ranks)} source ranks must hold the same whole tensors; {error}"
+            Text(
+                f"without src_strategy_file each of the {len(ranks)} source ranks must hold the same whole tensors; "
+                "give src_strategy_file if each has a part; ",
+                error.text,
+            )
         ) from error
     tensors = {name: tensor._replace(listed=False) for name, tensor in source.tensors.items()}
     return replace(source, tensors=tensors, strategy=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, StrategyError, UsageError, names
+from reshard.errors import Faults, Option, StrategyError, Text, UsageError, names
 from reshard.formats.target_files import RankFiles
 from reshard.plan.plan import Plan, Request
 from reshard.plan.select import Selection, globs
@@ -138,8 +138,12 @@ def _of_stage(
         if target is not None and target.others:
             number = target.stages.start
             raise StrategyError(
-                f"the target strategy is that of stage {number} of a pipeline, which has others; give {ALL_STAGES}, or "
-                f"--target-stage {number} (stage=) if only the ranks of this one are wanted"
+                Text(
+                    f"the target strategy is that of stage {number} of a pipeline, which has others; give "
+                    f"{ALL_STAGES}, or ",
+                    Option("target_stage", number),
+                    " if only the ranks of this one are wanted",
+                )
             )
         return target, wanted
     if target is None:

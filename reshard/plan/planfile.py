@@ -27,7 +27,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import Faults, PlanError, ReshardError, SourceError, TargetError, UsageError
+from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.sets import HuggingFaceSet, MindSporeSet
 from reshard.formats.target_files import NamedFile, RankFiles
 from reshard.formats.zarr import METADATA, ZarrGroup
@@ -253,7 +253,7 @@ class PlanFile:
                 missing.add(path, "is no regular file")
             elif status.st_size != nbytes:
                 changed.add(path, f"has {status.st_size} bytes; it had {nbytes} when it was planned")
-        missing.raise_if_any(SourceError, advice="say where the source is: --source DIRECTORY, or source=")
+        missing.raise_if_any(SourceError, advice=Text("say where the source is: ", Option("source")))
         changed.raise_if_any(TargetError, advice=_OTHER_FILES)
 
     def _check_contents(self, checkpoint: Checkpoint) -> None:

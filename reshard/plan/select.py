@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
-from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.strategy.names import is_training_state, matches, one_stage_advice, optimizer_states
 
 if TYPE_CHECKING:
@@ -208,12 +208,13 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
         if target is not None and new not in wanted and has_no_place(source, target, name):
             dropped.append(name)
             if not (name in states or target.others or matches(name, wishes.drop)):
-                faults.add(f"tensor {name!r}", f"is not in the target strategy; to leave it out give --drop '{name}'")
+                fault = Text("is not in the target strategy; to leave it out give ", Option("drop", name))
+                faults.add(f"tensor {name!r}", fault)
     for name, reason in source.unreadable.items():
         if name in chosen:
             dropped.append(name)
             if not matches(name, wishes.drop):
-                faults.add(f"tensor {name!r}", f"{reason}; to leave it out give --drop '{name}'")
+                faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
     if target is not None:
         rename = _Renaming(wishes.names, set(source.tensors))
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
@@ -268,8 +269,8 @@ def _chosen(source: Checkpoint, wishes: Selection, states: Collection[str]) -> s
     """Return the names that the user asks for, having checked the patterns."""
     faults = Faults("selection")
     every = {**source.tensors, **source.unreadable}
-    included = _matched(every, wishes.include, "--include", faults) if wishes.include else set(every)
-    excluded = _matched(every, wishes.exclude, "--exclude", faults)
+    included = _matched(every, wishes.include, Option("include"), faults) if wishes.include else set(every)
+    excluded = _matched(every, wishes.exclude, Option("exclude"), faults)
     faults.raise_if_any(UsageError)
     chosen = included - excluded
     if wishes.weights_only:
@@ -279,17 +280,20 @@ def _chosen(source: Checkpoint, wishes: Selection, states: Collection[str]) -> s
     return chosen
 
 
-def _matched(every: Iterable[str], patterns: Iterable[str], option: str, faults: Faults) -> set[str]:
+def _matched(every: Iterable[str], patterns: Iterable[str], option: Option, faults: Faults) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
         counted = _COUNTED.match(pattern)
         some = {name for name in every if matches(name, [counted["glob"] if counted else pattern])}
+        where = Text(option._replace(value=pattern))
         if counted and pattern in every:  # a name may end so
             some.add(pattern)
         elif counted and len(some) != int(counted["count"]):
-            faults.add(f"{option} {pattern}", f"matches {len(some)} tensors; expected {counted['count']}")
+            faults.add(
+                Text(option._replace(value=pattern)), f"matches {len(some)} tensors; expected {counted['count']}"
+            )
         elif not some:
-            faults.add(f"{option} {pattern}", "matches no tensor of the source")
+            faults.add(where, "matches no tensor of the source")
         found |= some
     return found
 
@@ -310,7 +314,7 @@ def _missing(
         if name in own and name not in states and not matches(name, wishes.allow_missing):
             faults.add(
                 f"tensor {name!r}",
-                f"is in the strategy and in no source file; to go on without it give --allow-missing '{name}'",
+                Text("is in the strategy and in no source file; to do without it give ", Option("allow_missing", name)),
             )
     return absent
 

@@ -115,7 +115,7 @@ class ChunkWriter:
             TargetError: one is not.
         """
         if self._files:
-            raise TargetError(f"{next(iter(self._files))}: not all of it came; a fault of reshard")
+            raise TargetError(f"{next(iter(self._files))}: not all of it came; internal error, please report")
 
 
 def write_chunks(plan: Plan, number: int, directory: str, *, sync: bool, go_on: Callable[[], object]) -> Moved:

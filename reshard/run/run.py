@@ -1,7 +1,7 @@
 """Running a plan: on this machine's threads, or on a dask cluster.
 
 A target file gets its final name only when every file of the run is complete, or at URLs, when it is complete itself; a
-run that fails leaves what the next one can go on from (`run.session`), or else nothing.
+run that fails leaves what the next one can resume from (`run.session`), or else nothing.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def run(
         overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same plan
             made them from the same sources.
         restart: forget what an earlier run left in the target, and replace the files that it finished.
-        checksums: sum up (CRC-32C) what is written, so that an interrupted run can be gone on with, and for
+        checksums: sum up (CRC-32C) what is written, so that an interrupted run can be resumed, and for
             `Report.manifest`; by default as `fsync`.
-        journal: note in `.reshard` in the target directory what is written; without it, nothing can be gone on with,
+        journal: note in `.reshard` in the target directory what is written; without it, nothing can be resumed,
             and the files that an earlier run finished count as anybody's; there are locks for the time of the run,
             where the file system has any. At a URL finished files are noted, and there are no locks: runs that write
             the same files at the same time are not kept apart. A zarr store has no journal once it is finished.
@@ -262,7 +262,7 @@ def _threads(threads: int | None, scheduler: str | None, most: int) -> int:
 
 
 def _clean_up(plan: Plan, root: str, session: Session | None, groups: set[int] | None, error: BaseException) -> None:
-    """After a failure, leave what can be gone on with, or else nothing."""
+    """After a failure, leave what can be resumed, or else nothing."""
     if session:
         session.failed(error, changed_sources(plan))
     elif is_url(root):

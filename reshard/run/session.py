@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard.errors import BudgetError, ChangedError, ReshardError, TargetError, names
+from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, names
 from reshard.plan.fingerprint import changes_digest, file_digests
 from reshard.plan.partition import group_plan
 from reshard.plan.remaining import bytes_left, covers, joined, remaining
@@ -134,9 +134,7 @@ class Session:
             self._begin()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
-                error.add_note(
-                    "nothing is written yet but what an earlier run left; the same command goes on from there"
-                )
+                error.add_note("nothing is written yet but what an earlier run left; the same command resumes")
             self._journal.unlock()
             raise
         self.resumed = 0 if self.plan is plan else plan.stats.bytes_written - bytes_left(self.plan)
@@ -186,7 +184,7 @@ class Session:
         except ReshardError:  # the storage cannot be reached, which may be why the run failed
             if not isinstance(error, ChangedError):
                 more = "nothing unfinished is kept; start again"
-                error.add_note(more if spoiled else "what is finished is kept; the same command goes on from there")
+                error.add_note(more if spoiled else "what is finished is kept; the same command resumes")
             return
         kept = sum(self._each(lambda number: self._kept(number, spoiled=spoiled), range(len(self._whole.files))))
         if spoiled:
@@ -194,9 +192,11 @@ class Session:
                 error.add_note(note)
         elif kept:
             error.add_note(
-                f"{kept} of {self._whole.stats.bytes_written} bytes are written and kept; the same command goes on "
-                "from there (with --restart from the beginning)"
-            )
+                Text(
+                    f"{kept} of {self._whole.stats.bytes_written} bytes are written and kept; the same command "
+                    "resumes (with ", Option("restart"), " it starts over)",
+                )
+            )  # fmt: skip
         elif isinstance(error, KeyboardInterrupt):
             error.add_note("unfinished files are removed; the same command starts from the beginning")
 
@@ -209,11 +209,11 @@ class Session:
         now = file_digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
         held = [self._journal.read(file.path).digest for file in self._whole.files]
         refused = not self._overwrite and any(old not in {"", new} for old, new in zip(held, now, strict=True))
-        option = "with --restart, since files that were made of it before are there"
+        option = Text("with ", Option("restart"), ", since files that were made of it before are there")
         if isinstance(error, ChangedError):  # it says the rest itself
             return option if refused else ""
-        advice = f"start again {option}" if refused else "start again"
-        return f"a source file changed since it was opened, so nothing unfinished is kept; {advice}"
+        advice = Text("start again ", option) if refused else "start again"
+        return Text("a source file changed since it was opened, so nothing unfinished is kept; ", advice)
 
     def close(self) -> None:
         """Give up the files."""
@@ -243,10 +243,14 @@ class Session:
         """Return what is there; refuse what this run must not replace."""
         there = _sorted_out(self._whole, self._journal, self._digests, overwrite=overwrite, restart=restart)
         if there.changed:
+            verb = "was" if len(there.changed) == 1 else "were"
             raise TargetError(
-                f"{self._root}: {names(there.changed, most=3)} {'was' if len(there.changed) == 1 else 'were'} written "
-                "by a run of another plan, or from sources that changed since; begin anew with --restart, or choose "
-                "another target"
+                Text(
+                    f"{self._root}: {names(there.changed, most=3)} {verb} written by a run of another plan, or from "
+                    "sources that changed since; start over with ",
+                    Option("restart"),
+                    ", or choose another target",
+                )
             )
         if there.foreign:
             raise exists(self._root, there.foreign)
@@ -357,8 +361,11 @@ def _is_unnoted(journal: Journal | RemoteJournal, record: Record, state: tuple[i
 def exists(root: str, files: Sequence[str]) -> TargetError:
     """Return the error that target files exist."""
     return TargetError(
-        f"{root}: has {names(files, most=3)} already; choose another target directory, or replace "
-        f"{'it' if len(files) == 1 else 'them'} with --overwrite"
+        Text(
+            f"{root}: has {names(files, most=3)} already; choose another target directory, or replace "
+            f"{'it' if len(files) == 1 else 'them'} with ",
+            Option("overwrite"),
+        )
     )
 
 

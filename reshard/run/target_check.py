@@ -82,7 +82,7 @@ def _check_one_set(plan: Plan, root: str) -> None:
     """Refuse a directory in which something of another set would be taken for a part of this one: many readers glob.
 
     What is replaced may have more files, or others, than what replaces it. They are not removed here: nothing that a
-    run does not write is ever removed, and a run that is stopped, whose set has no index, could not be gone on with.
+    run does not write is ever removed, and a run that is stopped, whose set has no index, could not be resumed.
     """
     planned = {file.path for file in plan.files}
     if plan.request and isinstance(plan.request.files, SomeFiles):  # what other processes write

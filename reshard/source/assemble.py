@@ -2,7 +2,7 @@
 
 A tensor that the strategy names is read from the lowest pipeline stage that holds all of it; MindSpore leaves shared
 ones out of later stages' files, which is no fault. One that no strategy names is whole in every file that has it.
-Every file is held against the strategy, and all faults are told at once.
+Every file is compared with the strategy, and all faults are reported at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, LayoutError, SourceError, names
+from reshard.errors import Faults, LayoutError, Option, SourceError, Text, names
 from reshard.formats.entries import Where
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Sharding, Tensor, TensorSpec
@@ -24,12 +24,16 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import SourceFile
     from reshard.strategy.strategy import Strategy
 
-UNLISTED = (
-    "it may be sharded but not listed: save the strategy with only_trainable_params=False, or give "
-    "--layout '{name}=RULE' (RULE: split:DIM, DEV_MATRIX:TENSOR_MAP; whole; copy if every rank has a value of its own)"
-)
-
 _MOST_TIMES = 256  # the ranks of a strategy that are no more than so many times those there are may be missing ranks
+
+
+def unlisted(name: str) -> Text:
+    """Return what to do about a tensor that the strategy does not list, where ranks hold different bytes of it."""
+    return Text(
+        "it may be sharded but not listed: save the strategy with only_trainable_params=False, or give ",
+        Option("layout", name, "RULE"),
+        " (RULE: split:DIM, DEV_MATRIX:TENSOR_MAP; whole; copy if every rank has a value of its own)",
+    )
 
 
 def join(
@@ -91,9 +95,11 @@ class _WithoutStrategy:
         ranks = {self.ranks[number] for number in self.numbers}
         if len(ranks) > 1:
             raise SourceError(
-                f"{self.root}: has {len(ranks)} ranks and no strategy says which part each holds; "
-                "give --source-strategy (strategy=), or --layout '*=RULE' (layouts=)"
-            )
+                Text(
+                    f"{self.root}: has {len(ranks)} ranks and no strategy says which part each holds; give ",
+                    Option("strategy"), ", or ", Option("layout", "*", "RULE"),
+                )
+            )  # fmt: skip
         found = {name: self.unlisted(name, holders) for name, holders in self.holders().items()}
         self.faults.raise_if_any(SourceError)
         return found
@@ -133,9 +139,11 @@ class _WithoutStrategy:
             if entry is not first and (entry.dtype, entry.shape) != (first.dtype, first.shape):
                 self.faults.add(
                     f"tensor {name!r}",
-                    f"is {entry.dtype} {shape_text(entry.shape)} in rank {self.ranks[number]} and {first.dtype} "
-                    f"{shape_text(first.shape)} in rank {self.ranks[holders[0]]}, and no strategy lists it; "
-                    f"{UNLISTED.format(name=name)}",
+                    Text(
+                        f"is {entry.dtype} {shape_text(entry.shape)} in rank {self.ranks[number]} and {first.dtype} "
+                        f"{shape_text(first.shape)} in rank {self.ranks[holders[0]]}, and no strategy lists it; ",
+                        unlisted(name),
+                    ),
                 )
                 break
         spec = TensorSpec(name, first.dtype, first.shape)
@@ -212,8 +220,11 @@ class _WithStrategy(_WithoutStrategy):
 
         if not self.partial and len(expected) > _MOST_TIMES * len(set(self.ranks)):
             raise SourceError(
-                f"{self.root}: has {len(set(self.ranks))} ranks; the strategy describes {len(expected)}, which is none "
-                "of this checkpoint; give its own, or --partial"
+                Text(
+                    f"{self.root}: has {len(set(self.ranks))} ranks; the strategy describes {len(expected)}, so it is "
+                    "not of this checkpoint; give its own, or ",
+                    Option("partial"),
+                )
             )
 
     def _tell_missing(self) -> None:
@@ -234,8 +245,11 @@ class _WithStrategy(_WithoutStrategy):
         if missing:
             self.faults.add(
                 f"rank {names(missing)}",
-                f"has no file, of the {len(self.strategy.ranks)} ranks that the strategy describes; no block is known "
-                "to be lost: if it is the right strategy, go on with --partial",
+                Text(
+                    f"has no file, of the {len(self.strategy.ranks)} ranks that the strategy describes; no block is "
+                    "known to be lost: if it is the right strategy, give ",
+                    Option("partial"),
+                ),
             )
 
     def _listed(self, name: str, holders: tuple[int, ...]) -> Tensor | None:
@@ -293,7 +307,7 @@ class _WithStrategy(_WithoutStrategy):
             shape = self.strategy.whole_shape(name, first.shape, stage=stage)
             grid = self.strategy.grid(name, shape, stage=stage)
         except LayoutError as error:
-            self.faults.add(self.files[holders[0]].path, str(error))
+            self.faults.add(self.files[holders[0]].path, error.text)
             return None
         faults = self.faults.count
         self._check_stated_shape(name, stage, shape)
@@ -310,12 +324,16 @@ class _WithStrategy(_WithoutStrategy):
         if placed.shape is not None and len(placed.shape) == len(shape) and placed.shape != shape:
             self.faults.add(
                 f"tensor {name!r}",
-                f"would be {shape_text(shape)} by what the files store; the strategy says {shape_text(placed.shape)} "
-                f"(saved whole with integrated_save=True? then give --layout '{name}=whole')",
+                Text(
+                    f"would be {shape_text(shape)} by what the files store; the strategy says "
+                    f"{shape_text(placed.shape)} (saved whole with integrated_save=True? then give ",
+                    Option("layout", name, "whole"),
+                    ")",
+                ),
             )
 
     def _check_entries(self, name: str, first: Entry, held: _Held) -> None:
-        """Hold what each file has of a tensor against the block that its rank should have."""
+        """Compare what each file has of a tensor with the block that its rank should have."""
         for numbers, shape in held.expected:
             entry = self.entry(numbers[0], name)
             if entry.dtype is not first.dtype:

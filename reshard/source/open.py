@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-from reshard.errors import Faults, LayoutError, SourceError, StrategyError, UsageError, names
+from reshard.errors import Faults, LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats import index_file
 from reshard.formats.directories import PARTS, is_later_part, refuse_blocks, refuse_directory, refuse_one_of_several
 from reshard.formats.entries import FileIndex
@@ -262,8 +262,12 @@ def _lone_rank(
     if strategy is not None:
         if own != rank and len(strategy.ranks) > 1:
             raise SourceError(
-                f"{path}: is of rank {own} by its place, and would be taken for rank {rank}; expected the directory "
-                "above it; open that, with --partial if other ranks are not there"
+                Text(
+                    f"{path}: is of rank {own} by its place, and would be taken for rank {rank}; expected the "
+                    "directory above it; open that, with ",
+                    Option("partial"),
+                    " if other ranks are not there",
+                )
             )
         return ""
     shared = next((file.path for file in files if file.index.deduplicated), None)
@@ -287,9 +291,9 @@ def _lone_rank(
         if own:
             notices.append(f"{path}: is of rank {own} by its place; its tensors are taken for whole ones")
         return ""
-    reason += ", or give --layout '*=whole' if it lacks nothing"
-    notices.append(reason)
-    return reason
+    advised = Text(reason, ", or give ", Option("layout", "*", "whole"), " if it lacks nothing")
+    notices.append(advised)
+    return advised
 
 
 def _one_stage(
@@ -320,8 +324,11 @@ def _one_stage(
     if stage is None:
         told = ", and files of other stages are there" if beside else ", which has others"
         raise StrategyError(
-            f"{root}: the strategy is that of stage {number} of a pipeline{told}; give {ALL_STAGES}, or "
-            f"--stage {number} (stage=) if only this one is meant"
+            Text(
+                f"{root}: the strategy is that of stage {number} of a pipeline{told}; give {ALL_STAGES}, or ",
+                Option("stage", number),
+                " if only this one is meant",
+            )
         )
     notices.append(_left_out(strategy, len(set(ranks))))
     return strategy, number
@@ -381,7 +388,7 @@ def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[
         except SourceError as error:
             if cipher is None or cipher.has_tag or "with this key" in str(error):
                 raise
-            raise SourceError(f"{error}; or the key is wrong, which {cipher.mode} cannot tell") from None
+            raise SourceError(Text(error.text, f"; or the key is wrong, which {cipher.mode} cannot tell")) from None
 
     if not any(isinstance(path, RemotePath) for path in paths):
         yield from map(header, paths)
@@ -402,7 +409,7 @@ def _with_rules(
     for pattern, rule in rules.items():
         matching = [name for name in shapes if name == pattern or fnmatchcase(name, pattern)]
         if not matching:
-            raise StrategyError(f"--layout {pattern}={rule}: no tensor in the files has such a name")
+            raise StrategyError(Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"))
         for name in matching:
             if not shapes[name] and name != pattern and rule != COPY:
                 continue  # a glob for tensors that can be cut means no scalar
@@ -410,6 +417,7 @@ def _with_rules(
                 layout = None if rule == COPY else Layout.parse(rule, len(shapes[name]), devices)
                 result = result.with_layout(name, layout)
             except (LayoutError, StrategyError) as error:
-                raise StrategyError(f"--layout {pattern}={rule}: tensor {name!r}: {error}") from None
+                option = Option("layout", pattern, rule)
+                raise StrategyError(Text(option, f": tensor {name!r}: ", error.text)) from None
             ruled[name] = rule
     return result, ruled

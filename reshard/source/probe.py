@@ -28,9 +28,9 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import Faults, SourceError, names
+from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.formats.entries import ranges
-from reshard.source.assemble import UNLISTED
+from reshard.source.assemble import unlisted
 from reshard.source.checkpoint import Looked
 from reshard.source.replicas import in_every_stage
 from reshard.storage.cipher import store_of
@@ -121,9 +121,8 @@ class _Look:
             first = self.sample(tensor, copies[0], _PAGES)
             differs = any(self.sample(tensor, at, _PAGES) != first for at in copies[1:])
         if differs and name == _STEP:
-            self.faults.add(
-                _STEP, "differs between the ranks, which are of different steps; choose the files with --suffix"
-            )
+            advice = Text("choose the files with ", Option("suffix"))
+            self.faults.add(_STEP, Text("differs between the ranks, which are of different steps; ", advice))
         elif differs:
             self.notices.append(
                 f"{names([name])} differs between the ranks; each target rank gets that of one source rank"
@@ -194,14 +193,14 @@ class _Look:
         name, ranks = tensor.spec.name, f"rank {self.ranks[one]} and rank {self.ranks[other]}"
         where = f"block {tensor.sharding.blocks[block]} differs between {ranks}"
         if not tensor.listed:
-            fault = f"differs between the ranks and no strategy lists it; {UNLISTED.format(name=name)}"
+            fault = Text("differs between the ranks and no strategy lists it; ", unlisted(name))
         elif name in self.ruled:
-            fault = f"{where}, which --layout says hold the same; give another rule"
+            fault = Text(f"{where}, which the rule {self.ruled[name]!r} says hold the same")
         else:
-            fault = (
-                f"{where}, which the strategy says hold the same; "
-                "give the strategy that the checkpoint was saved with, or the layout of this tensor with "
-                f"--layout '{name}=RULE'"
+            fault = Text(
+                f"{where}, which the strategy says hold the same; give the strategy that the checkpoint was saved with, "
+                "or the layout of this tensor with ",
+                Option("layout", name, "RULE"),
             )
         self.faults.add(f"tensor {name!r}", fault)
 
@@ -227,17 +226,25 @@ class _Look:
         if not self.proven_split and doubtful:
             self.alike, doubtful = self.alike + doubtful, []
         if self.alike:
-            rules = "--layout '*=whole'" if not self.proven_split else f"--layout '{self.alike[0]}=whole'"
+            rule = Option("layout", self.alike[0] if self.proven_split else "*", "whole")
             more = " and so on" if self.proven_split and len(self.alike) > 1 else ""
             self.faults.add(
                 f"tensor {names([repr(name) for name in self.alike], most=3)}",
-                "is split by the strategy, and every rank holds the same bytes: whole tensors, saved with "
-                f"integrated_save=True? Then give {rules}{more}; else the layout as a rule",
+                Text(
+                    "is split by the strategy, and every rank holds the same bytes: whole tensors, saved with "
+                    "integrated_save=True? Then give ",
+                    rule,
+                    f"{more}; else the layout as a rule",
+                ),
             )
         if doubtful:
             self.notices.append(
-                f"{names(doubtful, most=3)}: constant, and equal on all ranks; that cannot show whether it is split as "
-                "the strategy says, or whole as others are; give --layout 'NAME=whole' if it is"
+                Text(
+                    f"{names(doubtful, most=3)}: constant, and equal on all ranks; that cannot show whether it is "
+                    "split as the strategy says, or whole as others are; give ",
+                    Option("layout", "NAME", "whole"),
+                    " if it is",
+                )
             )
 
     def _looked(self, candidates: Sequence[Tensor], chosen: Sequence[_Chosen]) -> Looked:

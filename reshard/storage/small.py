@@ -12,7 +12,7 @@ from posixpath import normpath
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING
 
-from reshard.errors import TargetError
+from reshard.errors import Option, TargetError, Text
 from reshard.storage.remote import RemotePath, as_path
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def refuse_existing(path: str | os.PathLike[str], *, overwrite: bool) -> None:
     _refuse_others(Path(path))
     if os.path.lexists(path) and not overwrite:
         raise TargetError(
-            f"{path}: is there already; choose another name, or replace it with --overwrite (overwrite=True)"
+            Text(f"{path}: is there already; choose another name, or replace it with ", Option("overwrite"))
         )
 
 

@@ -154,5 +154,5 @@ def _operators(given: object, faults: Faults) -> dict[str, OperatorStrategy | No
             except LayoutError as error:
                 faults.add(where, str(error))
             except TypeError:
-                faults.add(where, f"is {item!r:.60}; expected such as {{matmul: [[2, 1], [1, 2]], transpose_b: true}}")
+                faults.add(where, f"is {item!r:.60}; expected e.g. {{matmul: [[2, 1], [1, 2]], transpose_b: true}}")
     return found

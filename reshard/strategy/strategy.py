@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import Faults, LayoutError, StrategyError, names
+from reshard.errors import Faults, LayoutError, Option, StrategyError, Text, names
 from reshard.layout.block import shape_text
 from reshard.layout.layout import Grid, Layout, foldings, grid
 from reshard.upward import upward
@@ -231,9 +231,11 @@ class Strategy:
             return shapes.pop()
         found = " or ".join(shape_text(shape) for shape in sorted(shapes)) or "no shape of that many dimensions"
         raise LayoutError(
-            f"tensor {name!r}: the files store {shape_text(shard)}; the JSON layout {placed.layout} of expanded shape "
-            f"{shape_text(placed.shape)} stands for {found}; use the protobuf strategy file, or give its layout "
-            f"with --layout '{name}=RULE'"
+            Text(
+                f"tensor {name!r}: the files store {shape_text(shard)}; the JSON layout {placed.layout} of expanded "
+                f"shape {shape_text(placed.shape)} stands for {found}; use the protobuf strategy file, or give ",
+                Option("layout", name, "RULE"),
+            )
         )
 
     def by_stage(self) -> list[tuple[str, Placed]]:

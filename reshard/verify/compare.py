@@ -1,6 +1,6 @@
 """Holding the tensors of one checkpoint against those of another, bit for bit, whatever the layouts of the two.
 
-1. Of every source block one copy is the *reference*. All else is held against it: the copies that other source ranks
+1. Of every source block one copy is the *reference*. All else is compared with it: the copies that other source ranks
    have, and every copy of every target block.
 2. References and the distinct blocks of all those copies make a recipe (`bands`), as if the copies were to be made.
 3. Band by band, each reference's part is read once, and each copy's part once; columns are compared where they lie.
@@ -57,7 +57,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One tensor, and all that is to be held against its references.
+    """One tensor, and all that is to be compared with its references.
 
     Attributes:
         name: the tensor's name in the target.
@@ -145,7 +145,7 @@ def checks(
 
     Args:
         source: has the references.
-        target: held against them.
+        target: compared with them.
         pairs: source name and target name of each tensor, which both have with the same shape.
         cast: the dtype that a conversion makes of another.
     """
@@ -368,7 +368,7 @@ class _Reader:
                         yield replace(mismatch, index=_whole_index(check, axis, block, part, start, mismatch.index))
 
     def own_values(self, check: Check) -> Iterator[Mismatch]:
-        """Look whether every copy in the target is that of one source rank; a wrong one is held against the first."""
+        """Look whether every copy in the target is that of one source rank; a wrong one is compared with the first."""
         known = {self._digest(check, reference) for reference in check.references}
         if len(known) > 1:
             self.varying.append(check.source_name)

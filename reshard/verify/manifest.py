@@ -198,7 +198,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise SourceError(f"manifest {path}: is none; expected a JSON object with the key {_VERSION_KEY!r}")
     version = content[_VERSION_KEY]
     if type(version) is not int or version != VERSION:
-        advice = "make it anew from files that are sound" if version == 1 else "use a newer reshard"
+        advice = "make it again from files that are sound" if version == 1 else "use a newer reshard"
         raise SourceError(f"manifest {path}: is of version {version!r:.40}; expected {VERSION}; {advice}")
     match content:
         case {"files": dict(listed), **rest} if set(rest) == {_VERSION_KEY}:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from reshard.errors import SourceError
+from reshard.errors import Option, SourceError, Text
 from reshard.formats.safetensors import NAME as SAFETENSORS
 from reshard.layout.block import shape_text
 from reshard.plan.select import all_states, has_no_place, select
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 _ABSENT = "is in the source, not in the target"
-_LACKS = (
-    "is not in the file of this rank, which shall have it; if each replica is stored once, give --deduplicated "
-    "(deduplicated=True)"
+_LACKS = Text(
+    "is not in the file of this rank, which shall have it; if each replica is stored once, give ",
+    Option("deduplicated"),
 )
 
 
@@ -63,9 +63,11 @@ def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Che
     for one, what, other in ((source, "source", target), (target, "target", source)):
         if not one.tensors and (other.tensors or set(source.ranks) != set(target.ranks)):
             raise SourceError(
-                f"{one.root}: has {len(set(one.ranks))} ranks and no strategy says which part each holds; give "
-                f"--{what}-strategy, or --{'target-' * (what == 'target')}layout '*=RULE'"
-            )
+                Text(
+                    f"{one.root}: has {len(set(one.ranks))} ranks and no strategy says which part each holds; give ",
+                    Option("strategy").of(what), ", or ", Option("layout", "*", "RULE").of(what),
+                )
+            )  # fmt: skip
     for rank in sorted(set(source.ranks)):
         yield _of_rank(source, rank), _of_rank(target, rank), rank
 
@@ -130,7 +132,7 @@ def match(
     for name in set(source.unreadable) & set(selected.dropped):
         found.dropped.append(name)
         if not matches(name, wishes.drop):
-            told = f"{source.unreadable[name]}; to leave it out give --drop '{name}'"
+            told = Text(f"{source.unreadable[name]}; to leave it out give ", Option("drop", name))
             found.differences.append(Difference("missing", told, name=name))
     expected = {new_names[name] for name in chosen}
     known = set(new_names.values())
@@ -212,7 +214,7 @@ def _may_lack(
     if new not in strategy.tensors:  # a conversion drops what the target does not name; weights, where it is asked to
         may = name in states or target.part is not None or matches(name, wishes.drop)
         return may and has_no_place(source, strategy, name)
-    present = {strategy.stage_of(rank) for rank in target.ranks}  # opened with --partial, there may be no rank of it
+    present = {strategy.stage_of(rank) for rank in target.ranks}  # opened as partial, there may be no rank of it
     return not present.intersection(strategy.stages_of(new))
 
 

@@ -10,7 +10,7 @@ from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, SourceError, names
+from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.source.replicas import Replicas, in_every_stage, in_several_stages, is_deduplicated
@@ -46,7 +46,8 @@ def check_structure(target: Checkpoint, wishes: Selection, *, deduplicated: bool
     for number, file in enumerate(target.files):
         for name, reason in file.index.unreadable:
             if name in target.unreadable and not matches(name, wishes.drop):
-                faults.add(f"rank {target.ranks[number]}: {name!r}", f"{reason}; to leave it out give --drop '{name}'")
+                fault = Text(f"{reason}; to leave it out give ", Option("drop", name))
+                faults.add(f"rank {target.ranks[number]}: {name!r}", fault)
     if not target.tensors:
         notices.append("no strategy joins the ranks: each is sound for itself; a strategy would tell whether it is all")
         present = set(target.ranks)
@@ -100,7 +101,9 @@ def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable
         if not known and stages.intersection(strategy.stages_of(name)) and not matches(name, allow_missing):
             faults.add(
                 f"tensor {name!r}",
-                f"is in the strategy and in no file; if it need not be there, give --allow-missing '{name}'",
+                Text(
+                    "is in the strategy and in no file; if it need not be there, give ", Option("allow_missing", name)
+                ),
             )
 
 
@@ -122,8 +125,11 @@ def _check_ranks(target: Checkpoint, wishes: Selection, faults: Faults, *, once:
     for lacked, ranks in alike.items():
         faults.add(
             f"rank {names(ranks)}",
-            f"has no {names(lacked, most=3)} in its file, which other ranks of the stage have; if each replica is "
-            "stored once, give --deduplicated (deduplicated=True)",
+            Text(
+                f"has no {names(lacked, most=3)} in its file, which other ranks of the stage have; if each replica is "
+                "stored once, give ",
+                Option("deduplicated"),
+            ),
         )
 
 
@@ -146,12 +152,12 @@ def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Tell what an unfinished run, or one that goes on, has left below a directory."""
+    """Tell what a run that was interrupted, or is not done, has left below a directory."""
     if not root.is_dir():
         return []
     unfinished = [path.relative_to(root).as_posix() for path in sorted(root.rglob(f"*{PARTIAL}"))]
     found = []
     if unfinished:
         count = f"{len(unfinished)} unfinished file{'s' * (len(unfinished) != 1)}"
-        found.append(f"{root}: has {count} ({names(unfinished, most=3)}): a run was interrupted, or goes on")
+        found.append(f"{root}: has {count} ({names(unfinished, most=3)}): a run was interrupted, or is not done")
     return found

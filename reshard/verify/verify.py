@@ -12,14 +12,13 @@ What a way does not look at is in `Verification.unchecked`.
 from __future__ import annotations
 
 import os
-import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import BudgetError, SourceError, UsageError, names
+from reshard.errors import BudgetError, SourceError, UsageError, joined, names
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN
 from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
@@ -154,7 +153,7 @@ def verify(
     """
     began = time.perf_counter()
     if against is not None and manifest is not None:
-        raise UsageError("a target is held against a source or against a manifest; name one of them")
+        raise UsageError("a target is compared with a source or with a manifest; name one of them")
     if deduplicated and manifest is not None:
         raise UsageError("a manifest says what each file holds; leave deduplicated out")
     if sample is not None and (not 0 < sample <= 1 or against is None):
@@ -239,13 +238,8 @@ def opened(
                 return Checkpoint(str(path), {}, files, ranks, notices=tuple(notices), unreadable=unreadable)
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
-        left = leftovers(Path(str(path)))
-        message = str(error)
-        if what == "target":
-            message = re.sub(
-                "--(?:source-)?(strategy|partial|suffix|layout|rank-pattern|stage)", r"--target-\1", message
-            )
-        raise type(error)("\n".join([message, *left])) from None
+        text = error.text.map(lambda option: option.of(what))
+        raise type(error)(joined("\n", [text, *leftovers(Path(str(path)))])) from None
 
 
 def _threads(threads: int | None) -> int:

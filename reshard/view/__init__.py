@@ -1,4 +1,4 @@
-"""For eyes: lazy arrays, words, data for `--json`, HTML and pictures.
+"""For eyes: lazy arrays, words, plain data for JSON, HTML and pictures.
 
 Pure functions but for `arrays`: they open no file and print nothing. Names come from files that nobody vouches for: in
 words each goes through `words.printable`, in HTML and SVG through `markup.tag` too.

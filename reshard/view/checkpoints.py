@@ -1,4 +1,4 @@
-"""Checkpoints and what single ranks' files hold, in words and as data for `--json`."""
+"""Checkpoints and what single ranks' files hold, in words and as plain data."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def looked_text(looked: Looked | None) -> str | None:
 
 
 def looked_data(looked: Looked | None) -> dict[str, int] | None:
-    """Return for `--json` how much of the contents was looked at."""
+    """Return how much of the contents was looked at, as plain data."""
     return None if looked is None else looked._asdict()
 
 
@@ -134,7 +134,7 @@ def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
 
 
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return a checkpoint for `--json`; nothing is folded there."""
+    """Return a checkpoint as plain data; nothing is folded there."""
     ranks = checkpoint.ranks
     holders: dict[Sharding, list[dict[str, object]]] = {}
     return {
@@ -204,7 +204,7 @@ def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int
 
 
 def rank_files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> dict[str, object]:
-    """Return what each rank's files hold, for `--json`."""
+    """Return what each rank's files hold, as plain data."""
     return {
         **_files_data(title, files, ranks),
         "groups": [

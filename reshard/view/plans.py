@@ -1,4 +1,4 @@
-"""Plans, in words and as data for `--json`."""
+"""Plans, in words and as plain data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan_text(plan: Plan, directory: str) -> str:
 
 
 def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[str, object]:
-    """Return a plan, and what came of it, for `--json`: the same keys before a run (`seconds` is null) and after."""
+    """Return a plan, and what came of it, as plain data: the same keys before a run (`seconds` is null) and after."""
     stats = plan.stats._asdict()
     if report is not None:
         stats["bytes_read"] = report.bytes_read

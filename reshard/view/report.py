@@ -27,7 +27,7 @@ def report_text(
         report: what came of it.
         verify: the command that verifies the result, to be copied as it is.
         manifest: the manifest that was written, and what is in it.
-        check: the command that holds the files against it, likewise.
+        check: the command that compares the files with it, likewise.
     """
     commands = [
         *([f"manifest: {printable(manifest)}"] if manifest else []),
@@ -54,7 +54,7 @@ def report_text(
                 f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, "
                 f"wrote {wrote} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
             ),
-            *([f"went on from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
+            *([f"resumed from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
             *([_unread_text(report, verify)] if report.finished else []),
             f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",
             f"dropped, because the target does not have it: {_names_or_none(report.dropped)}",
@@ -90,7 +90,7 @@ def _checksums_text(report: Report) -> str:
 def report_data(
     plan: Plan, directory: str, report: Report | None = None, verify: str | None = None, check: str | None = None
 ) -> dict[str, object]:
-    """Return a plan and the report of its run for `--json`; the keys are the same before a run (null) and after.
+    """Return a plan and the report of its run as plain data; the keys are the same before a run (null) and after.
 
     The two commands are those of `report_text`.
     """

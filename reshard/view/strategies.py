@@ -1,4 +1,4 @@
-"""Layouts and strategies in words, and as data for `--json`."""
+"""Layouts and strategies in words, and as plain data."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
 
 
 def strategy_data(strategy: Strategy) -> dict[str, object]:
-    """Return a strategy for `--json`; a tensor has one item for each stage that holds it."""
+    """Return a strategy as plain data; a tensor has one item for each stage that holds it."""
     return {
         "ranks": list(strategy.ranks),
         "stages": list(strategy.stages),

@@ -1,11 +1,11 @@
-"""What a verification found, in words that fit on one screen, and as data for `--json`. Pure."""
+"""What a verification found, in words that fit on one screen, and as plain data. Pure."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import names
+from reshard.errors import PYTHON, Option, Text, names, spelled
 from reshard.layout.block import shape_text
 from reshard.view.folding import fold, ranges_text
 from reshard.view.words import bytes_text, count_text, printable
@@ -13,6 +13,7 @@ from reshard.view.words import bytes_text, count_text, printable
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reshard.errors import Words
     from reshard.verify.difference import Difference
     from reshard.verify.verify import Verification
 
@@ -20,8 +21,14 @@ _MOST_SHOWN = 6  # of up to three lines each
 _MOST_NAMES = 6
 
 
-def verdict_text(found: Verification) -> str:
-    """Write in words what was verified, and what is not as it should be."""
+def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`differences`") -> str:
+    """Write in words what was verified, and what is not as it should be.
+
+    Args:
+        found: the result.
+        words: how options are written.
+        every_one: where more differences are than are shown.
+    """
     lines = [f"{printable(found.target)}: {_conclusion(found)}"]
     files = count_text(found.files, "file")
     ranks = f" of {count_text(len(found.ranks), 'rank')} ({ranges_text(found.ranks)})" if found.ranks else ""
@@ -34,15 +41,16 @@ def verdict_text(found: Verification) -> str:
         lines.append(f"read {bytes_text(found.bytes_read)} in {found.seconds:.2f} s{rate}")
     if found.sample is not None:
         share = found.bytes_read / found.total_bytes if found.total_bytes else 1
-        lines.append(f"a random sample, {100 * share:.3g} % of the bytes; for the same again: --seed {found.seed}")
+        again = Text("for the same again: ", Option("seed", found.seed))
+        lines.append(f"a random sample, {100 * share:.3g} % of the bytes; {spelled(again, words)}")
     absent = "not in the target, which need not have it"
     for title, some in ((absent, found.dropped), ("in the target, and not asked for", found.left_out)):
         if some:
             lines.append(f"{title}: {_names(some)}")
     for difference in found.differences[:_MOST_SHOWN]:
-        lines += _difference_lines(difference, found)
+        lines += _difference_lines(difference, found, words)
     if len(found.differences) > _MOST_SHOWN:
-        lines.append(f"and {len(found.differences) - _MOST_SHOWN:,} more; --json tells them all")
+        lines.append(f"and {len(found.differences) - _MOST_SHOWN:,} more; {every_one} tells them all")
     return "\n".join(lines)
 
 
@@ -74,9 +82,9 @@ def _conclusion(found: Verification) -> str:
     return f"equal to {against}, bit for bit{rows}"
 
 
-def _difference_lines(one: Difference, found: Verification) -> Iterable[str]:
+def _difference_lines(one: Difference, found: Verification, words: Words) -> Iterable[str]:
     subject = f"tensor {printable(one.name)}" if one.name is not None else _below(one.path or "", found.target)
-    yield f"  {subject}: {printable(one.told)}"
+    yield f"  {subject}: {printable(spelled(one.told, words))}"
     if one.path is not None and one.name is not None:
         root = found.against if one.side == "source" else found.target
         rank = "" if one.rank is None else f"rank {one.rank}, "
@@ -84,7 +92,7 @@ def _difference_lines(one: Difference, found: Verification) -> Iterable[str]:
     if one.index is not None and one.block is not None:
         yield (
             f"    first at {shape_text(one.index)} of the tensor, {shape_text(one.index_in_block or ())} of its block "
-            f"{one.block}; held against {_below(one.reference or '', found.against)}"
+            f"{one.block}; compared with {_below(one.reference or '', found.against)}"
         )
 
 
@@ -100,7 +108,7 @@ def _names(some: Iterable[str]) -> str:
 
 
 def verdict_data(found: Verification) -> dict[str, object]:
-    """Return what was verified for `--json`."""
+    """Return what was verified as plain data."""
     return {
         "target": found.target,
         "against": found.against,

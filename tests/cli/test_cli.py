@@ -79,7 +79,7 @@ def test_a_dry_run_tells_what_a_run_would_find(case: Case, tmp_path: Path) -> No
     assert call(*command).exit_code == 6
     assert done(*command, "--dry-run", "--overwrite").stderr == f"notice: 1 target file {kept}"
     assert list(tree(tmp_path)) == sorted([*before, "rank_1/checkpoint_1.ckpt"])
-    assert "went on from" in done(*command, "--overwrite").stdout
+    assert "resumed from" in done(*command, "--overwrite").stdout
     assert done(*command, "--dry-run").stderr == f"notice: 4 target files {kept}"
 
 

@@ -113,7 +113,7 @@ def test_a_fault_of_our_own_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     result = call("strategy", "show", "x")
     assert result.exit_code == 1
     assert result.stderr == (
-        "error: unexpected RuntimeError: first line (a fault of reshard; add --debug to see where)\n"
+        "error: unexpected RuntimeError: first line (internal error, please report; add --debug to see where)\n"
     )
 
 
@@ -237,7 +237,7 @@ def test_a_stage_that_has_no_files(case: Case) -> None:
 def test_a_prefix_under_which_nothing_would_be_found(case: Case, tmp_path: Path, prefix: str) -> None:
     result = call("transform", case.source, tmp_path / "out", *case.strategies, "--prefix", prefix)
     assert result.exit_code == 2
-    assert "is no beginning of a file name" in result.stderr
+    assert "not the beginning of a file name" in result.stderr
 
 
 def test_python_arguments_of_another_kind(case: Case, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_difference_is_told_on_one_screen(folder: Path) -> None:
     assert lines[-3].startswith("  tensor w: 1 of 864 elements differ; the first is 0x")
     assert lines[-2] == f"    target, rank 2, {path}"
     assert lines[-1] == (
-        "    first at [1, 2] of the tensor, [1, 2] of its block [0:48, 0:18]; held against rank_0/checkpoint_0.ckpt"
+        "    first at [1, 2] of the tensor, [1, 2] of its block [0:48, 0:18]; compared with rank_0/checkpoint_0.ckpt"
     )
     assert result.stderr.startswith("error: dst is not what src says: 1 difference, in w, in ")
     (found,) = data(call(*BOTH, "--json"))["differences"]
@@ -168,9 +168,9 @@ def test_where_files_are_called_otherwise(folder: Path) -> None:
         (["--rank-pattern", "r{rank}/*"], "for TARGET give --target-rank-pattern"),
         (["--layout", "w=whole"], "--layout is about SOURCE"),
         (["--against", "src", "--manifest", "m.json"], "give one of them"),
-        (["--against", "src", "--sample", "0%"], "no share"),
-        (["--against", "src", "--sample", "120%"], "no share"),
-        (["--against", "src", "--sample", "nan"], "no share"),
+        (["--against", "src", "--sample", "0%"], "invalid share"),
+        (["--against", "src", "--sample", "120%"], "invalid share"),
+        (["--against", "src", "--sample", "nan"], "invalid share"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(folder: Path, options: list[str], told: str) -> None:

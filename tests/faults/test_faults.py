@@ -318,7 +318,7 @@ def source_changes(how: str, trial: Trial) -> Ended:
 
 
 def rank_removed(trial: Trial) -> Ended:
-    """Between two runs: refused by name, and gone on with when it is back."""
+    """Between two runs: refused by name, and resumed when it is back."""
     killed(trial)
     path = trial.a_source_file().parent
     away = trial.root / "away"

@@ -130,7 +130,7 @@ def reshard(*words: str | Path) -> Result:
     command = " ".join(map(str, words))
     clean = isinstance(result.exception, SystemExit | type(None))
     require(clean, f"{result.exception!r} gets through\n$ reshard {command}")
-    fault = re.search(r"unexpected \w+.*fault of reshard.*", said)
+    fault = re.search(r"unexpected \w+.*internal error.*", said)
     require(fault is None and "Traceback" not in said, f"{fault[0] if fault else said}\n$ reshard {command}")
     if result.exit_code not in CODES:
         raise WrongError(f"exit code {result.exit_code}: {error_of(result)}\n$ reshard {command}")

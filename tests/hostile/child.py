@@ -28,6 +28,8 @@ from makers import proto, strategy
 import reshard
 from reshard import mindspore
 from reshard.cli.main import cli
+from reshard.cli.terminal import OPTIONS
+from reshard.errors import spelled
 from reshard.mindspore.convert import convert_file
 
 if TYPE_CHECKING:
@@ -148,7 +150,7 @@ def run(command: str, names: dict[str, str], item: Item) -> tuple[int, str, str]
         code = int(done.code or 0)
     except reshard.ReshardError as error:
         code = error.exit_code
-        err.write(f"error: {error}\n")
+        err.write(f"error: {spelled(error.text, OPTIONS)}\n")
     except BaseException as error:
         code = -1
         err.write(f"unexpected {type(error).__name__}: {error}\n")

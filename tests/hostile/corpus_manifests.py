@@ -23,7 +23,7 @@ MANIFESTS = [
     a_manifest("a key twice", b'{"reshard_manifest": 2, "reshard_manifest": 2, "files": {}}', "$: has reshard_manifest twice in one object"),
     a_manifest("a file twice", b'{"reshard_manifest": 2, "files": {"a": {"nbytes": 1, "crc32c": "00000000"}, "a": {"nbytes": 2, "crc32c": "00000000"}}}', "$: has a twice in one object"),
     a_manifest("a million keys, one twice", repeated(b'{"a":1', b',"a":1', 1_000_000, b"}"), "is none; expected a JSON object with the key 'reshard_manifest'", commands=MANIFEST[:1]),
-    a_manifest("a version before", b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it anew from files that are sound"),
+    a_manifest("a version before", b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it again from files that are sound"),
     a_manifest("a version to come", b'{"reshard_manifest": 3, "files": {}}', "is of version 3; expected 2; use a newer reshard"),
     a_manifest("a file above", sums("../file.ckpt"), "path '../file.ckpt': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
     a_manifest("an absolute path", sums("/etc/passwd"), "path '/etc/passwd': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),

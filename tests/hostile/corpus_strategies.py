@@ -96,17 +96,17 @@ unfit = partial(Item, commands=_USES)
 
 UNFIT = [
     unfit("three dimensions for one", edited([2], [0, -1, -1]), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': the files store 1 dimensions [4], the layout has 3 (tensor_map [0, -1, -1])"),
-    unfit("2^17 devices", edited([1 << 17], [0]), "ranks: has 2 ranks; the strategy describes 131072, which is none of this checkpoint; give its own, or --partial"),
-    unfit("2^17 devices, each a replica", edited([1 << 17], [-1]), "ranks: has 2 ranks; the strategy describes 131072, which is none of this checkpoint; give its own, or --partial"),
-    unfit("65,536 stages", strategy(**{f"{stage}-w": ([2], [0]) for stage in (0, 65_535)}).SerializeToString(), "ranks: has 2 ranks; the strategy describes 131072, which is none of this checkpoint; give its own, or --partial"),
+    unfit("2^17 devices", edited([1 << 17], [0]), "ranks: has 2 ranks; the strategy describes 131072, so it is not of this checkpoint; give its own, or --partial"),
+    unfit("2^17 devices, each a replica", edited([1 << 17], [-1]), "ranks: has 2 ranks; the strategy describes 131072, so it is not of this checkpoint; give its own, or --partial"),
+    unfit("65,536 stages", strategy(**{f"{stage}-w": ([2], [0]) for stage in (0, 65_535)}).SerializeToString(), "ranks: has 2 ranks; the strategy describes 131072, so it is not of this checkpoint; give its own, or --partial"),
     unfit("optimizer shards that do not divide", edited([2], [-1], opt_weight_shard_size=3), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': opt_weight_shard_size 3 does not divide the 2 devices that share a block (dev_matrix [2], tensor_map [-1])"),
     unfit("interleaved rows", edited([2], [0], field=2), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': field is 2: its rows are interleaved by device, which no block describes"),
     unfit("sizes of rows below 0", edited([2], [0], param_split_shape=[9, -1]), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': dimension 0 of size 8 is split 2 ways, which param_split_shape [9, -1] does not describe"),
     unfit("sizes of rows of 2^63 - 1", edited([2], [0], param_split_shape=[(1 << 63) - 1] * 2), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': the files store [4], of which the layout [2] map [0] makes no array"),
-    unfit("2^17 sizes of rows", edited([1 << 17], [0], param_split_shape=[1] * (1 << 17)), "ranks: has 2 ranks; the strategy describes 131072, which is none of this checkpoint; give its own, or --partial"),
+    unfit("2^17 sizes of rows", edited([1 << 17], [0], param_split_shape=[1] * (1 << 17)), "ranks: has 2 ranks; the strategy describes 131072, so it is not of this checkpoint; give its own, or --partial"),
     Item("a target of 2^17 devices that split 4 rows", edited([1 << 17], [0]), "file.ckpt: tensor 'w': dimension 0 of size 4 does not divide into 131072", _TARGETS),
     Item("a target that shards 4 rows by 3", edited([3], [0]), "file.ckpt: tensor 'w': dimension 0 of size 4 does not divide into 3", _TARGETS),
-    Item("a target of other names", strategy(v=([2], [0])).SerializeToString(), "file.ckpt: tensor 'v': is in the strategy and in no source file; to go on without it give --allow-missing 'v'", _TARGETS),
+    Item("a target of other names", strategy(v=([2], [0])).SerializeToString(), "file.ckpt: tensor 'v': is in the strategy and in no source file; to do without it give --allow-missing 'v'", _TARGETS),
 ]
 
 JSON = [

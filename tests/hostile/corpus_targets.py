@@ -18,8 +18,8 @@ _SUMMED = f"{_TO_RANKS} --write-manifest {{out}}/m.json"
 a_target = partial(Item, commands=(_TO_RANKS, f"{_TO_RANKS} --overwrite", _SUMMED), code=6, file="out")
 
 TARGETS = [
-    Item("a prefix that leads out", tree({}), "is no beginning of a file name; expected one such as 'checkpoint_'", (f"{_TO_RANKS} --prefix ../x", f"{_TO_RANKS} --prefix ../../outside/x", f"{_TO_RANKS} --prefix /x", f"{_TO_RANKS} --prefix x/y", ".transform_with_prefix {ranks} {out} {strategy} ../x"), 2, "out"),
-    Item("a prefix with an escape sequence", tree({}), "prefix '\\x1b[2J' is no beginning of a file name; expected one such as 'checkpoint_'", (f"{_TO_RANKS} --prefix \x1b[2J",), 2, "out"),
+    Item("a prefix that leads out", tree({}), "not the beginning of a file name; expected e.g. 'checkpoint_'", (f"{_TO_RANKS} --prefix ../x", f"{_TO_RANKS} --prefix ../../outside/x", f"{_TO_RANKS} --prefix /x", f"{_TO_RANKS} --prefix x/y", ".transform_with_prefix {ranks} {out} {strategy} ../x"), 2, "out"),
+    Item("a prefix with an escape sequence", tree({}), "prefix '\\x1b[2J': not the beginning of a file name; expected e.g. 'checkpoint_'", (f"{_TO_RANKS} --prefix \x1b[2J",), 2, "out"),
     Item("a prefix of 300 characters", tree({}), ".ckpt.partial: cannot be made: File name too long", (f"{_TO_RANKS} --prefix {'x' * 300}",), 6, "out"),
     a_target("a rank directory that leads out", tree({"rank_0": link("../outside")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/checkpoint_0.ckpt; remove the link"),
     a_target("a rank directory that leads above", tree({"rank_1": link("..")}), "rank_1/checkpoint_1.ckpt: leads out of the target directory, to /item/checkpoint_1.ckpt; remove the link"),
@@ -54,7 +54,7 @@ TARGETS = [
     a_target("a journal of huge numbers", tree({_JOURNAL: _BEGUN + b'{"wrote":[[' + b"9" * 4000 + b',1,1],[0,1e308,1]]}\n{"ready":[' + b"9" * 4000 + b",1]}\n"}), "", code=0),
     a_target("a journal of numbers of 5,000 digits", tree({_JOURNAL: _BEGUN + b'{"wrote":[[' + b"9" * 5000 + b",1,1]]}\n"}), "", code=0),
     a_target("a journal of Infinity", tree({_JOURNAL: _BEGUN + b'{"wrote":[[Infinity,NaN,-Infinity]]}\n'}), "", code=0),
-    a_target("an unfinished file of another plan", tree({_JOURNAL: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; begin anew with --restart, or choose another target", commands=(_TO_RANKS,)),
+    a_target("an unfinished file of another plan", tree({_JOURNAL: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; start over with --restart, or choose another target", commands=(_TO_RANKS,)),
     a_target("a finished file, says its journal", tree({_JOURNAL: _BEGUN + b'{"ready":[2,0]}\n', "rank_0/checkpoint_0.ckpt": b"xy"}), "has rank_0/checkpoint_0.ckpt already; choose another target directory, or replace it with --overwrite", commands=(_TO_RANKS, f"{_TO_RANKS} --restart")),
     a_target("other journals", tree({".reshard/\x1b[2J\nerror: no.jsonl": b"x", ".reshard/a": link("/dev/zero")}), "", code=0),
     Item("a part of a set that leads out", tree({"part0.safetensors": link("../outside/keep")}), "part0.safetensors: leads out of the target directory, to /item/outside/keep; remove the link", ("unify {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),

@@ -333,7 +333,7 @@ def test_wrong_values(source: Path, tmp_path: Path) -> None:
         ms.transform_checkpoints(source, out, "x", SOURCE, TARGET, output_format="npz")
     with pytest.raises(ValueError, match="process_num is 0"):
         ms.transform_checkpoints(source, out, "x", SOURCE, TARGET, 0)
-    with pytest.raises(ValueError, match="is no beginning of a file name"):
+    with pytest.raises(ValueError, match="not the beginning of a file name"):
         ms.transform_checkpoints(source, out, "../x", SOURCE, TARGET)
     with pytest.raises(ValueError, match="does not end with .ckpt or .safetensors"):
         ms.transform_checkpoint_by_rank(0, rank_map(source, [0]), "a.npz", SOURCE, TARGET)
@@ -524,7 +524,7 @@ def test_by_rank_of_a_deduplicated_ckpt_source_loses_nothing(mindspore_data: Pat
 def test_what_is_said_names_no_option_of_the_command_line(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target.ckpt"
     reshard.write_strategy(TARGET, target)
-    with pytest.raises(SourceError, match="between rank 0 and rank .; give src_strategy_file if each has a part"):
+    with pytest.raises(SourceError, match="(?s)src_strategy_file if each has a part; .* rank 0 and rank .,"):
         ms.transform_checkpoints(source, tmp_path / "out", "c_", None, target)
     with pytest.raises(SourceError, match="has rank directories and no whole tensors; first use unified_safetensors"):
         ms.load_distributed_checkpoint(

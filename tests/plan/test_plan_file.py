@@ -280,7 +280,7 @@ def refuse(path: Path, kind: type[ReshardError], message: str, **reading: Any) -
 
 
 def test_files_that_are_not_there(saved: Path, root: Path, tmp_path: Path) -> None:
-    message = r"rank_2/checkpoint_2\.safetensors: cannot be found .*; say where the source is: --source DIRECTORY"
+    message = r"rank_2/checkpoint_2\.safetensors: cannot be found .*; say where the source is: source="
     (root / "rank_2" / "checkpoint_2.safetensors").unlink()
     refuse(saved, SourceError, message)
     refuse(saved, SourceError, "has 4 faults", source=tmp_path / "nowhere")
@@ -462,7 +462,7 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["files"].update(fields=["../x", ""]), "is no beginning of a file name"),
+        (lambda c: c["files"].update(fields=["../x", ""]), "not the beginning of a file name"),
         (lambda c: c["target"].update(format="../x"), r"unknown format '\.\./x'"),
         (lambda c: c["target"].update(ranks=[1 << 30]), "the target has ranks 0 to 3"),
         (lambda c: c["target"].update(memory=1), "too little"),

@@ -59,8 +59,8 @@ def test_a_pattern_may_say_how_many_it_matches(source: reshard.Checkpoint) -> No
     with pytest.raises(UsageError) as caught:
         reshard.plan(source, selection=Selection(include=("layers.*@5", "nothing.*"), exclude=("embed@2",)))
     assert caught.value.exit_code == 2
-    for fault in ("--include layers.*@5: matches 4 tensors; expected 5", "--include nothing.*: matches no tensor",
-                  "--exclude embed@2: matches 1 tensors; expected 2"):  # fmt: skip
+    for fault in ("include='layers.*@5': matches 4 tensors; expected 5", "include='nothing.*': matches no tensor",
+                  "exclude='embed@2': matches 1 tensors; expected 2"):  # fmt: skip
         assert fault in str(caught.value)
 
 

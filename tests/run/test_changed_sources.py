@@ -35,7 +35,7 @@ def test_a_changed_source_is_refused(command: list[str | Path], tmp_path: Path) 
     write_ranks(tmp_path / "src", full, SOURCE)
     refused = call(*command)
     assert refused.exit_code == 6
-    assert "or from sources that changed since; begin anew with --restart" in refused.output
+    assert "or from sources that changed since; start over with --restart" in refused.output
     assert_rank_files(tmp_path / "out", FULL, TARGET)
     assert call(*command, "--restart").exit_code == 0
     assert_rank_files(tmp_path / "out", full, TARGET)
@@ -47,7 +47,7 @@ def test_a_source_that_was_touched_is_refused(source: reshard.Checkpoint, tmp_pa
     path = Path(source.files[0].path)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
-    with pytest.raises(TargetError, match="begin anew with --restart"):
+    with pytest.raises(TargetError, match="start over with restart=True"):
         plan.run(tmp_path / "out")
     plan.run(tmp_path / "out", restart=True)
     assert_rank_files(tmp_path / "out", FULL, TARGET)
@@ -188,7 +188,7 @@ def test_a_source_with_another_header_is_another(source: reshard.Checkpoint, tmp
     os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
     # Compared with the replica of rank 0, it would be refused as it is opened.
     changed = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE, contents=False), TARGET)
-    with pytest.raises(TargetError, match="from sources that changed since; begin anew with --restart"):
+    with pytest.raises(TargetError, match="from sources that changed since; start over with restart=True"):
         changed.run(tmp_path / "out")
     assert tree(tmp_path / "out") == before
     changed.run(tmp_path / "out", restart=True)
@@ -232,7 +232,7 @@ def test_nothing_is_kept_of_a_source_that_is_cut_short_during_the_run(
             reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
     said = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert str(path) in said
-    assert "goes on from there" not in said
+    assert "resumes" not in said
     assert said.endswith("start again")
     assert tree(tmp_path / "out") == {}
     path.write_bytes(content)
@@ -258,10 +258,10 @@ def test_finished_files_of_a_source_that_changes_are_told(
         with pytest.raises(ChangedError) as caught:
             reshard.plan(source, TARGET).run(tmp_path / "out", threads=1)
     assert str(caught.value).endswith("start again")
-    assert caught.value.__notes__ == ["with --restart, since files that were made of it before are there"]
+    assert caught.value.__notes__ == ["with restart=True, since files that were made of it before are there"]
     assert len(tree(tmp_path / "out")) == 1
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET)
-    with pytest.raises(TargetError, match="begin anew with --restart"):
+    with pytest.raises(TargetError, match="start over with restart=True"):
         plan.run(tmp_path / "out")
     plan.run(tmp_path / "out", restart=True)
     assert_rank_files(tmp_path / "out", FULL, TARGET)
@@ -304,7 +304,7 @@ def test_a_source_out_of_reach_has_not_changed(
     assert not isinstance(caught.value, ChangedError)
     total = plan.stats.bytes_written
     (note,) = caught.value.__notes__
-    assert note.startswith(f"{total} of {total} bytes are written and kept; the same command goes on from there")
+    assert note.startswith(f"{total} of {total} bytes are written and kept; the same command resumes")
     assert plan.run(tmp_path / "out").resumed == total
     plan.run(tmp_path / "undisturbed")
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")

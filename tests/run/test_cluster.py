@@ -326,7 +326,7 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
     assert tree(tmp_path / "out") == expected
     done = subprocess.run([*command, "--cluster", "local:0"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "expected such as tcp://10.0.0.1:8786, local or local:4" in done.stderr
+    assert "expected e.g. tcp://10.0.0.1:8786, local or local:4" in done.stderr
     done = subprocess.run(
         [*command, "--cluster", "tcp://h:1", "--scheduler", "threads"], cwd=tmp_path, capture_output=True, text=True,
         check=False,

@@ -75,7 +75,7 @@ def test_a_finished_file_that_was_changed_is_somebody_elses(
     path = tmp_path / "out" / plan.files[link].path
     path.unlink()
     path.write_bytes(b"edited")
-    with pytest.raises(TargetError, match="with --overwrite"):
+    with pytest.raises(TargetError, match="with overwrite=True"):
         plan.run(tmp_path / "out")
     assert path.read_bytes() == b"edited"
 

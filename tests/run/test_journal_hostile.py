@@ -48,7 +48,7 @@ def test_a_journal_that_lies(source: reshard.Checkpoint, tmp_path: Path, content
         partial.parent.mkdir(exist_ok=True)
         partial.write_bytes(os.urandom(file.layout.size))
     if b'"reshard": 2' in content or b'"digest": {' in content:
-        with pytest.raises(TargetError, match="begin anew with --restart"):
+        with pytest.raises(TargetError, match="start over with restart=True"):
             plan.run(tmp_path / "out")
         plan.run(tmp_path / "out", restart=True)
     plan.run(tmp_path / "out")

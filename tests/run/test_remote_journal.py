@@ -76,7 +76,9 @@ def test_finished_files_are_not_written_again(
     assert finished <= len(kept) <= len(undisturbed)  # the next one may have been on its way
     nbytes = plan.stats.bytes_written * len(kept) // len(undisturbed)
     (note,) = caught.value.__notes__
-    assert note.startswith(f"{nbytes} of {plan.stats.bytes_written} bytes are written and kept; the same command goes")
+    assert note.startswith(
+        f"{nbytes} of {plan.stats.bytes_written} bytes are written and kept; the same command resumes"
+    )
     streamed.clear()
     report = plan.run(f"{root}/out", scheduler=scheduler)
     assert sorted(streamed) == sorted(undisturbed.keys() - kept.keys())
@@ -155,7 +157,7 @@ def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Pat
     if number == signal.SIGTERM:
         assert stopped.returncode == 143
         assert stopped.stderr.startswith("stopped by SIGTERM; ")
-        assert "bytes are written and kept; the same command goes on from there" in stopped.stderr
+        assert "bytes are written and kept; the same command resumes" in stopped.stderr
     else:
         assert stopped.returncode == -number
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS)
@@ -188,12 +190,12 @@ def test_a_changed_plan_or_source_is_refused(
     before = get(f"{root}/out")
     streamed.clear()
     other = reshard.plan(source, COLUMNS, selection=reshard.Selection(cast={"float32": "float16"}))
-    with pytest.raises(TargetError, match="by a run of another plan, or from sources .*; begin anew with --restart"):
+    with pytest.raises(TargetError, match="by a run of another plan, or from sources .*; start over with restart=True"):
         other.run(f"{root}/out")
     fs, path = fsspec.core.url_to_fs(source.files[0].path)
     fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
     changed = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
-    with pytest.raises(TargetError, match="from sources that changed since; begin anew with --restart"):
+    with pytest.raises(TargetError, match="from sources that changed since; start over with restart=True"):
         changed.run(f"{root}/out")
     assert not streamed
     assert get(f"{root}/out") == before
@@ -218,7 +220,7 @@ def test_somebody_elses_file_is_refused(
         fs.pipe_file(path, theirs)
         streamed.clear()
         for options in ({}, {"restart": True}):
-            with pytest.raises(TargetError, match=f"/out: has {name} already; .* replace it with --overwrite"):
+            with pytest.raises(TargetError, match=f"/out: has {name} already; .* replace it with overwrite=True"):
                 plan.run(f"{root}/out", **options)
         assert not streamed
         assert get(f"{root}/out")[name] == theirs
@@ -247,7 +249,7 @@ def test_a_record_that_lies(
         fs.pipe_file(fs._strip_protocol(place), content)
     name = plan.files[0].path
     fs.pipe_file(fs._strip_protocol(f"{root}/out/{name}"), bytes(len(undisturbed[name])))
-    with pytest.raises(TargetError, match="with --overwrite"):
+    with pytest.raises(TargetError, match="with overwrite=True"):
         plan.run(f"{root}/out")
     fs.rm_file(fs._strip_protocol(f"{root}/out/{name}"))
     plan.run(f"{root}/out")
@@ -353,7 +355,7 @@ def test_what_a_changed_source_leaves(root: str, source: reshard.Checkpoint, sev
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
     with pytest.raises(ChangedError) as caught:
         plan.run(f"{root}/out", scheduler="synchronous", progress=change)
-    assert caught.value.__notes__ == ["with --restart, since files that were made of it before are there"]
+    assert caught.value.__notes__ == ["with restart=True, since files that were made of it before are there"]
     assert len(get(f"{root}/out")) == 1
 
 

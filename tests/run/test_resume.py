@@ -265,7 +265,7 @@ def test_a_run_that_fails_between_two_names_is_gone_on_with(
         patch.setattr(os, "replace", replace)
         with pytest.raises(TargetError, match="cannot be given its final name") as caught:
             plan.run(tmp_path / "out", fsync=fsync)
-    assert "the same command goes on from there" in caught.value.__notes__[0]
+    assert "the same command resumes" in caught.value.__notes__[0]
     made = {name: content for name, content in tree(tmp_path / "out").items() if not name.endswith(PARTIAL)}
     assert len(made) == named
     assert made.items() <= tree(tmp_path / "undisturbed").items()
@@ -333,9 +333,7 @@ def test_a_stopped_run_says_how_far_it_is(
     begin, bytes_kept, rest = ended.stderr.replace(" of ", "; ", 1).split("; ", 2)
     assert begin in {"stopped by SIGTERM", "interrupted"}
     assert 0 < int(bytes_kept) <= total
-    assert rest == (
-        f"{total} bytes are written and kept; the same command goes on from there (with --restart from the beginning)\n"
-    )
+    assert rest == (f"{total} bytes are written and kept; the same command resumes (with --restart it starts over)\n")
     done = call(*command)
     assert done.exit_code == 0
     assert_rank_files(tmp_path / "out", FULL, TARGET)
@@ -348,7 +346,7 @@ def test_a_dry_run_tells_of_what_is_begun(
     before = tree(tmp_path / "out")
     told = call(*command, "--dry-run")
     assert told.exit_code == 0
-    assert "notice: 2 target files would be gone on with, begun by an earlier run\n" in told.output
+    assert "notice: 2 target files would be resumed, begun by an earlier run\n" in told.output
     assert "notice" not in call(*command, "--dry-run", "--restart").output
     assert tree(tmp_path / "out") == before
     (tmp_path / "out" / ".reshard").rename(tmp_path / "elsewhere")

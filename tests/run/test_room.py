@@ -51,7 +51,7 @@ def test_room_is_looked_for_before_the_first_byte(
 def test_what_an_earlier_run_took_counts(
     source: reshard.Checkpoint, tmp_path: Path, room: Callable[[int], None], fsync: bool
 ) -> None:
-    """Unfinished files have all their space: gone on with or made anew, they need no more of it."""
+    """Unfinished files have all their space: resumed or made again, they need no more of it."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
     for file in plan.files:

@@ -255,7 +255,7 @@ def test_an_existing_target_file_is_refused_without_overwrite(source: reshard.Ch
     made.run(tmp_path / "out")
     before = tree(tmp_path / "out")
     (tmp_path / "out/rank_3/checkpoint_3.ckpt").write_bytes(b"mine")
-    with pytest.raises(TargetError, match="--overwrite") as caught:
+    with pytest.raises(TargetError, match="with overwrite=True") as caught:
         made.run(tmp_path / "out")
     assert caught.value.exit_code == 6
     assert (tmp_path / "out/rank_3/checkpoint_3.ckpt").read_bytes() == b"mine"

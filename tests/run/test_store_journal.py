@@ -1,4 +1,4 @@
-"""The one journal of a zarr store that is being written: gone on with, of another plan, torn, and lying."""
+"""The one journal of a zarr store that is being written: resumed, of another plan, torn, and lying."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_what_is_synced_later_is_noted_in_a_journal_of_its_own(tmp_path: Path) -
 def test_another_plan_is_told_so(source: reshard.Checkpoint, plan: Plan, tmp_path: Path) -> None:
     stopped(plan, tmp_path / "out", MADE + 2)
     other = reshard.plan(source, files=ZarrGroup(chunk_bytes=512, shard_bytes=0, compression="zstd"))
-    with pytest.raises(TargetError, match="begin anew with --restart"):
+    with pytest.raises(TargetError, match="start over with restart=True"):
         other.run(tmp_path / "out")
     other.run(tmp_path / "out", restart=True)
     other.run(tmp_path / "undisturbed")

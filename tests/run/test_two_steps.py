@@ -109,7 +109,7 @@ def test_a_link_that_is_not_noted_is_known(
         patch.setattr(os, "link", link_and_fail)
         with pytest.raises(BudgetError) as caught:
             plan.run(tmp_path / "out")
-    assert "the same command goes on from there" in caught.value.__notes__[0]
+    assert "the same command resumes" in caught.value.__notes__[0]
     assert len(tree(tmp_path / "out")) == 2
     plan.run(tmp_path / "out")
 

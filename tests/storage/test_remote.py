@@ -45,7 +45,7 @@ def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> No
     assert tree(tmp_path / "fetched") == tree(tmp_path / "out")
     reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(f"{root}/stored", scheduler="synchronous")
     assert get(f"{root}/stored") == tree(tmp_path / "out")
-    with pytest.raises(TargetError, match=r"/out: has rank_0/checkpoint_0\.\w+, .* already; .* with --overwrite"):
+    with pytest.raises(TargetError, match=r"/out: has rank_0/checkpoint_0\.\w+, .* already; .* with overwrite=True"):
         plan.run(f"{root}/out", journal=False)
     plan.run(f"{root}/out", journal=False, overwrite=True)
     assert get(f"{root}/out") == tree(tmp_path / "out")
@@ -143,8 +143,8 @@ def test_a_failure_leaves_nothing_unfinished(
         plan.run(f"{root}/out", scheduler="synchronous", journal=journal)
     assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == journal
     total = plan.stats.bytes_written
-    said = f"{total // 2} of {total} bytes are written and kept; the same command goes on from there (with --restart "
-    assert getattr(caught.value, "__notes__", []) == journal * [f"{said}from the beginning)"]
+    said = f"{total // 2} of {total} bytes are written and kept; the same command resumes (with restart=True "
+    assert getattr(caught.value, "__notes__", []) == journal * [f"{said}it starts over)"]
     if root.startswith("s3"):
         assert asked.operations.count("CompleteMultipartUpload") == asked.operations.count("AbortMultipartUpload") == 1
         fs = fsspec.filesystem("s3")
@@ -272,7 +272,7 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     changed = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16")
     assert changed.returncode == 6
     assert changed.stderr.count("\n") == 1
-    assert "begin anew with --restart" in changed.stderr
+    assert "start over with --restart" in changed.stderr
     assert "3 files" not in command("inspect", f"{bucket}/out", "--source-strategy", f"{bucket}/columns.ckpt").stderr
     done = command("unify", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
     assert done.returncode == 0, done.stderr

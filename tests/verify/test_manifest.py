@@ -59,7 +59,7 @@ def test_there_and_back(tmp_path: Path, made: Manifest) -> None:
     write_manifest(made, tmp_path / "m.json")
     assert read_manifest(tmp_path / "m.json") == made
     before = (tmp_path / "m.json").read_bytes()
-    with pytest.raises(TargetError, match="--overwrite"):
+    with pytest.raises(TargetError, match="with overwrite=True"):
         write_manifest(made, tmp_path / "m.json")
     write_manifest(made, tmp_path / "m.json", overwrite=True)
     assert (tmp_path / "m.json").read_bytes() == before
@@ -206,7 +206,7 @@ FILE = {"nbytes": 8, "crc32c": "00000000", "tensors": {"w": PART}}
         (b"[]", "expected a JSON object with the key 'reshard_manifest'"),
         (b'{"files": {}}', "expected a JSON object with the key"),
         (b'{"reshard_manifest": 3, "files": {}}', "is of version 3; expected 2; use a newer reshard"),
-        (b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it anew from files"),
+        (b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it again from files"),
         (b'{"reshard_manifest": true, "files": 1}', "is of version True; expected 2"),
         (b'{"reshard_manifest": 2, "files": []}', "with an object of paths"),
         (b'{"reshard_manifest": 2, "files": {}, "more": 1}', "and no other"),
