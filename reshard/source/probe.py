@@ -198,8 +198,8 @@ class _Look:
             fault = Text(f"{where}, which the rule {self.ruled[name]!r} says hold the same")
         else:
             fault = Text(
-                f"{where}, which the strategy says hold the same; give the strategy that the checkpoint was saved with, "
-                "or the layout of this tensor with ",
+                f"{where}, which the strategy says hold the same; give the strategy that the checkpoint was saved "
+                "with, or the layout of this tensor with ",
                 Option("layout", name, "RULE"),
             )
         self.faults.add(f"tensor {name!r}", fault)
