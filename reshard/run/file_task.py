@@ -98,7 +98,9 @@ def write_files(
             path = f"{directory}/{plan.files[number].path}"
             files[path] = _File(plan.files[number].layout, path)
         store = _Files(store_of(plan.source.coding), files)
-        moved = move_pieces(plan, plan.tasks[0], directory, store, checksums=checksums, in_order=True, go_on=go_on)
+        moved = move_pieces(
+            plan, plan.tasks[0], directory, store, store, checksums=checksums, in_order=True, go_on=go_on
+        )
         check()
         for path, file in files.items():
             file.finish(sync=sync)

@@ -1,94 +1,26 @@
-"""Moving one piece of a plan: read, gather, write. The hot loop and nothing else.
-
-For each band every source block's part is read once into a buffer of this thread, columns are copied where they have
-to be, and every target block's part is written once for each of its replicas. `preadv`, `pwrite` and numpy's copies
-release the interpreter's lock, so threads run side by side.
-"""
+"""Moving pieces of a plan: what is read of a band goes into the target files, once for each replica."""
 
 from __future__ import annotations
 
-import mmap
-import threading
 from array import array
-from collections import OrderedDict
-from itertools import accumulate
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.formats.entries import ranges
-from reshard.plan.bands import VIEWS
+from reshard.run.reader import BandReader, Reads, cast
 from reshard.storage.crc32c import crc32c
-from reshard.storage.local import thread
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import FETCH_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Sequence
 
     from reshard.formats.entries import Runs
-    from reshard.plan.bands import Columns, Part, Segment
-    from reshard.plan.plan import Move, Piece, Plan
-    from reshard.storage.local import Writer
-    from reshard.storage.remote_store import Range
-
-    Array = NDArray[Any]
+    from reshard.plan.plan import Piece, Plan
 
 
-class Files(Protocol):
-    """What reads the source files and writes the target files, by path."""
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file."""
-
-    def fetch(self, ranges: Iterable[Range]) -> None:
-        """Request ranges that are read soon, where that takes long."""
+class Writes(Protocol):
+    """What writes the target files, by path."""
 
     def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
         """Write a whole buffer into an unfinished file."""
-
-
-class Rows(NamedTuple):
-    """Some rows of a segment, from `start` on."""
-
-    segment: Segment
-    start: int
-    rows: int
-
-
-class Read(NamedTuple):
-    """A source block's part of a band: which block, where in its contents in bytes, and the buffer for it."""
-
-    source: int
-    begin: int
-    view: memoryview
-
-
-class Write(NamedTuple):
-    """A target block's part of a band.
-
-    Attributes:
-        target: which block.
-        begin: where in its contents, in bytes.
-        content: what is written, or cast before: a part that is read, or the buffer that columns are put together in.
-        copies: what is put where for that, in the order of the columns.
-    """
-
-    target: int
-    begin: int
-    content: memoryview
-    copies: Sequence[tuple[Array, Array]]
-
-
-class Band(NamedTuple):
-    """Rows of a tensor that are read, and then written, at once."""
-
-    reads: Sequence[Read]
-    writes: Iterable[Write]
-
-
-_VIEW_BYTES = 200  # of a view of a buffer in a band that is kept, with its share of what holds it; measured
 
 
 class Moved(NamedTuple):
@@ -105,63 +37,12 @@ class Moved(NamedTuple):
     wrote: array[int]
 
 
-class _Buffers(threading.local):
-    """Three buffers a thread, kept from band to band: memory touched for the first time costs more than the copy.
-
-    With them, the bands of the last few shapes of tensors: layers repeat, and to work bands out, with the views of the
-    buffers, takes as long as to put their columns together.
-
-    Attributes:
-        read: for what is read of a band.
-        put: for the columns of one target block, put together.
-        cast: for these elements in another dtype.
-    """
-
-    def __init__(self) -> None:
-        self.read = self.put = self.cast = memoryview(b"")
-        self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
-        self._views = 0
-
-    def bands(self, piece: Piece, move: Move, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
-        """Return the bands of some rows, in another order in every thread unless `in_order`."""
-        itemsizes = move.dtype.itemsize, move.target_dtype.itemsize
-        key = (move.recipe, move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
-        if key in self._bands:
-            self._bands.move_to_end(key)
-            return self._bands[key][-1]
-        cut = list(_cut(move.recipe.segments(move.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
-        self._hold(max([band_bytes, *(max(itemsizes) * _elements(rows) for rows in cut)]))
-        made = (_band(rows, move) for rows in (cut if in_order else _turned(cut)))
-        views = 1 + sum(map(_views, cut))
-        most = int(band_bytes * VIEWS) // _VIEW_BYTES
-        if views > most:
-            return made
-        while self._views + views > most:
-            _, (fewer, _) = self._bands.popitem(last=False)
-            self._views -= fewer
-        found = [Band(band.reads, list(band.writes)) for band in made]
-        self._bands[key] = views, found
-        self._views += views
-        return found
-
-    def _hold(self, nbytes: int) -> None:
-        """Have buffers of so many bytes; what is not used of them takes no memory."""
-        if len(self.read) < nbytes:
-            self._bands.clear()  # their views would keep the buffers that are too small
-            self._views = 0
-            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self.read, self.put, self.cast = (memoryview(mmap.mmap(-1, nbytes, flags=private)) for _ in range(3))
-
-
-_buffers = _Buffers()
-
-
 def move_pieces(
     plan: Plan,
     pieces: Sequence[Piece],
     directory: str,
-    store: Files,
-    writer: Writer | None = None,
+    store: Reads,
+    writer: Writes,
     *,
     checksums: bool = False,
     in_order: bool = False,
@@ -173,8 +54,8 @@ def move_pieces(
         plan: what goes where.
         pieces: the rows.
         directory: where the target files are.
-        store: reads and writes ranges of bytes.
-        writer: writes them where the store does not.
+        store: reads ranges of bytes.
+        writer: writes them.
         checksums: sum up what is written.
         in_order: write each file from its first byte to its last, as far as the pieces follow its order.
         go_on: called before each band; raises where the run is given up.
@@ -186,168 +67,31 @@ def move_pieces(
         SourceError: a source file ends early or cannot be read.
         TargetError, BudgetError: a target file cannot be written.
     """
-    read = written = 0
+    written = 0
     sums = _Sums() if checksums else None
-    for mover, band in _ahead(_all_bands(plan, pieces, directory, store, writer or store, in_order=in_order), store):
-        go_on()
-        mover.band(band, sums)
-        read += mover.read
-        written += mover.written
-    return Moved(read, written, sums.ranges() if sums else array("Q"))
-
-
-def _all_bands(
-    plan: Plan, pieces: Sequence[Piece], directory: str, store: Files, writer: Files | Writer, *, in_order: bool
-) -> Iterator[tuple[_Mover, Band]]:
-    """Yield the bands of all pieces, each with what moves it."""
+    reader = BandReader(plan.moves, [file.path for file in plan.source.files], store, plan.band_bytes)
+    current = -1
+    targets: list[list[tuple[str, Runs]]] = []
     in_order = in_order or plan.coding is not None  # whole chunks are compressed
-    for piece in pieces:
-        mover = _Mover(plan, piece.move, directory, store, writer)
-        for band in _buffers.bands(piece, mover.move, plan.band_bytes, in_order=in_order):
-            yield mover, band
-
-
-def _ahead(bands: Iterable[tuple[_Mover, Band]], store: Files) -> Iterator[tuple[_Mover, Band]]:
-    """Where sources are at URLs, have the bytes of several bands fetched at once before these are moved."""
-    waiting: list[tuple[_Mover, Band]] = []
-    wanted: list[Range] = []
-    room = FETCH_BYTES
-    for mover, band in bands:
-        waiting.append((mover, band))
-        if mover.is_remote:
-            for source, begin, view in band.reads:
-                path, runs = mover.sources[source]
-                wanted += [(path, offset, stop - start) for offset, start, stop in ranges(runs, begin, len(view))]
-                room -= len(view)
-            if room > 0:
+    for number, target, first, given in reader.read(pieces, in_order=in_order, check=go_on):
+        move = plan.moves[number]
+        if number != current:
+            targets = [
+                [(f"{directory}/{plan.files[file].path}", runs) for file, runs in extents] for extents in move.writes
+            ]
+            current = number
+        content = cast(given, move.dtype, move.target_dtype)
+        begin = first * move.target_dtype.itemsize
+        for path, runs in targets[target]:
+            written += len(content)
+            if len(runs) == 1:
+                writer.write_at(path, runs[0][0] + begin, content)
                 continue
-        if wanted:
-            store.fetch(wanted)
-        yield from waiting
-        waiting, wanted, room = [], [], FETCH_BYTES
-    if wanted:
-        store.fetch(wanted)
-        yield from waiting
-        store.fetch(())
-
-
-def _turned(some: list[Any]) -> list[Any]:
-    """Begin in another place in every thread: two that write to one file wait for each other."""
-    start = len(some) * thread.number // 2 % len(some) if some else 0
-    return some[start:] + some[:start]
-
-
-def _cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]]:
-    """Cut segments into bands, and join short ones that have the same targets: long writes are quicker than many."""
-    band: list[Rows] = []
-    room = most_elements
-    for segment in segments:
-        row = segment.columns.row_elements
-        start = segment.start
-        while start < segment.stop:
-            if band and (row > room or not _goes_on(band[-1], segment, start)):
-                yield band
-                band, room = [], most_elements
-            rows = min(segment.stop - start, max(1, room // row))
-            band.append(Rows(segment, start, rows))
-            room -= rows * row
-            start += rows
-    if band:
-        yield band
-
-
-def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
-    """Return whether rows are put together with those before them, in each target block."""
-    before, columns = last.segment.columns, segment.columns
-    gathered = not any(_is_whole(parts) for some in (before, columns) for parts in some.parts)
-    follows = last.start + last.rows == start and before.targets == columns.targets
-    return gathered and follows and before.target_shapes == columns.target_shapes
-
-
-def _is_whole(parts: Sequence[Part]) -> bool:
-    """Return whether a target block's columns are just those of one source block."""
-    return len(parts) == 1 and not parts[0].taken
-
-
-def _elements(parts: Sequence[Rows]) -> int:
-    """Return how many elements are read for a band; no target block has more of them."""
-    return sum(rows * segment.columns.row_elements for segment, _, rows in parts)
-
-
-def _views(parts: Sequence[Rows]) -> int:
-    """Return about how many views of buffers a band has; what a write has beside its copies counts as four."""
-    gathered = 2 * sum(1 for _ in _alike(parts, 0))
-    every = parts[0].segment.columns.parts
-    writes = sum(1 if _is_whole(some) else 4 + len(some) * gathered for some in every)
-    return 1 + sum(len(segment.columns.sources) for segment, _, _ in parts) + writes
-
-
-def _band(parts: Sequence[Rows], move: Move) -> Band:
-    """Lay a band out in this thread's buffers: what is read lies one after the other; columns are put together."""
-    itemsize = move.dtype.itemsize
-    reads = []
-    place = 0
-    for segment, start, rows in parts:
-        columns = segment.columns
-        for source, offset, shape in zip(columns.sources, segment.source_offsets, columns.source_shapes, strict=True):
-            row = prod(shape) * itemsize
-            begin = offset * itemsize + (start - segment.start) * row
-            reads.append(Read(source, begin, _buffers.read[place : place + rows * row]))
-            place += rows * row
-    return Band(reads, _writes(parts, move, reads, _buffers.read[:place]))
-
-
-def _writes(parts: Sequence[Rows], move: Move, reads: Sequence[Read], given: memoryview) -> Iterator[Write]:
-    """Yield what is written of a band, from another target block on in every thread."""
-    segment, start, _ = parts[0]
-    columns = segment.columns
-    rows = sum(rows for _, _, rows in parts)
-    for number in _turned(list(range(len(columns.targets)))):
-        row = prod(columns.target_shapes[number])
-        begin = (segment.target_offsets[number] + (start - segment.start) * row) * move.target_dtype.itemsize
-        if _is_whole(columns.parts[number]):
-            yield Write(columns.targets[number], begin, reads[columns.parts[number][0].read].view, ())
-        else:
-            content = _buffers.put[: rows * row * move.dtype.itemsize]
-            yield Write(columns.targets[number], begin, content, _copies(parts, number, move, given, content))
-
-
-def _copies(
-    parts: Sequence[Rows], number: int, move: Move, given: memoryview, content: memoryview
-) -> list[tuple[Array, Array]]:
-    """Return views of where one target block's columns go, and of where they are taken from."""
-    import numpy as np  # a quarter of the start-up of a command; rows that stay whole need none of it
-
-    carrier = move.dtype.carrier()
-    elements = np.frombuffer(given, carrier)
-    shape = parts[0].segment.columns.target_shapes[number]
-    gathered = np.frombuffer(content, carrier).reshape(sum(rows for _, _, rows in parts), *shape)
-    found = []
-    begin = done = 0  # in the elements that were read, and in the rows
-    for columns, rows in _alike(parts, number):
-        starts = list(accumulate((rows * prod(shape) for shape in columns.source_shapes), initial=begin))
-        for read, taken, put in columns.parts[number]:
-            block = elements[starts[read] : starts[read + 1]].reshape(rows, *columns.source_shapes[read])
-            found.append((gathered[done : done + rows][put or ...], block[taken or ...]))
-        begin = starts[-1]
-        done += rows
-    return found
-
-
-def _alike(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
-    """Yield the columns of rows, and how many: those of several source blocks at once, where all is alike in them."""
-    first, rows = parts[0].segment.columns, 0
-    for segment, _, some in parts:
-        columns = segment.columns
-        if rows and not (
-            len(first.sources) == len(columns.sources) == 1
-            and first.source_shapes == columns.source_shapes
-            and first.parts[number] == columns.parts[number]
-        ):
-            yield first, rows
-            rows = 0
-        first, rows = columns, rows + some
-    yield first, rows
+            for offset, start, stop in ranges(runs, begin, len(content)):
+                writer.write_at(path, offset, content[start:stop])
+        if sums and targets[target]:
+            sums.add(number, target, targets[target][0][1], begin, content)
+    return Moved(reader.nbytes, written, sums.ranges() if sums else array("Q"))
 
 
 class _Sums:
@@ -377,62 +121,3 @@ class _Sums:
             self._ended.extend((*key, *last))
         self._last = {}
         return self._ended
-
-
-class _Mover:
-    """Moves the segments of one tensor; `read` and `written` are the bytes of the last band."""
-
-    def __init__(self, plan: Plan, number: int, directory: str, store: Files, writer: Files | Writer) -> None:
-        self.number = number
-        self.move = move = plan.moves[number]
-        self.store, self.writer = store, writer
-        self.sources = [(plan.source.files[file].path, runs) for file, runs in move.reads]
-        self.targets = [
-            [(f"{directory}/{plan.files[file].path}", runs) for file, runs in extents] for extents in move.writes
-        ]
-        self.is_remote = any(is_url(path) for path, _ in self.sources)
-        self.read = self.written = 0
-
-    def band(self, band: Band, sums: _Sums | None) -> None:
-        """Move the rows of one band."""
-        self.read = self.written = 0
-        for source, begin, view in band.reads:
-            self._read(*self.sources[source], begin, view)
-        for write in band.writes:
-            for put, taken in write.copies:
-                put[...] = taken
-            target, content = write.target, write.content
-            if self.move.dtype is not self.move.target_dtype:
-                content = self._cast(content)
-            for path, runs in self.targets[target]:
-                self._write(path, runs, write.begin, content)
-            if sums and self.targets[target]:
-                sums.add(self.number, target, self.targets[target][0][1], write.begin, content)
-
-    def _cast(self, content: memoryview) -> memoryview:
-        """Return the elements as the target's dtype; rounding is numpy's and ml_dtypes', to nearest, ties to even."""
-        import numpy as np
-
-        elements = np.frombuffer(content, self.move.dtype.numpy())
-        dtype = self.move.target_dtype
-        buffer = _buffers.cast[: len(elements) * dtype.itemsize]
-        with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
-            np.copyto(np.frombuffer(buffer, dtype.numpy()), elements, casting="unsafe")
-        return buffer
-
-    def _read(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
-        """Fill a buffer with the contents of a file from `begin`, which may lie in several runs."""
-        self.read += len(view)
-        if len(runs) == 1:
-            self.store.read_into(path, runs[0][0] + begin, view)
-            return
-        for offset, start, stop in ranges(runs, begin, len(view)):
-            self.store.read_into(path, offset, view[start:stop])
-
-    def _write(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
-        self.written += len(view)
-        if len(runs) == 1:
-            self.writer.write_at(path, runs[0][0] + begin, view)
-            return
-        for offset, start, stop in ranges(runs, begin, len(view)):
-            self.writer.write_at(path, offset, view[start:stop])

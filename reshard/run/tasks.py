@@ -152,7 +152,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
             plan.tasks[number],
             directory,
             spans or store,
-            writer,
+            writer or local_store(),
             checksums=how.checksums,
             go_on=lambda: running.go_on(how.run),
         )

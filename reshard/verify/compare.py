@@ -1,10 +1,10 @@
-"""Holding the tensors of one checkpoint against those of another, bit for bit, whatever the layouts of the two.
+"""Comparing the tensors of one checkpoint with those of another, bit for bit, whatever the layouts of the two.
 
 1. Of every source block one copy is the *reference*. All else is compared with it: the copies that other source ranks
    have, and every copy of every target block.
-2. References and the distinct blocks of all those copies make a recipe (`bands`), as if the copies were to be made.
-3. Band by band, each reference's part is read once, and each copy's part once; columns are compared where they lie.
-4. A tensor of which every source rank has a value of its own is compared by digest: a target's copy must be that of
+2. References and the distinct blocks of all those copies make a way, as if the copies were to be made of the
+   references: a comparison is a move whose contents are not written but compared with what is there.
+3. A tensor of which every source rank has a value of its own is compared by digest: a target's copy must be that of
    one source rank.
 
 Elements are compared as bits: two NaNs with other payloads differ, and so do 0.0 and -0.0. Where the target has
@@ -18,41 +18,31 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import ceil, prod
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reshard.formats.entries import ranges
+from reshard.formats.entries import Extent, Where, ranges
+from reshard.plan import budget
 from reshard.plan.bands import Recipe
+from reshard.plan.partition import share_out
+from reshard.plan.plan import Move, Piece, Way
+from reshard.run.reader import BandReader, cast
 from reshard.source.replicas import in_every_stage, in_several_stages
 from reshard.storage.cipher import store_of
-from reshard.storage.threads import each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import Runs
     from reshard.layout.block import Block, Shape
-    from reshard.plan.bands import Part, Segment
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
+    from reshard.storage.local import Coding
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Side = Literal["source", "target"]
-
-TASK_BYTES = 64 << 20
-"""How much a task reads, at most, unless one row has more."""
 
 SAMPLE_BYTES = 256 << 10
 """How much a run of rows has that is sampled or left out as one."""
-
-
-class Copy(NamedTuple):
-    """Where a block is: the side, the number of the file there, and which of the tensor's runs (`Where`)."""
-
-    side: Side
-    file: int
-    runs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +52,19 @@ class Check:
     Attributes:
         name: the tensor's name in the target.
         source_name: its name in the source.
-        dtype: kind of the elements in the source.
-        target_dtype: what a conversion makes of them.
         shape: the whole tensor's.
-        recipe: from the references' blocks to those of the copies.
-        references: for each source block of the recipe, where it is.
-        copies: for each target block of the recipe, where it is.
-        source_runs: the byte ranges of the tensor's blocks in source files.
-        target_runs: likewise in target files.
-        own_values: every source rank has a value of its own; `references` are all of them, and `recipe` has one block.
+        move: from references to copies, whose files are numbered behind each other: those of the source, then those of
+            the target.
+        own_values: every source rank has a value of its own, all of which are among the extents of `references`.
+        references: of such a tensor, where each value is.
     """
 
     name: str
     source_name: str
-    dtype: DType
-    target_dtype: DType
     shape: Shape
-    recipe: Recipe
-    references: tuple[Copy, ...]
-    copies: tuple[tuple[Copy, ...], ...]
-    source_runs: tuple[Runs, ...]
-    target_runs: tuple[Runs, ...]
+    move: Move
     own_values: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes are read to compare everything, each once."""
-        references = sum(block.size for block in self.recipe.sources) * (len(self.references) if self.own_values else 1)
-        itemsize = {"source": self.dtype.itemsize, "target": self.target_dtype.itemsize}
-        return references * self.dtype.itemsize + sum(
-            block.size * itemsize[copy.side]
-            for block, copies in zip(self.recipe.targets, self.copies, strict=True)
-            for copy in copies
-        )
-
-    def axis(self, band_bytes: int) -> int:
-        """Return the axis along which bands of so many bytes are cut."""
-        return self.recipe.axis(band_bytes // max(self.dtype.itemsize, self.target_dtype.itemsize))
+    references: tuple[Where, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +72,7 @@ class Mismatch:
     """Where a copy differs from its references.
 
     Attributes:
-        copy: the copy.
+        file: the number of the file that the copy is in.
         block: what part of the tensor it is.
         index: of the first element that differs, in the whole tensor.
         count: how many elements differ, of those that were compared.
@@ -115,7 +81,7 @@ class Mismatch:
         reference: the number of the source file that says so.
     """
 
-    copy: Copy
+    file: int
     block: Block
     index: tuple[int, ...]
     count: int
@@ -138,8 +104,109 @@ class Compared(NamedTuple):
     varying: list[str]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """Two checkpoints, and what is compared of them; small, so that it travels to the workers of a cluster.
+
+    Attributes:
+        checks: the tensors.
+        paths: the files of the source, then those of the target.
+        sources: how many of them are the source's.
+        codings: how the bytes of either side are to be read.
+        band_bytes: the most bytes of a tensor that a thread reads at once.
+    """
+
+    checks: tuple[Check, ...]
+    paths: tuple[str, ...]
+    sources: int
+    codings: tuple[Coding | None, Coding | None]
+    band_bytes: int
+
+    @classmethod
+    def of(cls, source: Checkpoint, target: Checkpoint, checks: Iterable[Check], band_bytes: int) -> Comparison:
+        """Build the comparison of two checkpoints."""
+        paths = tuple(file.path for side in (source, target) for file in side.files)
+        return cls(tuple(checks), paths, len(source.files), (source.coding, target.coding), band_bytes)
+
+    def copy_dtype(self, check: Check, file: int) -> DType:
+        """Return the dtype of a copy."""
+        return check.move.dtype if file < self.sources else check.move.target_dtype
+
+    def nbytes(self, check: Check) -> int:
+        """Return how many bytes are read to compare a tensor whole, each once."""
+        recipe = check.move.recipe
+        times = len(check.references) if check.own_values else 1
+        given = sum(block.size for block in recipe.sources) * times * check.move.dtype.itemsize
+        return given + sum(
+            block.size * self.copy_dtype(check, at.file).itemsize
+            for block, copies in zip(recipe.targets, check.move.way.writes, strict=True)
+            for at in copies
+        )
+
+    def piece_bytes(self, piece: Piece) -> int:
+        """Return how many bytes are read to compare some rows."""
+        check = self.checks[piece.move]
+        rows = 1 if check.own_values else check.move.rows
+        return self.nbytes(check) * (piece.stop - piece.start) // rows
+
+    def tasks(self, *, sample: float | None = None, seed: int = 0) -> list[tuple[Piece, ...]]:
+        """Share the rows of all checks out into tasks.
+
+        Args:
+            sample: the share of the rows to be compared, taken at random in runs of `SAMPLE_BYTES`; of every tensor at
+                least one run. None for all rows.
+            seed: of the random numbers, which depend on it and on the tensor's name only.
+        """
+        weights = [self.nbytes(check) if any(check.move.way.writes) else 0 for check in self.checks]
+        moves = [check.move for check in self.checks]
+        if sample is None:
+            # A value of every rank is compared whole.
+            others = [0 if check.own_values else n for check, n in zip(self.checks, weights, strict=True)]
+            shared = share_out(moves, others, whole_files=False)
+            own = (Piece(n, 0, 1) for n, check in enumerate(self.checks) if check.own_values and weights[n])
+            return [*shared, *((piece,) for piece in own)]
+        pieces: list[Piece] = []
+        for number, (check, weight) in enumerate(zip(self.checks, weights, strict=True)):
+            rows = 1 if check.own_values else check.move.rows
+            if not (rows and weight):
+                continue
+            length = max(1, rows * SAMPLE_BYTES // weight)
+            runs = range(-(-rows // length))
+            chosen = Random(f"{seed} {check.name}").sample(runs, ceil(sample * len(runs)))  # noqa: S311
+            pieces += [Piece(number, n * length, min(rows, (n + 1) * length)) for n in sorted(chosen)]
+        return self._packed(pieces)
+
+    def _packed(self, pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
+        """Put pieces together into tasks."""
+        tasks: list[list[Piece]] = [[]]
+        room = budget.TASK_BYTES
+        for piece in pieces:
+            cost = self.piece_bytes(piece)
+            if tasks[-1] and cost > room:
+                tasks.append([])
+                room = budget.TASK_BYTES
+            tasks[-1].append(piece)
+            room -= cost
+        return [tuple(task) for task in tasks if task]
+
+    def run(self, pieces: Iterable[Piece]) -> Compared:
+        """Compare some rows of some tensors: one task.
+
+        Raises:
+            SourceError: a file cannot be read, or is shorter than its header says.
+        """
+        task = _Task(self)
+        for piece in pieces:
+            task.compare(piece)
+        return Compared(task.found, task.nbytes, task.varying)
+
+
 def checks(
-    source: Checkpoint, target: Checkpoint, pairs: Iterable[tuple[str, str]], cast: Callable[[DType], DType]
+    source: Checkpoint,
+    target: Checkpoint,
+    pairs: Iterable[tuple[str, str]],
+    cast_to: Callable[[DType], DType],
+    band_bytes: int,
 ) -> list[Check]:
     """Return what is to be compared of some tensors.
 
@@ -147,293 +214,185 @@ def checks(
         source: has the references.
         target: compared with them.
         pairs: source name and target name of each tensor, which both have with the same shape.
-        cast: the dtype that a conversion makes of another.
+        cast_to: the dtype that a conversion makes of another.
+        band_bytes: the most bytes of a tensor that a thread reads at once.
     """
-    known: dict[tuple[Shape, Sharding, Sharding], Check] = {}
+    known: dict[tuple[Shape, Sharding, Sharding, DType, DType], Way] = {}
     found = []
     for source_name, name in pairs:
         tensor, other = source.tensors[source_name], target.tensors[name]
-        names = (name, source_name, tensor.spec.dtype, cast(tensor.spec.dtype))
-        key = (tensor.spec.shape, tensor.sharding, other.sharding)
-        if tensor.varies or in_several_stages(source, tensor) or in_several_stages(target, other):
-            found.append(_check(source, tensor, target, other, names))
-            continue
-        if key not in known:  # tensors alike have one recipe, and one list of copies
-            known[key] = _check(source, tensor, target, other, names)
-        alike = known[key]
-        found.append(Check(*names, alike.shape, alike.recipe, alike.references, alike.copies, tensor.runs, other.runs))
+        every, compared = in_every_stage(source, tensor), in_every_stage(target, other)
+        dtype = cast_to(tensor.spec.dtype)
+        own_values = tensor.varies and not other.listed
+        key = (tensor.spec.shape, tensor.sharding, other.sharding, tensor.spec.dtype, dtype)
+        alike = not (tensor.varies or in_several_stages(source, tensor) or in_several_stages(target, other))
+        way = known.get(key) if alike else None
+        if way is None:
+            way = _way(tensor, every, compared, len(source.files), dtype, band_bytes)
+            if alike:
+                known[key] = way
+        runs = (*every.runs, *compared.runs)
+        move = Move(way, tensor.spec.dtype, dtype, runs, runs)
+        references = every.sharding.replicas[0] if own_values else ()
+        found.append(Check(name, source_name, tensor.spec.shape, move, own_values, references))
     return found
 
 
-def _check(
-    source: Checkpoint,
-    tensor: Tensor,
-    target: Checkpoint,
-    other: Tensor,
-    names: tuple[str, str, DType, DType],
-) -> Check:
-    shape = tensor.spec.shape
-    every, compared = in_every_stage(source, tensor), in_every_stage(target, other)
-    given = _held("source", every)
-    own_values = tensor.varies and not other.listed
+def _way(tensor: Tensor, every: Tensor, compared: Tensor, sources: int, dtype: DType, band_bytes: int) -> Way:
+    """Return the way from references to copies.
+
+    Args:
+        tensor: of the source, as it is converted.
+        every: with its blocks of all stages.
+        compared: the target's, likewise.
+        sources: how many files the source has.
+        dtype: kind of the target's elements.
+        band_bytes: the most bytes in a band.
+    """
     # Of a tensor that stages share one stage's blocks are the references: those of others may overlap them.
-    first = {block: some[0].file for block, some in _held("source", tensor)}
+    given = [(block, some) for block, some in _held(every)]
+    first = {block: some[0].file for block, some in _held(tensor)}
     references = {block: next(at for at in some if at.file == first[block]) for block, some in given if block in first}
-    copies: dict[Block, list[Copy]] = {}
+    copies: dict[Block, list[Where]] = {}
     if not tensor.varies:
         for block, some in given:
             if others := [at for at in some if at != references.get(block)]:
                 copies.setdefault(block, []).extend(others)
-    for block, some in _held("target", compared):
-        copies.setdefault(block, []).extend(some)
-    recipe = Recipe.of(shape, list(references), list(copies))
-    read = tuple(given[0][1]) if own_values else tuple(references.values())
-    return Check(*names, shape, recipe, read, tuple(map(tuple, copies.values())), every.runs, compared.runs, own_values)
+    behind = len(every.runs)
+    for block, some in _held(compared):
+        copies.setdefault(block, []).extend(Where(sources + file, behind + runs) for file, runs in some)
+    recipe = Recipe.of(tensor.spec.shape, list(references), list(copies))
+    axis = recipe.axis(band_bytes // max(tensor.spec.dtype.itemsize, dtype.itemsize))
+    return Way(recipe, axis, tuple(references.values()), tuple(map(tuple, copies.values())))
 
 
-def _held(side: Side, tensor: Tensor) -> list[tuple[Block, list[Copy]]]:
+def _held(tensor: Tensor) -> list[tuple[Block, tuple[Where, ...]]]:
     """Return the blocks of a tensor that are in files, and where each is."""
-    return [
-        (block, [Copy(side, *at) for at in replicas])
-        for block, replicas in zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True)
-        if replicas
-    ]
+    sharding = tensor.sharding
+    return [(block, some) for block, some in zip(sharding.blocks, sharding.replicas, strict=True) if some]
 
 
-class Run(NamedTuple):
-    """Some rows of a check, by its number."""
-
-    check: int
-    start: int
-    stop: int
-
-
-def shared_out(
-    some: Sequence[Check], band_bytes: int, *, sample: float | None = None, seed: int = 0
-) -> tuple[list[list[Run]], int]:
-    """Share the rows of all checks out into tasks.
-
-    Args:
-        some: the checks.
-        band_bytes: as for `Comparer`.
-        sample: the share of the rows to be compared, taken at random in runs of `SAMPLE_BYTES`; of every tensor at
-            least one run. None for all rows.
-        seed: of the random numbers, which depend on it and on the tensor's name only.
-
-    Returns:
-        the tasks, and how many bytes they read.
-    """
-    tasks: list[list[Run]] = [[]]
-    room = TASK_BYTES
-    total = 0
-    for number, check in enumerate(some):
-        rows = 1 if check.own_values else check.recipe.rows(check.axis(band_bytes))
-        nbytes = check.nbytes
-        if not (rows and nbytes and check.copies):
-            continue
-        length = max(1, rows * (TASK_BYTES if sample is None else SAMPLE_BYTES) // nbytes)
-        runs: Sequence[int] = range(-(-rows // length))
-        if sample is not None:
-            runs = sorted(Random(f"{seed} {check.name}").sample(runs, ceil(sample * len(runs))))  # noqa: S311
-        for place in runs:
-            run = Run(number, place * length, min(rows, (place + 1) * length))
-            cost = nbytes * (run.stop - run.start) // rows
-            if tasks[-1] and cost > room:
-                tasks.append([])
-                room = TASK_BYTES
-            tasks[-1].append(run)
-            room -= cost
-            total += cost
-    return [task for task in tasks if task], total
+def gathered(found: Iterable[Compared]) -> dict[int, list[Mismatch]]:
+    """Return, for each check by its number, one mismatch for every copy that differs."""
+    joined: dict[tuple[int, int, Block], Mismatch] = {}
+    for compared in found:
+        for number, mismatch in compared.found:
+            key = (number, mismatch.file, mismatch.block)
+            joined[key] = _joined(joined[key], mismatch) if key in joined else mismatch
+    by_check: dict[int, list[Mismatch]] = {}
+    for (number, _, _), mismatch in sorted(joined.items(), key=lambda item: item[0][0]):
+        by_check.setdefault(number, []).append(mismatch)
+    return by_check
 
 
-class Comparer:
-    """Compares runs of rows. Safe to use from several threads, each of which has buffers of its own."""
-
-    def __init__(self, source: Checkpoint, target: Checkpoint, some: Sequence[Check], band_bytes: int) -> None:
-        self.sides = {"source": source, "target": target}
-        self.stores = {side: store_of(checkpoint.coding) for side, checkpoint in self.sides.items()}
-        self.checks = some
-        self.band_bytes = band_bytes
-        self.buffers = _Buffers()
-
-    def run(
-        self, tasks: Sequence[Sequence[Run]], threads: int, told: Callable[[Compared], None]
-    ) -> dict[int, list[Mismatch]]:
-        """Carry out tasks on some threads; `told` gets what each found.
-
-        Returns:
-            for each check, by its number, one mismatch for every copy that differs.
-
-        Raises:
-            SourceError: a file cannot be read, or is shorter than its header says.
-        """
-        found: dict[tuple[int, Copy, Block], Mismatch] = {}
-
-        def add(compared: Compared) -> None:
-            for number, mismatch in compared.found:
-                key = (number, mismatch.copy, mismatch.block)
-                found[key] = _joined(found[key], mismatch) if key in found else mismatch
-            told(compared)
-
-        try:
-            each(self.task, tasks, threads, add)
-        finally:
-            for store in self.stores.values():
-                store.close()
-        by_check: dict[int, list[Mismatch]] = {}
-        for (number, _, _), mismatch in sorted(found.items(), key=lambda item: item[0][0]):
-            by_check.setdefault(number, []).append(mismatch)
-        return by_check
-
-    def task(self, runs: Sequence[Run]) -> Compared:
-        """Compare some rows of some tensors."""
-        found: list[tuple[int, Mismatch]] = []
-        reader = _Reader(self)
-        known: dict[tuple[Recipe, int, int, int], list[Segment]] = {}  # tensors alike follow each other
-        for run in runs:
-            check = self.checks[run.check]
-            if check.own_values:
-                found += [(run.check, mismatch) for mismatch in reader.own_values(check)]
-                continue
-            axis = check.axis(self.band_bytes)
-            key = (check.recipe, axis, run.start, run.stop)
-            if key not in known:
-                known[key] = list(check.recipe.segments(axis, run.start, run.stop))
-            found += [(run.check, mismatch) for mismatch in reader.segments(check, axis, known[key])]
-        return Compared(found, reader.nbytes, reader.varying)
-
-
-class _Buffers(threading.local):
-    """Two buffers a thread: memory touched for the first time costs more than to fill it."""
+class _Buffer(threading.local):
+    """A buffer a thread, for what a copy has: memory touched for the first time costs more than to fill it."""
 
     def __init__(self) -> None:
-        self.held = [np.empty(0, np.uint8)] * 2
+        self._held = memoryview(b"")
 
-    def get(self, which: int, nbytes: int) -> Array:
-        if len(self.held[which]) < nbytes:
-            self.held[which] = np.empty(nbytes, np.uint8)
-        return self.held[which][:nbytes]
+    def get(self, nbytes: int) -> memoryview:
+        if len(self._held) < nbytes:
+            self._held = memoryview(bytearray(nbytes))
+        return self._held[:nbytes]
 
 
-class _Reader:
-    """Reads and compares what one task is about."""
+_buffer = _Buffer()
 
-    def __init__(self, comparer: Comparer) -> None:
-        self.comparer = comparer
-        self.nbytes = 0
+
+class _Task:
+    """Compares what one task is about."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison = comparison
+        self._stores = [store_of(coding) for coding in comparison.codings]
+        self.found: list[tuple[int, Mismatch]] = []
         self.varying: list[str] = []
+        self.nbytes = 0
 
-    def segments(self, check: Check, axis: int, segments: Iterable[Segment]) -> Iterator[Mismatch]:
-        """Compare segments, band by band."""
-        width = max(check.dtype.itemsize, check.target_dtype.itemsize)
-        for segment in segments:
-            row = segment.columns.row_elements
-            if not row:  # no reference, or no elements
-                continue
-            rows = max(1, self.comparer.band_bytes // width // row)
-            for start in range(segment.start, segment.stop, rows):
-                yield from self._band(check, axis, segment, start, min(rows, segment.stop - start))
+    def compare(self, piece: Piece) -> None:
+        """Compare some rows of a tensor; all of one of which every rank has a value of its own."""
+        check = self._comparison.checks[piece.move]
+        if check.own_values:
+            mismatches: Iterable[Mismatch] = self._own_values(check)
+        else:
+            mismatches = self._rows(check, piece)
+        self.found += [(piece.move, mismatch) for mismatch in mismatches]
 
-    def _band(self, check: Check, axis: int, segment: Segment, start: int, rows: int) -> Iterator[Mismatch]:
-        columns = segment.columns
-        done = start - segment.start
-        shapes = [(rows, *shape) for shape in columns.source_shapes]
-        sizes = [prod(shape) * check.dtype.itemsize for shape in shapes]
-        buffer = self.comparer.buffers.get(0, sum(sizes))
-        given = []
-        for number, offset, shape, size in zip(columns.sources, segment.source_offsets, shapes, sizes, strict=True):
-            begin = (offset + done * prod(shape[1:])) * check.dtype.itemsize
-            self._read(check, check.references[number], begin, buffer[:size])
-            given.append(buffer[:size].view(check.dtype.carrier()).reshape(shape))
-            buffer = buffer[size:]
-        for place, number in enumerate(columns.targets):
-            parts = columns.parts[place]
-            block = check.recipe.targets[number]
-            wanted = {"source": [given[part.read][part.taken or ...] for part in parts]}
-            wanted["target"] = [_cast(check, elements) for elements in wanted["source"]]
-            shape = (rows, *columns.target_shapes[place])
-            first = segment.target_offsets[place] + done * prod(shape[1:])
-            for copy in check.copies[number]:
-                dtype = check.target_dtype if copy.side == "target" else check.dtype
-                found = self.comparer.buffers.get(1, prod(shape) * dtype.itemsize)
-                self._read(check, copy, first * dtype.itemsize, found)
-                elements = found.view(dtype.carrier()).reshape(shape)
-                for part, expected in zip(parts, wanted[copy.side], strict=True):
-                    here = elements[part.put or ...]
-                    unequal = expected != here
-                    if unequal.any():
-                        reference = check.references[columns.sources[part.read]].file
-                        mismatch = _mismatch(copy, block, unequal, here, expected, reference)
-                        yield replace(mismatch, index=_whole_index(check, axis, block, part, start, mismatch.index))
+    def _rows(self, check: Check, piece: Piece) -> Iterator[Mismatch]:
+        """Compare some rows."""
+        move, sources = check.move, self._comparison.sources
+        writes = move.writes
+        reader = BandReader([move], self._comparison.paths, self._stores[0], self._comparison.band_bytes)
+        for _, target, first, content in reader.read([piece._replace(move=0)]):
+            copies = writes[target]
+            converted = cast(content, move.dtype, move.target_dtype) if copies[-1].file >= sources else content
+            for copy in copies:
+                dtype = self._comparison.copy_dtype(check, copy.file)
+                expected = content if copy.file < sources else converted
+                found = self._read(copy, first * dtype.itemsize, len(expected))
+                here, there = (np.frombuffer(some, dtype.carrier()) for some in (found, expected))
+                unequal = here != there
+                if unequal.any():
+                    yield self._mismatch(check, target, copy.file, first, unequal, here, there)
+        self.nbytes += reader.nbytes
 
-    def own_values(self, check: Check) -> Iterator[Mismatch]:
+    def _mismatch(
+        self, check: Check, target: int, file: int, first: int, unequal: Array, here: Array, there: Array
+    ) -> Mismatch:
+        """Return which elements of a part of a copy are unequal."""
+        place = int(unequal.argmax())
+        recipe = check.move.recipe
+        block = recipe.targets[target]
+        inside = np.unravel_index(first + place, block.shape)
+        index = tuple(start + int(at) for start, at in zip(block.start, inside, strict=True))
+        reference = next(
+            at.file
+            for source, at in zip(recipe.sources, check.move.way.reads, strict=True)
+            if all(a <= i < b for a, i, b in zip(source.start, index, source.stop, strict=True))
+        )
+        count = int(np.count_nonzero(unequal))
+        index = index if check.shape else ()
+        return Mismatch(file, block, index, count, int(here[place]), int(there[place]), reference)
+
+    def _own_values(self, check: Check) -> Iterator[Mismatch]:
         """Look whether every copy in the target is that of one source rank; a wrong one is compared with the first."""
-        known = {self._digest(check, reference) for reference in check.references}
+        move = check.move
+        known = {self._digest(check, at) for at in check.references}
         if len(known) > 1:
             self.varying.append(check.source_name)
-        for block, copies in zip(check.recipe.targets, check.copies, strict=True):
-            wrong = tuple(copy for copy in copies if self._digest(check, copy) not in known)
+        for block, copies in zip(move.recipe.targets, move.way.writes, strict=True):
+            wrong = tuple(at for at in copies if self._digest(check, at) not in known)
             if wrong:
-                recipe = replace(check.recipe, targets=(block,))
-                one = replace(check, recipe=recipe, references=check.references[:1], copies=(wrong,), own_values=False)
-                axis = one.axis(self.comparer.band_bytes)
-                found: dict[Copy, Mismatch] = {}
-                for mismatch in self.segments(one, axis, recipe.segments(axis, 0, recipe.rows(axis))):
-                    before = found.get(mismatch.copy)
-                    found[mismatch.copy] = _joined(before, mismatch) if before else mismatch
+                recipe = replace(move.recipe, targets=(block,))
+                one = replace(check, move=move._replace(way=Way(recipe, move.axis, move.way.reads, (wrong,))))
+                found: dict[int, Mismatch] = {}
+                for mismatch in self._rows(one, Piece(0, 0, move.rows)):
+                    before = found.get(mismatch.file)
+                    found[mismatch.file] = _joined(before, mismatch) if before else mismatch
                 yield from found.values()
 
-    def _digest(self, check: Check, copy: Copy) -> bytes:
+    def _digest(self, check: Check, at: Where) -> bytes:
         """Return the digest of all that a file has of a tensor, cast as a conversion casts it."""
+        move = check.move
         digest = blake2b(digest_size=32)
-        dtype = check.target_dtype if copy.side == "target" else check.dtype
+        dtype = self._comparison.copy_dtype(check, at.file)
+        extent = Extent(at.file, move.read_runs[at.runs])
         total = prod(check.shape) * dtype.itemsize
-        step = max(1, self.comparer.band_bytes // dtype.itemsize) * dtype.itemsize
+        step = max(1, self._comparison.band_bytes // dtype.itemsize) * dtype.itemsize
         for begin in range(0, total, step):
-            buffer = self.comparer.buffers.get(0, min(step, total - begin))
-            self._read(check, copy, begin, buffer)
-            elements = buffer.view(dtype.carrier())
-            digest.update((_cast(check, elements) if copy.side == "source" else elements).data)
+            content = self._read(extent, begin, min(step, total - begin))
+            digest.update(content if at.file >= self._comparison.sources else cast(content, dtype, move.target_dtype))
         return digest.digest()
 
-    def _read(self, check: Check, copy: Copy, begin: int, buffer: Array) -> None:
-        """Fill a buffer with the contents of a copy from a byte on."""
-        path = self.comparer.sides[copy.side].files[copy.file].path
-        runs = (check.target_runs if copy.side == "target" else check.source_runs)[copy.runs]
-        view = buffer.data
-        for offset, start, stop in ranges(runs, begin, len(view)):
-            self.comparer.stores[copy.side].read_into(path, offset, view[start:stop])
-        self.nbytes += len(view)
-
-
-def _cast(check: Check, elements: Array) -> Array:
-    """Return the bits of source elements as a conversion writes them (`run.mover`)."""
-    if check.dtype is check.target_dtype:
-        return elements
-    with np.errstate(over="ignore", invalid="ignore"):
-        cast: Array = elements.view(check.dtype.numpy()).astype(check.target_dtype.numpy(), casting="unsafe")
-    return cast.view(check.target_dtype.carrier())
-
-
-def _mismatch(copy: Copy, block: Block, unequal: Array, found: Array, expected: Array, reference: int) -> Mismatch:
-    """Tell the first of unequal elements; the index is that in the part which was compared."""
-    index = tuple(map(int, np.unravel_index(int(unequal.argmax()), unequal.shape)))
-    return Mismatch(
-        copy, block, index, int(np.count_nonzero(unequal)), int(found[index]), int(expected[index]), reference
-    )
-
-
-def _whole_index(
-    check: Check, axis: int, block: Block, part: Part, first_row: int, index: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return the index in the whole tensor of an element of a part of a band."""
-    if not check.shape:
-        return ()
-    row, *inner = index
-    leading = np.unravel_index(first_row + row, check.recipe.shape[: axis + 1])
-    put = [some.start for some in part.put[1:]] or [0] * len(inner)
-    return (*map(int, leading), *map(sum, zip(block.start[axis + 1 :], put, inner, strict=True)))
+    def _read(self, extent: Extent, begin: int, nbytes: int) -> memoryview:
+        """Return the contents of a copy from a byte on; they are there until the next are asked for."""
+        view = _buffer.get(nbytes)
+        store = self._stores[extent.file >= self._comparison.sources]
+        for offset, start, stop in ranges(extent.runs, begin, nbytes):
+            store.read_into(self._comparison.paths[extent.file], offset, view[start:stop])
+        self.nbytes += nbytes
+        return view
 
 
 def _joined(a: Mismatch, b: Mismatch) -> Mismatch:

@@ -24,9 +24,11 @@ from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
 from reshard.plan.budget import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_BAND_BYTES, THREADS
 from reshard.plan.select import Selection
+from reshard.run.executor import map_tasks
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.open import open as open_checkpoint
 from reshard.source.open import read_headers
+from reshard.storage.cipher import store_of
 from reshard.storage.remote import is_url
 from reshard.verify.difference import Difference
 from reshard.verify.manifest import Manifest, read_manifest
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     """Gets the bytes done and the bytes to be done."""
 
 _NEVER = "checksums that files carry (crc_num), and how text entries are stored"
-_BUFFERS = 4  # of a band, for each thread: as read from either side, which elements differ, and cast
+_BUFFERS = 5  # of a band, for each thread: as read, put together and cast, what a copy has, and which elements differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ def verify(
     deduplicated: bool = False,
     memory: int | None = None,
     threads: int | None = None,
+    client: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Verification:
     """Verify a checkpoint: its structure, or every bit of it against its source or a manifest.
@@ -139,6 +142,7 @@ def verify(
             gives it to. safetensors files say so themselves; `.ckpt` files cannot.
         memory: resident memory in bytes that it may take at its peak.
         threads: how many; by default one for each available processor, at most 4.
+        client: a `distributed.Client`, whose workers compare with a source; they must reach both by the same paths.
         progress: called with bytes compared (as `written`) and to be compared.
 
     Returns:
@@ -154,6 +158,8 @@ def verify(
     began = time.perf_counter()
     if against is not None and manifest is not None:
         raise UsageError("a target is compared with a source or with a manifest; name one of them")
+    if client is not None and against is None:
+        raise UsageError("workers of a cluster compare with a source; name it, or leave the client out")
     if deduplicated and manifest is not None:
         raise UsageError("a manifest says what each file holds; leave deduplicated out")
     if sample is not None and (not 0 < sample <= 1 or against is None):
@@ -171,7 +177,9 @@ def verify(
             found = _structure(checkpoint, wishes, deduplicated)
         else:
             source = against if isinstance(against, Checkpoint) else opened(against, source_strategy, what="source")
-            found = _against_source(checkpoint, source, wishes, deduplicated, sample, seed, memory, threads, told)
+            found = _against_source(
+                checkpoint, source, wishes, deduplicated, sample, seed, memory, threads, client, told
+            )
     return replace(found, seconds=time.perf_counter() - began)
 
 
@@ -284,10 +292,11 @@ def _against_source(
     seed: int | None,
     memory: int | None,
     threads: int,
+    client: Any,
     told: Told,
 ) -> Verification:
     """Compare what a conversion of the source would have made with what is there."""
-    from reshard.verify.compare import Comparer, checks, shared_out  # it brings numpy
+    from reshard.verify.compare import Comparison, checks, gathered  # it brings numpy
 
     if sample is not None and seed is None:
         seed = SystemRandom().randrange(1 << 32)
@@ -299,34 +308,41 @@ def _against_source(
     notices = [*source.notices, *target.notices]
     for one_source, one_target, rank in pairs_of_ranks(source, target):
         matched = match(one_source, one_target, wishes, rank=rank, deduplicated=deduplicated)
-        every += checks(one_source, one_target, matched.pairs, wishes.target_dtype)
+        every += checks(one_source, one_target, matched.pairs, wishes.target_dtype, band_bytes)
         differences += matched.differences
         dropped += matched.dropped
         left_out += matched.left_out
         notices += matched.notices
-    tasks, nbytes = shared_out(every, band_bytes, sample=sample, seed=seed or 0)
-    read = 0
+    comparison = Comparison.of(source, target, every, band_bytes)
+    tasks = comparison.tasks(sample=sample, seed=seed or 0)
+    nbytes = sum(comparison.piece_bytes(piece) for task in tasks for piece in task)
+    found: list[Compared] = []
 
     def compared(one: Compared) -> None:
-        nonlocal read
-        read += one.read
-        notices.extend(
-            f"{name} differs between the ranks of the source; any of its values will do" for name in one.varying
-        )
-        told(min(read, nbytes), nbytes)
+        found.append(one)
+        told(min(sum(each.read for each in found), nbytes), nbytes)
 
-    comparer = Comparer(source, target, every, band_bytes)
-    for number, mismatches in comparer.run(tasks, threads, compared).items():
+    try:
+        map_tasks(Comparison.run, comparison, tasks, threads=threads, client=client, on_result=compared)
+    finally:
+        for side in (source, target):
+            store_of(side.coding).close()
+    for number, mismatches in gathered(found).items():
         differences += [_difference(source, target, every[number], mismatch) for mismatch in mismatches]
+    notices += [
+        f"{name} differs between the ranks of the source; any of its values will do"
+        for one in found
+        for name in one.varying
+    ]
     return Verification(
         target.root,
         source.root,
         tuple(sorted(set(target.ranks))),
         len(target.files),
         len({check.name for check in every}),
-        sum(len(copies) for check in every for copies in check.copies),
-        read,
-        sum(check.nbytes for check in every if check.copies),
+        sum(len(copies) for check in every for copies in check.move.way.writes),
+        sum(one.read for one in found),
+        sum(comparison.nbytes(check) for check in every if any(check.move.way.writes)),
         tuple(differences),
         tuple(dict.fromkeys(dropped)),
         tuple(dict.fromkeys(left_out)),
@@ -339,16 +355,17 @@ def _against_source(
 
 def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: Mismatch) -> Difference:
     """Return a mismatch with everything that a reader wants to know of its place."""
-    side = source if mismatch.copy.side == "source" else target
-    dtype = check.dtype if mismatch.copy.side == "source" else check.target_dtype
+    of_source = mismatch.file < len(source.files)
+    side, number = (source, mismatch.file) if of_source else (target, mismatch.file - len(source.files))
+    dtype = check.move.dtype if of_source else check.move.target_dtype
     found, expected = (f"{bits:0{2 * dtype.itemsize}x}" for bits in (mismatch.found, mismatch.expected))
     return Difference(
         "values",
         f"{mismatch.count} of {mismatch.block.size} elements differ; the first is 0x{found}, expected 0x{expected}",
         check.name,
-        mismatch.copy.side,
-        side.ranks[mismatch.copy.file],
-        side.files[mismatch.copy.file].path,
+        "source" if of_source else "target",
+        side.ranks[number],
+        side.files[number].path,
         mismatch.block,
         mismatch.index,
         mismatch.count,

@@ -25,7 +25,7 @@ from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.formats import ckpt
 from reshard.formats.entries import Content
 from reshard.run import graph, tasks
-from reshard.run import mover as move
+from reshard.run import reader as move
 from reshard.storage import local as store
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find

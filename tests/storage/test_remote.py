@@ -17,7 +17,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.plan import budget
-from reshard.run import mover
+from reshard.run import reader
 from reshard.storage import remote_store
 from reshard.storage.remote import RemotePath, as_path
 from reshard.storage.remote_store import joined
@@ -126,7 +126,7 @@ def test_a_failure_leaves_nothing_unfinished(
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
     monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
     monkeypatch.setattr(budget, "BAND_BYTES", 1 << 20)
-    monkeypatch.setattr(mover, "FETCH_BYTES", 1 << 20)
+    monkeypatch.setattr(reader, "FETCH_BYTES", 1 << 20)
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
     real = remote_store.RemoteStore.fetch
     count = 0

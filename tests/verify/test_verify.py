@@ -23,6 +23,7 @@ import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.errors import BudgetError, SourceError, UsageError
 from reshard.formats import index_file
+from reshard.plan import budget
 from reshard.plan.convert import plan_convert
 from reshard.verify import compare
 from reshard.verify import verify as verification
@@ -31,7 +32,7 @@ from reshard.verify import verify as verification
 @pytest.fixture
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the work so fine that a small model has many bands and tasks."""
-    monkeypatch.setattr(compare, "TASK_BYTES", 512)
+    monkeypatch.setattr(budget, "TASK_BYTES", 512)
     monkeypatch.setattr(compare, "SAMPLE_BYTES", 64)
     monkeypatch.setattr(verification, "BAND_BYTES", 128)
 
@@ -671,10 +672,10 @@ def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
     reshard.write_strategy(before, tmp_path / "before.ckpt")
     reshard.write_strategy(after, tmp_path / "after.ckpt")
     flip(rank_file(tmp_path / "dst", 1), "h.2", 52_000_000)
-    for budget in (None, 70_000_000):
+    for most in (None, 70_000_000):
         script = f"""
 import reshard
-found = reshard.verify("dst", "after.ckpt", against="src", source_strategy="before.ckpt", memory={budget})
+found = reshard.verify("dst", "after.ckpt", against="src", source_strategy="before.ckpt", memory={most})
 (one,) = found.differences
 print(one.rank, one.index, found.bytes_read, open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 """
@@ -685,7 +686,7 @@ print(one.rank, one.index, found.bytes_read, open("/proc/self/status").read().sp
         rank, *index, nbytes, peak = done.stdout.replace("(", "").replace(")", "").replace(",", "").split()
         assert (int(rank), [*map(int, index)]) == (1, [10_156, 5_120 + 1_280])
         assert int(nbytes) == 2 * 3 * 10_240 * 10_240 * 2
-        assert int(peak) * 1024 < (budget or 100_000_000)
+        assert int(peak) * 1024 < (most or 100_000_000)
 
 
 def test_a_state_whose_weight_is_in_another_stage_is_one(tmp_path: Path) -> None:

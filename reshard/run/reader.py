@@ -1,0 +1,372 @@
+"""Reading the bands of moves: what every target block gets of some rows, whoever wants it.
+
+For each band every source block's part is read once into a buffer of this thread, and columns are copied where they
+have to be. A mover writes what comes, a comparer compares it. `preadv` and numpy's copies release the interpreter's
+lock, so threads run side by side. Where a request takes its time, as at URLs, parts of several bands are read at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import OrderedDict
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from reshard.formats.entries import ranges
+from reshard.plan.bands import VIEWS
+from reshard.storage.local import thread
+from reshard.storage.remote import is_url
+from reshard.storage.remote_store import FETCH_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from reshard.dtypes import DType
+    from reshard.formats.entries import Runs
+    from reshard.plan.bands import Columns, Part, Segment
+    from reshard.plan.plan import Move, Piece
+    from reshard.storage.remote_store import Range
+
+    Array = NDArray[Any]
+
+
+class Reads(Protocol):
+    """What reads the source files, by path."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file."""
+
+    def fetch(self, ranges: Iterable[Range]) -> None:
+        """Request ranges that are read soon, where that takes long."""
+
+
+class Given(NamedTuple):
+    """What a target block gets of a band.
+
+    Attributes:
+        move: the number of the move.
+        target: the number of the target block in its recipe.
+        first: where it begins in the block, in elements.
+        content: the elements, as the source has them; they are there until the next are asked for.
+    """
+
+    move: int
+    target: int
+    first: int
+    content: memoryview
+
+
+class Rows(NamedTuple):
+    """Some rows of a segment, from `start` on."""
+
+    segment: Segment
+    start: int
+    rows: int
+
+
+class Read(NamedTuple):
+    """A source block's part of a band: which block, where in its contents in bytes, and the buffer for it."""
+
+    source: int
+    begin: int
+    view: memoryview
+
+
+class Write(NamedTuple):
+    """A target block's part of a band.
+
+    Attributes:
+        target: which block.
+        first: where in the block, in elements.
+        content: what it gets: a part that is read, or the buffer that columns are put together in.
+        copies: what is put where for that, in the order of the columns.
+    """
+
+    target: int
+    first: int
+    content: memoryview
+    copies: Sequence[tuple[Array, Array]]
+
+
+class Band(NamedTuple):
+    """Rows of a tensor that are read, and then written, at once."""
+
+    reads: Sequence[Read]
+    writes: Iterable[Write]
+
+
+_VIEW_BYTES = 200  # of a view of a buffer in a band that is kept, with its share of what holds it; measured
+
+
+class _Buffers(threading.local):
+    """Three buffers a thread, kept from band to band: memory touched for the first time costs more than the copy.
+
+    With them, the bands of the last few shapes of tensors: layers repeat, and to work bands out, with the views of the
+    buffers, takes as long as to put their columns together.
+
+    Attributes:
+        read: for what is read of a band.
+        put: for the columns of one target block, put together.
+        cast: for these elements in another dtype.
+    """
+
+    def __init__(self) -> None:
+        self.read = self.put = self.cast = memoryview(b"")
+        self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
+        self._views = 0
+
+    def bands(self, piece: Piece, move: Move, band_bytes: int, *, in_order: bool) -> Iterable[Band]:
+        """Return the bands of some rows, in another order in every thread unless `in_order`."""
+        itemsizes = move.dtype.itemsize, move.target_dtype.itemsize
+        key = (move.recipe, move.axis, piece.start, piece.stop, band_bytes, itemsizes, in_order)
+        if key in self._bands:
+            self._bands.move_to_end(key)
+            return self._bands[key][-1]
+        cut = list(_cut(move.recipe.segments(move.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
+        self._hold(max([band_bytes, *(max(itemsizes) * _elements(rows) for rows in cut)]))
+        made = (_band(rows, move) for rows in (cut if in_order else _turned(cut)))
+        views = 1 + sum(map(_views, cut))
+        most = int(band_bytes * VIEWS) // _VIEW_BYTES
+        if views > most:
+            return made
+        while self._views + views > most:
+            _, (fewer, _) = self._bands.popitem(last=False)
+            self._views -= fewer
+        found = [Band(band.reads, list(band.writes)) for band in made]
+        self._bands[key] = views, found
+        self._views += views
+        return found
+
+    def _hold(self, nbytes: int) -> None:
+        """Have buffers of so many bytes; what is not used of them takes no memory."""
+        if len(self.read) < nbytes:
+            self._bands.clear()  # their views would keep the buffers that are too small
+            self._views = 0
+            self.read, self.put = _memory(nbytes), _memory(nbytes)
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Return a buffer, which takes memory where it is touched."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+_buffers = _Buffers()
+
+
+class BandReader:
+    """Reads bands of moves, whose source files are numbers of paths. For one thread.
+
+    Attributes:
+        nbytes: how many bytes were read.
+    """
+
+    def __init__(self, moves: Sequence[Move], paths: Sequence[str], store: Reads, band_bytes: int) -> None:
+        self._moves, self._paths, self._store = moves, paths, store
+        self._band_bytes = band_bytes
+        self.nbytes = 0
+
+    def read(
+        self, pieces: Iterable[Piece], *, in_order: bool = False, check: Callable[[], object] = lambda: None
+    ) -> Iterator[Given]:
+        """Read some rows of some moves.
+
+        Args:
+            pieces: the rows.
+            in_order: as they stand in the target blocks; otherwise every thread begins in another place.
+            check: called before each band; raises where the work is given up.
+
+        Raises:
+            SourceError: a source file ends early or cannot be read.
+        """
+        for number, sources, band in self._ahead(self._bands(pieces, in_order=in_order)):
+            check()
+            for source, begin, view in band.reads:
+                self._fill(*sources[source], begin, view)
+            for write in band.writes:
+                for put, taken in write.copies:
+                    put[...] = taken
+                yield Given(number, write.target, write.first, write.content)
+
+    def _bands(self, pieces: Iterable[Piece], *, in_order: bool) -> Iterator[tuple[int, list[tuple[str, Runs]], Band]]:
+        """Yield the bands of all pieces, each with the number of its move, and where its source blocks are."""
+        for piece in pieces:
+            move = self._moves[piece.move]
+            sources = [(self._paths[file], runs) for file, runs in move.reads]
+            for band in _buffers.bands(piece, move, self._band_bytes, in_order=in_order):
+                yield piece.move, sources, band
+
+    def _ahead(
+        self, bands: Iterable[tuple[int, list[tuple[str, Runs]], Band]]
+    ) -> Iterator[tuple[int, list[tuple[str, Runs]], Band]]:
+        """Where sources are at URLs, have the bytes of several bands fetched at once before these are read."""
+        waiting: list[tuple[int, list[tuple[str, Runs]], Band]] = []
+        wanted: list[Range] = []
+        room = FETCH_BYTES
+        for one in bands:
+            waiting.append(one)
+            _, sources, band = one
+            if any(is_url(path) for path, _ in sources):
+                for source, begin, view in band.reads:
+                    path, runs = sources[source]
+                    wanted += [(path, offset, stop - start) for offset, start, stop in ranges(runs, begin, len(view))]
+                    room -= len(view)
+                if room > 0:
+                    continue
+            if wanted:
+                self._store.fetch(wanted)
+            yield from waiting
+            waiting, wanted, room = [], [], FETCH_BYTES
+        if wanted:
+            self._store.fetch(wanted)
+            yield from waiting
+            self._store.fetch(())
+
+    def _fill(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
+        """Fill a buffer with the contents of a file from `begin`, which may lie in several runs."""
+        self.nbytes += len(view)
+        if len(runs) == 1:
+            self._store.read_into(path, runs[0][0] + begin, view)
+            return
+        for offset, start, stop in ranges(runs, begin, len(view)):
+            self._store.read_into(path, offset, view[start:stop])
+
+
+def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
+    """Return elements as those of another dtype; rounding is numpy's and ml_dtypes', to nearest, ties to even.
+
+    They are in a buffer of this thread until its next call.
+    """
+    if dtype is target_dtype:
+        return content
+    import numpy as np
+
+    elements = np.frombuffer(content, dtype.numpy())
+    if len(_buffers.cast) < len(elements) * target_dtype.itemsize:
+        _buffers.cast = _memory(len(elements) * target_dtype.itemsize)
+    buffer = _buffers.cast[: len(elements) * target_dtype.itemsize]
+    with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
+        np.copyto(np.frombuffer(buffer, target_dtype.numpy()), elements, casting="unsafe")
+    return buffer
+
+
+def _turned(some: list[Any]) -> list[Any]:
+    """Begin in another place in every thread: two that write to one file wait for each other."""
+    start = len(some) * thread.number // 2 % len(some) if some else 0
+    return some[start:] + some[:start]
+
+
+def _cut(segments: Iterable[Segment], most_elements: int) -> Iterator[list[Rows]]:
+    """Cut segments into bands, and join short ones that have the same targets: long writes are quicker than many."""
+    band: list[Rows] = []
+    room = most_elements
+    for segment in segments:
+        row = segment.columns.row_elements
+        start = segment.start
+        while start < segment.stop:
+            if band and (row > room or not _goes_on(band[-1], segment, start)):
+                yield band
+                band, room = [], most_elements
+            rows = min(segment.stop - start, max(1, room // row))
+            band.append(Rows(segment, start, rows))
+            room -= rows * row
+            start += rows
+    if band:
+        yield band
+
+
+def _goes_on(last: Rows, segment: Segment, start: int) -> bool:
+    """Return whether rows are put together with those before them, in each target block."""
+    before, columns = last.segment.columns, segment.columns
+    gathered = not any(_is_whole(parts) for some in (before, columns) for parts in some.parts)
+    follows = last.start + last.rows == start and before.targets == columns.targets
+    return gathered and follows and before.target_shapes == columns.target_shapes
+
+
+def _is_whole(parts: Sequence[Part]) -> bool:
+    """Return whether a target block's columns are just those of one source block."""
+    return len(parts) == 1 and not parts[0].taken
+
+
+def _elements(parts: Sequence[Rows]) -> int:
+    """Return how many elements are read for a band; no target block has more of them."""
+    return sum(rows * segment.columns.row_elements for segment, _, rows in parts)
+
+
+def _views(parts: Sequence[Rows]) -> int:
+    """Return about how many views of buffers a band has; what a write has beside its copies counts as four."""
+    gathered = 2 * sum(1 for _ in _alike(parts, 0))
+    every = parts[0].segment.columns.parts
+    writes = sum(1 if _is_whole(some) else 4 + len(some) * gathered for some in every)
+    return 1 + sum(len(segment.columns.sources) for segment, _, _ in parts) + writes
+
+
+def _band(parts: Sequence[Rows], move: Move) -> Band:
+    """Lay a band out in this thread's buffers: what is read lies one after the other; columns are put together."""
+    itemsize = move.dtype.itemsize
+    reads = []
+    place = 0
+    for segment, start, rows in parts:
+        columns = segment.columns
+        for source, offset, shape in zip(columns.sources, segment.source_offsets, columns.source_shapes, strict=True):
+            row = prod(shape) * itemsize
+            begin = offset * itemsize + (start - segment.start) * row
+            reads.append(Read(source, begin, _buffers.read[place : place + rows * row]))
+            place += rows * row
+    return Band(reads, _writes(parts, move, reads, _buffers.read[:place]))
+
+
+def _writes(parts: Sequence[Rows], move: Move, reads: Sequence[Read], given: memoryview) -> Iterator[Write]:
+    """Yield what is written of a band, from another target block on in every thread."""
+    segment, start, _ = parts[0]
+    columns = segment.columns
+    rows = sum(rows for _, _, rows in parts)
+    for number in _turned(list(range(len(columns.targets)))):
+        row = prod(columns.target_shapes[number])
+        first = segment.target_offsets[number] + (start - segment.start) * row
+        if _is_whole(columns.parts[number]):
+            yield Write(columns.targets[number], first, reads[columns.parts[number][0].read].view, ())
+        else:
+            content = _buffers.put[: rows * row * move.dtype.itemsize]
+            yield Write(columns.targets[number], first, content, _copies(parts, number, move, given, content))
+
+
+def _copies(
+    parts: Sequence[Rows], number: int, move: Move, given: memoryview, content: memoryview
+) -> list[tuple[Array, Array]]:
+    """Return views of where one target block's columns go, and of where they are taken from."""
+    import numpy as np  # a quarter of the start-up of a command; rows that stay whole need none of it
+
+    carrier = move.dtype.carrier()
+    elements = np.frombuffer(given, carrier)
+    shape = parts[0].segment.columns.target_shapes[number]
+    gathered = np.frombuffer(content, carrier).reshape(sum(rows for _, _, rows in parts), *shape)
+    found = []
+    begin = done = 0  # in the elements that were read, and in the rows
+    for columns, rows in _alike(parts, number):
+        starts = list(accumulate((rows * prod(shape) for shape in columns.source_shapes), initial=begin))
+        for read, taken, put in columns.parts[number]:
+            block = elements[starts[read] : starts[read + 1]].reshape(rows, *columns.source_shapes[read])
+            found.append((gathered[done : done + rows][put or ...], block[taken or ...]))
+        begin = starts[-1]
+        done += rows
+    return found
+
+
+def _alike(parts: Sequence[Rows], number: int) -> Iterator[tuple[Columns, int]]:
+    """Yield the columns of rows, and how many: those of several source blocks at once, where all is alike in them."""
+    first, rows = parts[0].segment.columns, 0
+    for segment, _, some in parts:
+        columns = segment.columns
+        if rows and not (
+            len(first.sources) == len(columns.sources) == 1
+            and first.source_shapes == columns.source_shapes
+            and first.parts[number] == columns.parts[number]
+        ):
+            yield first, rows
+            rows = 0
+        first, rows = columns, rows + some
+    yield first, rows
