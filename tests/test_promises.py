@@ -26,7 +26,8 @@ from reshard import Layout, Strategy, ZarrGroup
 from reshard.dtypes import BY_NAME
 from reshard.layout.block import Block
 from reshard.plan import budget
-from reshard.storage.local import PARTIAL, LocalStore
+from reshard.storage.base import PARTIAL
+from reshard.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

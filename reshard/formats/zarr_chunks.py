@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError, TargetError
 from reshard.formats.zarr import ABSENT, part, shard_index
+from reshard.storage.base import Around
 from reshard.storage.local import local_store
-from reshard.storage.remote_store import AnyStore
+from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from reshard.layout.block import Shape
+    from reshard.storage.base import Want
     from reshard.storage.local import Appended
-    from reshard.storage.remote_store import Range
 
 IMPORTED_BYTES = 24 << 20
 """Resident memory of zarr and numcodecs beside what every run imports; measured."""
@@ -116,56 +117,75 @@ class Decoding:
         return DecodingStore(self)
 
 
-class DecodingStore(AnyStore):
+class DecodingStore(Around):
     """Files of which chunks are read decoded. Safe to use from several threads."""
 
     def __init__(self, decoding: Decoding) -> None:
-        super().__init__()
+        super().__init__(any_store())
         self._decoding = decoding
         self._held = _Held()
 
-    def fetch(self, ranges: Iterable[Range]) -> None:
-        """Request what is to be decoded, where it is at URLs; zarr requests for itself what it decodes."""
-        wanted: dict[Range, None] = {}
-        for path, offset, nbytes in ranges:
-            unit = self._decoding.units.get(path)
-            if unit is None:
-                wanted[path, offset, nbytes] = None
-            elif isinstance(unit, Compressed):
-                for number in range(offset // unit.chunk_bytes, -(-(offset + nbytes) // unit.chunk_bytes)):
-                    if (path, number) not in self._held.chunks:
-                        wanted[path, *unit.spans[number]] = None
-        super().fetch(wanted)
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with contents.
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers with contents; what is to be decoded for them is read at once, but by zarr, which reads itself.
 
         Raises:
             SourceError: a chunk cannot be decoded, or has not as many bytes as the metadata says.
         """
+        plain: list[Want] = []
+        encoded: dict[tuple[str, int], bytearray] = {}
+        for path, offset, buffer in wants:
+            unit = self._decoding.units.get(path)
+            if unit is None:
+                plain.append((path, offset, buffer))
+            elif isinstance(unit, Compressed):
+                for number in range(offset // unit.chunk_bytes, -(-(offset + len(buffer)) // unit.chunk_bytes)):
+                    if (path, number) not in self._held.chunks and (path, number) not in encoded:
+                        begin, nbytes = unit.spans[number]
+                        encoded[path, number] = bytearray(nbytes)
+                        plain.append((path, begin, memoryview(encoded[path, number])))
+        self.inner.read(plain)
+        for path, offset, buffer in wants:
+            unit = self._decoding.units.get(path)
+            if unit is not None:
+                self._fill(path, unit, offset, buffer, encoded)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill one buffer."""
         unit = self._decoding.units.get(path)
         if unit is None:
-            super().read_into(path, offset, buffer)
-        elif isinstance(unit, Fill):
-            _fill(buffer, unit.value)
+            self.inner.read_into(path, offset, buffer)
         else:
-            number, begin = divmod(offset, unit.chunk_bytes)
-            content = self._held.chunks.get((path, number))
-            if content is None:
-                content = self._decoded(path, number, unit)
-                self._held.add((path, number), content, self._decoding.held_bytes)
-            else:
-                self._held.chunks.move_to_end((path, number))
-            if begin + len(buffer) > len(content):
-                raise SourceError(f"{path}: chunk {number} ends at byte {len(content)} decoded")
-            buffer[:] = content[begin : begin + len(buffer)]
+            self._fill(path, unit, offset, buffer, {})
 
-    def _decoded(self, path: str, number: int, unit: Compressed | Foreign) -> memoryview:
+    def _fill(
+        self,
+        path: str,
+        unit: Fill | Compressed | Foreign,
+        offset: int,
+        buffer: memoryview,
+        encoded: Mapping[tuple[str, int], bytearray],
+    ) -> None:
+        if isinstance(unit, Fill):
+            _fill(buffer, unit.value)
+            return
+        number, begin = divmod(offset, unit.chunk_bytes)
+        content = self._held.chunks.get((path, number))
+        if content is None:
+            content = self._decoded(path, number, unit, encoded.get((path, number)))
+            self._held.add((path, number), content, self._decoding.held_bytes)
+        else:
+            self._held.chunks.move_to_end((path, number))
+        if begin + len(buffer) > len(content):
+            raise SourceError(f"{path}: chunk {number} ends at byte {len(content)} decoded")
+        buffer[:] = content[begin : begin + len(buffer)]
+
+    def _decoded(self, path: str, number: int, unit: Compressed | Foreign, encoded: bytearray | None) -> memoryview:
         if isinstance(unit, Foreign):
             return _by_zarr(path, number, unit)
-        offset, length = unit.spans[number]
-        encoded = bytearray(length)
-        super().read_into(path, offset, memoryview(encoded))
+        if encoded is None:
+            offset, length = unit.spans[number]
+            encoded = bytearray(length)
+            self.inner.read_into(path, offset, memoryview(encoded))
         from numcodecs import zstd
 
         content = bytearray(unit.chunk_bytes)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from reshard.formats.entries import Entry, FileLayout
     from reshard.mindspore.parameter import Tensor
+    from reshard.storage.base import Readable
     from reshard.storage.cipher import Cipher
-    from reshard.storage.local import Readable
 
 PIECE_BYTES = 4 << 20
 """How much of a file is held at once."""

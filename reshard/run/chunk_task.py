@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import TargetError
 from reshard.run.mover import Moved, move_pieces
 from reshard.storage.cipher import store_of
-from reshard.storage.remote_store import store_at
+from reshard.storage.places import store_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

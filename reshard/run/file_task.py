@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from reshard.run.mover import Moved, move_pieces
 from reshard.storage.cipher import store_of
-from reshard.storage.remote_store import store_at
+from reshard.storage.places import store_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from reshard.formats.entries import FileLayout
     from reshard.plan.plan import Plan
     from reshard.storage.local import Stream
-    from reshard.storage.remote_store import AnyStore, Range
 
 
 class _File:
@@ -53,14 +52,13 @@ class _File:
 
 
 class _Files:
-    """Reads as a store does; writes into the files of the group."""
+    """Writes into the files of the group."""
 
-    def __init__(self, store: AnyStore, files: dict[str, _File]) -> None:
-        self.read_into = store.read_into
-        self._store, self._files = store, files
+    def __init__(self, files: dict[str, _File]) -> None:
+        self._files = files
 
-    def fetch(self, ranges: Iterable[Range]) -> None:
-        self._store.fetch(ranges)
+    def close(self) -> None:
+        """Do nothing."""
 
     def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
         self._files[path].write(offset, buffer)
@@ -97,8 +95,10 @@ def write_files(
         for number in group:
             path = f"{directory}/{plan.files[number].path}"
             files[path] = _File(plan.files[number].layout, path)
-        store = _Files(store_of(plan.source.coding), files)
-        moved = move_pieces(plan, plan.tasks[0], directory, store, checksums=checksums, in_order=True, go_on=go_on)
+        store, writer = store_of(plan.source.coding), _Files(files)
+        moved = move_pieces(
+            plan, plan.tasks[0], directory, store, writer, checksums=checksums, in_order=True, go_on=go_on
+        )
         check()
         for path, file in files.items():
             file.finish(sync=sync)

@@ -34,8 +34,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from reshard.errors import ReshardError, TargetError, names
+from reshard.storage.base import PARTIAL
 from reshard.storage.crc32c import crc32c
-from reshard.storage.local import PARTIAL, local_store, write_error
+from reshard.storage.local import local_store, write_error
 from reshard.storage.page_cache import boot_id
 
 if TYPE_CHECKING:

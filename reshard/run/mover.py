@@ -13,14 +13,15 @@ from array import array
 from collections import OrderedDict
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.formats.entries import ranges
 from reshard.plan.bands import VIEWS
+from reshard.storage.base import Ahead
 from reshard.storage.crc32c import crc32c
 from reshard.storage.local import thread
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import FETCH_BYTES
+from reshard.storage.places import can
+from reshard.storage.remote import FETCH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,23 +31,11 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Runs
     from reshard.plan.bands import Columns, Part, Segment
     from reshard.plan.plan import Move, Piece, Plan
+    from reshard.storage.base import ReadStore
     from reshard.storage.local import Writer
-    from reshard.storage.remote_store import Range
+    from reshard.storage.remote import Range
 
     Array = NDArray[Any]
-
-
-class Files(Protocol):
-    """What reads the source files and writes the target files, by path."""
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file."""
-
-    def fetch(self, ranges: Iterable[Range]) -> None:
-        """Request ranges that are read soon, where that takes long."""
-
-    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Write a whole buffer into an unfinished file."""
 
 
 class Rows(NamedTuple):
@@ -160,8 +149,8 @@ def move_pieces(
     plan: Plan,
     pieces: Sequence[Piece],
     directory: str,
-    store: Files,
-    writer: Writer | None = None,
+    store: ReadStore,
+    writer: Writer,
     *,
     checksums: bool = False,
     in_order: bool = False,
@@ -173,8 +162,8 @@ def move_pieces(
         plan: what goes where.
         pieces: the rows.
         directory: where the target files are.
-        store: reads and writes ranges of bytes.
-        writer: writes them where the store does not.
+        store: reads the source files.
+        writer: writes the target files.
         checksums: sum up what is written.
         in_order: write each file from its first byte to its last, as far as the pieces follow its order.
         go_on: called before each band; raises where the run is given up.
@@ -188,7 +177,8 @@ def move_pieces(
     """
     read = written = 0
     sums = _Sums() if checksums else None
-    for mover, band in _ahead(_all_bands(plan, pieces, directory, store, writer or store, in_order=in_order), store):
+    ahead = Ahead(store)
+    for mover, band in _ahead(_all_bands(plan, pieces, directory, ahead, writer, in_order=in_order), ahead):
         go_on()
         mover.band(band, sums)
         read += mover.read
@@ -197,7 +187,7 @@ def move_pieces(
 
 
 def _all_bands(
-    plan: Plan, pieces: Sequence[Piece], directory: str, store: Files, writer: Files | Writer, *, in_order: bool
+    plan: Plan, pieces: Sequence[Piece], directory: str, store: Ahead, writer: Writer, *, in_order: bool
 ) -> Iterator[tuple[_Mover, Band]]:
     """Yield the bands of all pieces, each with what moves it."""
     in_order = in_order or plan.coding is not None  # whole chunks are compressed
@@ -207,7 +197,7 @@ def _all_bands(
             yield mover, band
 
 
-def _ahead(bands: Iterable[tuple[_Mover, Band]], store: Files) -> Iterator[tuple[_Mover, Band]]:
+def _ahead(bands: Iterable[tuple[_Mover, Band]], store: Ahead) -> Iterator[tuple[_Mover, Band]]:
     """Where sources are at URLs, have the bytes of several bands fetched at once before these are moved."""
     waiting: list[tuple[_Mover, Band]] = []
     wanted: list[Range] = []
@@ -382,15 +372,16 @@ class _Sums:
 class _Mover:
     """Moves the segments of one tensor; `read` and `written` are the bytes of the last band."""
 
-    def __init__(self, plan: Plan, number: int, directory: str, store: Files, writer: Files | Writer) -> None:
+    def __init__(self, plan: Plan, number: int, directory: str, store: Ahead, writer: Writer) -> None:
         self.number = number
         self.move = move = plan.moves[number]
-        self.store, self.writer = store, writer
+        self.writer = writer
         self.sources = [(plan.source.files[file].path, runs) for file, runs in move.reads]
         self.targets = [
             [(f"{directory}/{plan.files[file].path}", runs) for file, runs in extents] for extents in move.writes
         ]
-        self.is_remote = any(is_url(path) for path, _ in self.sources)
+        self.is_remote = any(can(path).waits for path, _ in self.sources)
+        self.store = store if self.is_remote else store.inner
         self.read = self.written = 0
 
     def band(self, band: Band, sums: _Sums | None) -> None:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from reshard.errors import TargetError
 from reshard.run.journal import DIRECTORY, Journal, Record, noted, record_name, record_of
 from reshard.run.store_journal import StoreJournal
-from reshard.storage.remote import RemotePath, forget_listings, is_url
-from reshard.storage.remote_store import REQUESTS, remote_store
+from reshard.storage.places import RemotePath, is_url
+from reshard.storage.remote import REQUESTS, forget_listings, remote_store
 from reshard.storage.threads import results
 
 if TYPE_CHECKING:

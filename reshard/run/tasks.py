@@ -22,18 +22,18 @@ from reshard.run.file_task import write_files, write_literals
 from reshard.run.mover import move_pieces
 from reshard.run.receipts import in_files
 from reshard.run.remote_journal import journal_at
+from reshard.storage.base import PARTIAL, Around
 from reshard.storage.cipher import store_of
-from reshard.storage.local import PARTIAL, local_store
+from reshard.storage.local import local_store
 from reshard.storage.page_cache import cache_of
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import any_store, remote_store, store_at
+from reshard.storage.places import any_store, can, store_at
+from reshard.storage.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.plan.plan import Move, Plan
-    from reshard.storage.remote import Status
-    from reshard.storage.remote_store import AnyStore
+    from reshard.storage.base import ReadStore, Status
 
 SYNC_TASKS = 16
 """Where the page cache is to stay free: the last of so many tasks waits until what they wrote into is on the disk."""
@@ -152,7 +152,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
             plan.tasks[number],
             directory,
             spans or store,
-            writer,
+            writer or local_store(),
             checksums=how.checksums,
             go_on=lambda: running.go_on(how.run),
         )
@@ -173,24 +173,23 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 
-class _Spans:
+class _Spans(Around):
     """A store that notes what a task reads of each file: the page cache has what is read next beside it."""
 
-    def __init__(self, store: AnyStore) -> None:
-        self._store = store
+    def __init__(self, store: ReadStore) -> None:
+        super().__init__(store)
         self._spans: dict[str, tuple[int, int]] = {}
-        self.fetch, self.write_at = store.fetch, store.write_at
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file."""
-        self._store.read_into(path, offset, buffer)
+        self.inner.read_into(path, offset, buffer)
         first, last = self._spans.get(path, (offset, 0))
         self._spans[path] = min(first, offset), max(last, offset + len(buffer))
 
     def drop(self) -> None:
         """Leave nothing in the page cache from the first byte that was read of a file to the last."""
         for path, (first, last) in self._spans.items():
-            self._store.drop_cache(path, first, last)
+            self.inner.drop_cache(path, first, last)
 
 
 def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
@@ -211,7 +210,7 @@ def _targets(plan: Plan, number: int) -> set[int]:
     return found
 
 
-def drop_sources(plan: Plan, moves: Iterable[Move], store: AnyStore) -> None:
+def drop_sources(plan: Plan, moves: Iterable[Move], store: ReadStore) -> None:
     """Leave nothing in the page cache of the source files of some moves, as far as they can still be opened."""
     for file in {at.file for way in {move.way for move in moves} for at in way.reads}:
         with suppress(OSError, SourceError):
@@ -241,7 +240,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
             check=lambda: check_sources(group, None),
             go_on=lambda: running.go_on(how.run),
         )
-        if is_url(directory):  # what is complete stays, whatever comes of the others
+        if not can(directory).positioned:  # what is complete stays, whatever comes of the others
             wrote = in_files(group, moved.wrote)
             for target in plan.groups[number]:
                 path = f"{directory}/{plan.files[target].path}"
@@ -251,8 +250,8 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
                     journal.ready(plan.files[target].path, path, wrote=wrote.get(target, ()), sync=how.fsync)
         if how.drop_cache:
             drop_sources(plan, group.moves, any_store())
-            for target in plan.groups[number]:
-                any_store().drop_cache(f"{directory}/{plan.files[target].path}", written=True)
+            for target in plan.groups[number] if can(directory).positioned else ():
+                local_store().drop_cache(f"{directory}/{plan.files[target].path}", written=True)
     return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 
@@ -324,7 +323,7 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
             if how.journal:
                 journal.ready(file.path, path, sync=how.fsync)
             continue
-        by_file = plan.groups or is_url(directory)
+        by_file = plan.groups or not can(directory).positioned
         if by_file and (file.last or (plan.alone and not file.layout.contents)):
             write_literals(file.layout, path, sync=how.fsync)
         if how.journal and not journal.early:

@@ -17,56 +17,26 @@ import resource
 import threading
 from collections import OrderedDict
 from contextlib import suppress
+from functools import lru_cache
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Protocol
 
 from reshard.errors import BudgetError, GoneError, SourceError, TargetError
+from reshard.storage.base import PARTIAL, Capabilities, Status, reading
 from reshard.storage.page_cache import GLANCE_BYTES, Glances, drop_pages, start_writeback
-from reshard.storage.remote import Status
-from reshard.storage.untrusted import open_regular, reading
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
-    from reshard.storage.remote_store import AnyStore
+    from reshard.errors import ReshardError
+    from reshard.storage.base import Want
 
-PARTIAL = ".partial"
-"""What the name of an unfinished target file ends with."""
+LOCAL = Capabilities(positioned=True, whole=False, appends=True, locks=True, requests=1, library_bytes=0)
+"""What can be done with the files of this machine."""
 
 _SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
 _MOST_HANDLES = 1024
 _FICLONE = 0x40049409  # linux/fs.h
-
-
-class Readable(Protocol):
-    """Ranges of bytes to be read, by path. Offsets and sizes are in bytes."""
-
-    def size(self, path: str) -> int:
-        """Return the size of a file."""
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file; raise `SourceError` where the file ends before it is full."""
-
-
-class Store(Readable, Protocol):
-    """Ranges of bytes by path, also to be written."""
-
-    def create(self, path: str, size: int | None) -> None:
-        """Make an unfinished file of this size, with the space for it taken; `BudgetError` where there is none."""
-
-    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Write a whole buffer into an unfinished file."""
-
-    def sync(self, path: str) -> None:
-        """Have all bytes of an unfinished file on the disk."""
-
-    def commit(self, path: str, *, sync: bool) -> None:
-        """Give an unfinished file its final name, for good if `sync`."""
-
-    def link(self, original: str, path: str, *, sync: bool) -> None:
-        """Make a file with the bytes of another that has its final name."""
-
-    def discard(self, path: str) -> None:
-        """Remove an unfinished file, if it is there."""
 
 
 class Stream(Protocol):
@@ -80,19 +50,6 @@ class Stream(Protocol):
 
     def abort(self) -> None:
         """Give up; never raises."""
-
-
-class Coding(Protocol):
-    """How source files have other bytes than the tensors' own: encrypted, compressed."""
-
-    def store(self) -> AnyStore:
-        """Return what reads the tensors' own."""
-
-    def nbytes(self, threads: int) -> int:
-        """Return the memory that so many threads take for it."""
-
-    def __hash__(self) -> int:
-        """Tell codings apart: there is one store for each."""
 
 
 class TargetCoding(Protocol):
@@ -176,6 +133,11 @@ class LocalStore:
         self._forget(path)  # a held handle may be of a file that was replaced since
         with reading(SourceError, path), self._opened(path, os.O_RDONLY) as fd:
             return os.fstat(fd).st_size
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers from files, one after the other."""
+        for want in wants:
+            self.read_into(*want)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file.
@@ -441,6 +403,24 @@ class _Handle:
         self.forgotten = False
 
 
+def open_regular(path: str | os.PathLike[str], error: type[ReshardError]) -> int:
+    """Open a regular file for reading, through links, and return its descriptor.
+
+    Raises:
+        ReshardError: of the kind given: there is no such file, it may not be read, or it is something else.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as failed:
+        raise error(f"{path}: cannot be read: {failed.strerror}") from failed
+    except ValueError as failed:  # a zero byte, or half of a surrogate pair, which no path can have
+        raise error(f"{str(path)!r}: cannot be read: {failed}") from None
+    if not S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise error(f"{path}: is no regular file but a directory, a pipe or a device")
+    return fd
+
+
 def _open(path: str, flags: int) -> int:
     if flags == os.O_RDONLY:
         fd = open_regular(path, SourceError)
@@ -504,14 +484,7 @@ def write_error(path: str, error: OSError, nbytes: int, done: str = "written") -
     return TargetError(f"{path}: cannot be {done}: {error.strerror}")
 
 
-_local: LocalStore | None = None
-_local_lock = threading.Lock()
-
-
+@lru_cache(maxsize=1)
 def local_store() -> LocalStore:
-    """Return this process's store of local files."""
-    global _local  # noqa: PLW0603 -- one a process, so that the number of open files is bounded
-    with _local_lock:
-        if _local is None:
-            _local = LocalStore()
-        return _local
+    """Return this process's store of local files: one, so that the number of open files is bounded."""
+    return LocalStore()

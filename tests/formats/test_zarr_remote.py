@@ -19,8 +19,8 @@ from reshard import Layout, Strategy, ZarrGroup
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.plan import budget
 from reshard.plan.partition import owned
-from reshard.storage import remote_store
-from reshard.storage.remote_store import LEAST_PART_BYTES
+from reshard.storage import remote
+from reshard.storage.remote import LEAST_PART_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,7 +120,7 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
         with pytest.raises(TargetError, match="already; choose another"):
             plan.run(store)
     written: list[str] = []
-    real = remote_store.RemoteStore.stream
+    real = remote.RemoteStore.stream
     fails_at = 0
 
     def stream(self: Any, path: str, size: int) -> Any:
@@ -130,7 +130,7 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
             raise TargetError("the network is gone")
         return real(self, path, size)
 
-    monkeypatch.setattr(remote_store.RemoteStore, "stream", stream)
+    monkeypatch.setattr(remote.RemoteStore, "stream", stream)
     for share in (0.1, 0.5, 1):
         written.clear()
         fails_at = round(share * len(plan.files))
@@ -171,7 +171,7 @@ def test_large_chunks_are_sent_in_parts(
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     strategy = Strategy.of({"w": Layout.of([2], [-1, 0])})
     local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
-    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
     plan = reshard.plan(local, files=ZarrGroup(shard_bytes=0))
     plan.run(f"{bucket}/z")
     assert asked.operations.count("CompleteMultipartUpload") == 2
@@ -199,15 +199,15 @@ def test_what_reading_at_urls_takes_is_predicted_and_within_the_budget(tmp_path:
     """Fewer threads request less at once; no budget is met that has no room for one."""
     path = write_file(tmp_path / "a.safetensors", {"w": np.zeros((256, 256), np.float32)})
     put(tmp_path, "memory://predicted")
-    local, remote = reshard.open(path), reshard.open("memory://predicted/a.safetensors")
-    more = reshard.plan(remote, threads=1).stats.peak_memory - reshard.plan(local, threads=1).stats.peak_memory
-    assert more >= remote_store.LIBRARY_BYTES + 2 * remote_store.FETCH_BYTES
+    here, there = reshard.open(path), reshard.open("memory://predicted/a.safetensors")
+    more = reshard.plan(there, threads=1).stats.peak_memory - reshard.plan(here, threads=1).stats.peak_memory
+    assert more >= remote.LIBRARY_BYTES + 2 * remote.FETCH_BYTES
     with pytest.raises(BudgetError, match="the least that works is") as caught:
-        reshard.plan(remote, memory=100_000_000, threads=4)
+        reshard.plan(there, memory=100_000_000, threads=4)
     least = int(str(caught.value).split("the least that works is ")[1].split(":")[0])
-    assert reshard.plan(local, memory=100_000_000, threads=4)
-    assert reshard.plan(remote, memory=least, threads=4).threads == 1
-    assert reshard.plan(remote, memory=least, threads=4).stats.peak_memory <= least
+    assert reshard.plan(here, memory=100_000_000, threads=4)
+    assert reshard.plan(there, memory=least, threads=4).threads == 1
+    assert reshard.plan(there, memory=least, threads=4).stats.peak_memory <= least
 
 
 def test_the_commands(source: reshard.Checkpoint, root: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from reshard.storage.local import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.storage.remote import Status
+    from reshard.storage.base import Status
 
 __all__ = ["command", "small_tasks", "source"]  # fixtures, for pytest to find
 

@@ -18,7 +18,7 @@ from reshard import Layout, Strategy
 from reshard.errors import ChangedError, TargetError
 from reshard.plan.fingerprint import file_digests
 from reshard.run.remote_journal import RemoteJournal
-from reshard.storage import remote_store
+from reshard.storage import remote
 from reshard.view.report import report_text
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ def undisturbed(source: reshard.Checkpoint, tmp_path: Path) -> dict[str, bytes]:
 def streamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were begun to be written, by their last two names."""
     found: list[str] = []
-    real = remote_store.RemoteStore.stream
+    real = remote.RemoteStore.stream
 
     def stream(self: Any, path: str, size: int) -> Any:
         found.append("/".join(path.split("/")[-2:]))
         return real(self, path, size)
 
-    monkeypatch.setattr(remote_store.RemoteStore, "stream", stream)
+    monkeypatch.setattr(remote.RemoteStore, "stream", stream)
     return found
 
 
@@ -91,7 +91,7 @@ def test_a_run_that_fails_at_any_write_is_gone_on_with(
 ) -> None:  # fmt: skip
     """Of files, records, names: whatever fails, no file is wrong, and what is whole is not written again."""
     plan = reshard.plan(source, COLUMNS)
-    stream, store = remote_store._RemoteStream, remote_store.RemoteStore
+    stream, store = remote._RemoteStream, remote.RemoteStore
     operations = [(stream, "write"), (stream, "finish"), (store, "commit"), (store, "put")]
     count = 0
     for number in range(60):
@@ -126,7 +126,7 @@ def test_a_run_that_fails_at_any_write_is_gone_on_with(
 _KILLED = """
 import os, signal, sys
 from reshard.plan import partition
-from reshard.storage.remote_store import RemoteStore
+from reshard.storage.remote import RemoteStore
 partition.STREAMS_AT_ONCE = 1
 real, turns = RemoteStore.put, iter(range(int(sys.argv[2])))
 def put(*arguments):
@@ -300,14 +300,14 @@ def test_what_a_group_replaces_stays_until_all_of_it_is_sent(
     url = f"memory://{uuid.uuid4().hex}"
     plan.run(url)
     before = get(url)
-    real, left = remote_store._RemoteStream.finish, iter(range(1))
+    real, left = remote._RemoteStream.finish, iter(range(1))
 
     def finish(*arguments: Any, **options: Any) -> None:
         if next(left, None) is None:
             raise TargetError("the network is gone")
         real(*arguments, **options)
 
-    monkeypatch.setattr(remote_store._RemoteStream, "finish", finish)
+    monkeypatch.setattr(remote._RemoteStream, "finish", finish)
     with pytest.raises(TargetError, match="the network is gone"):
         plan.run(url, scheduler="synchronous", restart=True)
     assert get(url) == before
@@ -319,7 +319,7 @@ def test_links_are_gone_on_with(
     replicas = Strategy.of({name: Layout.of([4], [-1] * array.ndim) for name, array in FULL.items()})
     plan = reshard.plan(source, replicas, link_replicas=True)
     plan.run(tmp_path / "out")
-    real, left = remote_store.RemoteStore.link, iter(range(1))
+    real, left = remote.RemoteStore.link, iter(range(1))
 
     def link(*arguments: Any, **options: Any) -> None:
         if next(left, None) is None:
@@ -327,7 +327,7 @@ def test_links_are_gone_on_with(
         real(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(remote_store.RemoteStore, "link", link)
+        patch.setattr(remote.RemoteStore, "link", link)
         with pytest.raises(TargetError, match="the network is gone"):
             plan.run(f"{root}/out", scheduler="synchronous")
     assert plan.run(f"{root}/out").finished == 2

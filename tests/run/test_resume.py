@@ -45,8 +45,8 @@ from reshard.run import journal
 from reshard.run import session as resume
 from reshard.run.journal import Journal
 from reshard.run.session import foreseen
+from reshard.storage.base import PARTIAL
 from reshard.storage.crc32c import crc32c
-from reshard.storage.local import PARTIAL
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan

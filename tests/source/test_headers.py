@@ -11,7 +11,7 @@ from checkpoints import write_file
 from reshard.formats import ckpt, index_file
 from reshard.source import headers
 from reshard.source.headers import Headers
-from reshard.storage.remote_store import AnyStore, any_store
+from reshard.storage.places import AnyStore, any_store
 
 if TYPE_CHECKING:
     from pathlib import Path

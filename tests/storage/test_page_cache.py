@@ -15,7 +15,8 @@ from stores import read, store
 import reshard
 from reshard.errors import SourceError
 from reshard.run import tasks
-from reshard.storage.local import PARTIAL, LocalStore
+from reshard.storage.base import PARTIAL
+from reshard.storage.local import LocalStore
 from reshard.storage.page_cache import sync_file_range
 
 __all__ = ["small_tasks", "source", "store"]  # fixtures, for pytest to find

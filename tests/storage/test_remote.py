@@ -18,9 +18,9 @@ from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.plan import budget
 from reshard.run import mover
-from reshard.storage import remote_store
-from reshard.storage.remote import RemotePath, as_path
-from reshard.storage.remote_store import joined
+from reshard.storage import remote
+from reshard.storage.places import RemotePath, as_place
+from reshard.storage.remote import joined
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +104,7 @@ def test_a_large_file_is_sent_in_parts(
     bucket: str, asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_file(tmp_path / "model.safetensors", BIG)
-    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
     plan = reshard.plan(reshard.open(path), Strategy.of({"w": Layout.of([1], [-1, -1]), "v": Layout.of([1], [-1, -1])}))
     plan.run(bucket)
     assert asked.operations.count("UploadPart") >= 2
@@ -124,21 +124,21 @@ def test_a_failure_leaves_nothing_unfinished(
     before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
-    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
     monkeypatch.setattr(budget, "BAND_BYTES", 1 << 20)
     monkeypatch.setattr(mover, "FETCH_BYTES", 1 << 20)
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
-    real = remote_store.RemoteStore.fetch
+    real = remote.RemoteStore.read
     count = 0
 
-    def failing(self: Any, ranges: Any) -> None:
+    def failing(self: Any, wants: Any) -> None:
         nonlocal count
-        count += bool(ranges)
+        count += 1
         if count == 8 + 7:  # the first file is complete, five of the second file's eight MB are sent
             raise SourceError("the network is gone")
-        real(self, ranges)
+        real(self, wants)
 
-    monkeypatch.setattr(remote_store.RemoteStore, "fetch", failing)
+    monkeypatch.setattr(remote.RemoteStore, "read", failing)
     with pytest.raises(SourceError, match="the network is gone") as caught:
         plan.run(f"{root}/out", scheduler="synchronous", journal=journal)
     assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == journal
@@ -213,7 +213,7 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
         reshard.open("gs://b/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    monkeypatch.setattr(reshard.storage.remote, "filesystem", lambda url: (fs, url.removeprefix("s3://")))
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (fs, url.removeprefix("s3://")))
     monkeypatch.setattr(fs, "retries", 1)
     with pytest.raises(SourceError, match=r"s3://b/x.*: cannot be looked at: .*127\.0\.0\.1:9"):
         reshard.open("s3://b/x")
@@ -227,7 +227,7 @@ def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
     plan.run(f"file://{tmp_path}/a")
     plan.run(tmp_path / "b")
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
-    assert as_path("memory://a/b/") == RemotePath("memory://a/b")
+    assert as_place("memory://a/b/") == RemotePath("memory://a/b")
 
 
 def test_ranges_are_joined_and_cut() -> None:

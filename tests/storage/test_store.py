@@ -14,7 +14,8 @@ import pytest
 from stores import read, store
 
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.storage.local import PARTIAL, LocalStore, local_store
+from reshard.storage.base import PARTIAL
+from reshard.storage.local import LocalStore, local_store
 
 __all__ = ["store"]  # a fixture, for pytest to find
 
