@@ -88,16 +88,17 @@ def write_file(
         pieces = cipher.encrypt(pieces)
         nbytes = cipher.encrypted_size(nbytes)
     store = local_store()
-    store.create(path, nbytes)
+    unfinished = store.unfinished(path)
+    sink = store.create(unfinished, nbytes)
     try:
         position = 0
         for piece in pieces:
-            store.write_at(path, position, memoryview(piece))
+            sink.write_at(position, piece)
             position += len(piece)
-        store.sync(path)
-        store.commit(path, sync=True)
+        sink.finish(durable=True)
+        store.publish(unfinished, path, durable=True)
     except BaseException:
-        store.discard(path)
+        store.discard(unfinished)
         raise
 
 

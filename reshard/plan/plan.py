@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.run.graph import Graph
     from reshard.run.run import Progress, Report
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.local import TargetCoding
+    from reshard.storage.base import TargetCoding
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.view.arrays import RankArrays

@@ -241,7 +241,7 @@ class Journal:
 
 def discard(path: str, root: str) -> None:
     """Remove an unfinished file, and the directories below the target's that are then empty."""
-    local_store().discard(path)
+    local_store().discard(local_store().unfinished(path))
     directory = os.path.dirname(path)
     while len(directory) > len(root):  # the target directory itself may have been there before
         with suppress(OSError):  # it holds something else

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Runs
     from reshard.plan.bands import Columns, Part, Segment
     from reshard.plan.plan import Move, Piece, Plan
-    from reshard.storage.base import ReadStore
-    from reshard.storage.local import Writer
+    from reshard.storage.base import ReadStore, Sinks
     from reshard.storage.remote import Range
 
     Array = NDArray[Any]
@@ -150,7 +149,7 @@ def move_pieces(
     pieces: Sequence[Piece],
     directory: str,
     store: ReadStore,
-    writer: Writer,
+    writer: Sinks,
     *,
     checksums: bool = False,
     in_order: bool = False,
@@ -187,7 +186,7 @@ def move_pieces(
 
 
 def _all_bands(
-    plan: Plan, pieces: Sequence[Piece], directory: str, store: Ahead, writer: Writer, *, in_order: bool
+    plan: Plan, pieces: Sequence[Piece], directory: str, store: Ahead, writer: Sinks, *, in_order: bool
 ) -> Iterator[tuple[_Mover, Band]]:
     """Yield the bands of all pieces, each with what moves it."""
     in_order = in_order or plan.coding is not None  # whole chunks are compressed
@@ -372,7 +371,7 @@ class _Sums:
 class _Mover:
     """Moves the segments of one tensor; `read` and `written` are the bytes of the last band."""
 
-    def __init__(self, plan: Plan, number: int, directory: str, store: Ahead, writer: Writer) -> None:
+    def __init__(self, plan: Plan, number: int, directory: str, store: Ahead, writer: Sinks) -> None:
         self.number = number
         self.move = move = plan.moves[number]
         self.writer = writer

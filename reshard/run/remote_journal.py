@@ -141,7 +141,7 @@ class RemoteJournal:
     def forget(self, file: str) -> None:
         """Remove the record of a file, if `look` saw one."""
         if self._records.pop(file, None) is not None:
-            remote_store().erase(self.path(file))
+            remote_store().discard(self.path(file))
 
     def verified(self, file: str, record: Record, size: int) -> list[Range]:  # noqa: ARG002
         """Return nothing: files are written from their first byte."""

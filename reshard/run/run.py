@@ -310,7 +310,7 @@ def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> Callable[[], No
             _refuse_existing(plan, root)
         for file in plan.files:
             if locks:
-                local_store().discard(f"{root}/{file.path}")
+                local_store().discard(local_store().unfinished(f"{root}/{file.path}"))
             elif file.last and overwrite:  # a set with an index is complete, and at URLs files have their names early
                 remote_store().remove(f"{root}/{file.path}")
     except BaseException:
@@ -344,7 +344,7 @@ def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
     every = finished is None or plan.alone
     named = paths if every else [paths[n] for group in finished or () for n in plan.groups[group]]
     results(remote_store().discard_unfinished, paths, REQUESTS)
-    results(remote_store().erase, named, REQUESTS)
+    results(remote_store().discard, named, REQUESTS)
 
 
 class _Told:

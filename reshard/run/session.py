@@ -301,7 +301,7 @@ class Session:
             if file.last:  # a set with an index is complete, and soon the first of its files is another
                 self._journal.remove(file.path)
         elif number not in self._good:
-            local_store().discard(f"{self._root}/{file.path}")
+            local_store().discard(local_store().unfinished(f"{self._root}/{file.path}"))
         self._journal.begin(
             file.path,
             self._digests[number],

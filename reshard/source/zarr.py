@@ -28,7 +28,9 @@ from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, sla
 from reshard.formats.zarr_files import V2, files_of, own_notes, read_metadata, refuse_unknown
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.storage.base import Ahead
 from reshard.storage.crc32c import crc32c
+from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

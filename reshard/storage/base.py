@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from reshard.errors import TargetError
+
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from reshard.errors import ReshardError
 
@@ -171,6 +173,133 @@ class Coding(Protocol):
 
     def __hash__(self) -> int:
         """Tell codings apart: there is one store for each."""
+
+
+class TargetCoding(Protocol):
+    """How target files get other bytes than the tensors' own: compressed."""
+
+    def of(self, path: str) -> str | None:
+        """Return what tells how a file is coded, by its path below the target directory; None of one that is not."""
+
+    def sink(self, path: str, into: Sink) -> Sink:
+        """Return what takes a file's contents and writes the file, whose size is known only then."""
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take for it."""
+
+
+class Sink(Protocol):
+    """A target file that is being written."""
+
+    @property
+    def ended(self) -> bool:
+        """The file is complete: nothing more comes."""
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write bytes at an offset of the file."""
+
+    def finish(self, *, durable: bool) -> None:
+        """End the file, on the disk if `durable`; raise `TargetError` where something of it did not come."""
+
+    def abort(self) -> None:
+        """Give up; never raises."""
+
+
+class Sinks(dict[str, Sink]):
+    """The files that a task writes, by their paths; those that are not there yet are opened with the first byte."""
+
+    def __init__(self, opened: Callable[[str], Sink]) -> None:
+        super().__init__()
+        self._opened = opened
+
+    def __missing__(self, path: str) -> Sink:
+        sink = self[path] = self._opened(path)
+        return sink
+
+    def open(self, paths: Iterable[str]) -> None:
+        """Open files of which nothing need come."""
+        for path in paths:
+            self[path] = self._opened(path)
+
+    def write_at(self, path: str, offset: int, data: memoryview | bytes) -> None:
+        """Write bytes into a file; of one that is complete then, nothing is held any more."""
+        sink = self[path]
+        sink.write_at(offset, data)
+        if sink.ended:
+            del self[path]
+
+    def finish(self, *, durable: bool) -> None:
+        """End every file."""
+        for path, sink in list(self.items()):
+            sink.finish(durable=durable)
+            del self[path]
+
+    def abort(self) -> None:
+        """Give up what is not ended."""
+        for sink in self.values():
+            sink.abort()
+
+
+class Ordered:
+    """A file that is written from its first byte to its last; what comes before its turn waits in memory.
+
+    Args:
+        begin: opens what is written in order, when the first byte can be.
+        path: for messages.
+        size: of the file; None where that is not known.
+        room: how many bytes may wait, but for constant ones.
+        ends: the file ends with its last byte; without, when it is told to.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Sink], path: str, size: int | None, *, room: int = 0, ends: bool = False
+    ) -> None:
+        self.ended = False
+        self._begin, self._path, self._size, self._room, self._ends = begin, path, size, room, ends
+        self._into: Sink | None = None
+        self._position = 0
+        self._waiting: dict[int, bytes | memoryview] = {}
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write what comes next in the file, or have it wait; bytes that cannot change are not copied."""
+        if offset != self._position:
+            if not memoryview(data).readonly:
+                data = bytes(data)
+                self._room -= len(data)
+                assert self._room >= 0, "bytes come about in the order of their files"  # noqa: S101
+            self._waiting[offset] = data
+            return
+        self._append(data)
+        while (more := self._waiting.pop(self._position, None)) is not None:
+            self._append(more)
+        if self._ends and self._position == self._size:
+            self.finish(durable=False)
+
+    def _append(self, data: memoryview | bytes) -> None:
+        if self._into is None:
+            self._into = self._begin()
+        self._into.write_at(self._position, data)
+        self._position += len(data)
+
+    def finish(self, *, durable: bool) -> None:
+        """End the file.
+
+        Raises:
+            TargetError: something of it did not come, or it cannot be written.
+        """
+        if self._waiting or self._size not in {None, self._position}:
+            raise TargetError(
+                f"{self._path}: not all of it came; expected {self._size} bytes, found {self._position} in order; "
+                "internal error, please report"
+            )
+        self._into = self._into or self._begin()
+        self._into.finish(durable=durable)
+        self.ended = True
+
+    def abort(self) -> None:
+        """Give up."""
+        if self._into is not None:
+            self._into.abort()
 
 
 @contextmanager

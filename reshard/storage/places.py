@@ -309,10 +309,10 @@ class AnyStore(Around):
         # There may be half a million pieces, and a call for each costs more than reading it.
         return super().holds(path, pieces) if is_url(path) else self.inner.holds(path, pieces)
 
-    def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
-        """Leave nothing of a local file, or of a part of it, in the page cache."""
+    def drop_cache(self, path: str, first: int = 0, last: int | None = None, *, written: bool = False) -> None:
+        """Leave nothing of a local file, or of a part of it, in the page cache; see `LocalStore.drop_cache`."""
         if not is_url(path):
-            self.inner.drop_cache(path, first, last)
+            local_store().drop_cache(path, first, last, written=written)
 
     def __reduce__(self) -> tuple[type[AnyStore], tuple[Any, ...]]:
         """Travel to another process as a fresh store: handles do not."""

@@ -24,8 +24,7 @@ from reshard.storage.base import PARTIAL, Capabilities, Status
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.storage.base import Want
-    from reshard.storage.local import Stream
+    from reshard.storage.base import Sink, Want
 
 _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 
@@ -203,31 +202,35 @@ class RemoteStore:
         """Fill one buffer."""
         self.read([(path, offset, buffer)])
 
-    def stream(self, path: str, size: int) -> Stream:
-        """Begin to write a file of this size.
+    @staticmethod
+    def unfinished(path: str) -> str:
+        """Return the name that a file has until it is published: its own where it appears whole."""
+        return path if appears_whole(path) else path + PARTIAL
+
+    def create(self, path: str, size: int | None) -> Sink:
+        """Begin to write a file in order; its size decides how it is sent.
 
         Raises:
             TargetError: it cannot be written.
         """
-        return _RemoteStream(_unfinished(path), size)
+        return _RemoteSink(path, size or 0)
 
-    def commit(self, path: str, *, sync: bool) -> None:  # noqa: ARG002 -- what is there is there for good
+    def publish(self, unfinished: str, path: str, *, durable: bool) -> None:  # noqa: ARG002 -- what is there stays
         """Give a written file its final name, where it does not have it yet."""
-        if appears_whole(path):
+        if unfinished == path:
             return
         with telling(path, "given its final name", TargetError):
             fs, name = filesystem(path)
             if fs.exists(name):
                 fs.rm_file(name)
-            fs.mv(name + PARTIAL, name)
+            fs.mv(filesystem(unfinished)[1], name)
 
-    def link(self, original: str, path: str, *, sync: bool) -> None:
+    def link(self, original: str, unfinished: str) -> None:
         """Make a file with the bytes of another: a copy that the file system makes by itself."""
-        with telling(path, "copied", TargetError):
+        with telling(unfinished, "copied", TargetError):
             fs, name = filesystem(original)
-            _make_directory(path)
-            fs.cp_file(name, filesystem(_unfinished(path))[1])
-        self.commit(path, sync=sync)
+            _make_directory(unfinished)
+            fs.cp_file(name, filesystem(unfinished)[1])
 
     def remove(self, path: str) -> None:
         """Remove a finished file, if it is there.
@@ -240,19 +243,15 @@ class RemoteStore:
             fs.rm_file(name)
 
     def discard(self, path: str) -> None:
-        """Remove what a run wrote of a file before it gets its name; where files appear whole, the file."""
-        self.erase(_unfinished(path))
-
-    def discard_unfinished(self, path: str) -> None:
-        """Remove what a run wrote of a file beside it, if it is there."""
-        if not appears_whole(path):
-            self.erase(path + PARTIAL)
-
-    def erase(self, path: str) -> None:
         """Remove a file, if it is there; never raises."""
         with suppress(Exception):  # nothing that fails here may hide why the file is removed
             fs, name = filesystem(path)
             fs.rm_file(name)
+
+    def discard_unfinished(self, path: str) -> None:
+        """Remove what a run wrote of a file under another name, if it is there."""
+        if not appears_whole(path):
+            self.discard(self.unfinished(path))
 
     def put(self, path: str, content: bytes) -> None:
         """Write a small file in one go.
@@ -277,21 +276,25 @@ class RemoteStore:
         return None
 
 
-class _RemoteStream:
-    """A file that is being sent; see `Stream`."""
+class _RemoteSink:
+    """A file that is being sent, from its first byte to its last; see `Sink`."""
+
+    ended = False
 
     def __init__(self, path: str, size: int) -> None:
-        self._path = path
+        self._path, self._position = path, 0
         with telling(path, "written", TargetError):
             _make_directory(path)
             fs, name = filesystem(path)
             self._file = fs.open(name, "wb", block_size=part_bytes(size))
 
-    def write(self, content: memoryview | bytes) -> None:
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        assert offset == self._position, "a file is sent in order"  # noqa: S101
         with telling(self._path, "written", TargetError):
-            self._file.write(content)
+            self._file.write(data)
+        self._position += len(data)
 
-    def finish(self, *, sync: bool) -> None:  # noqa: ARG002 -- what is there is there for good
+    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- what is there is there for good
         with telling(self._path, "written", TargetError):
             self._file.close()
 
@@ -300,10 +303,6 @@ class _RemoteStream:
             self._file.discard()
         with suppress(Exception):
             self._file.closed = True  # or it would be completed as it is when it is collected
-
-
-def _unfinished(path: str) -> str:
-    return path if appears_whole(path) else path + PARTIAL
 
 
 def _make_directory(path: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import zarr
 from checkpoints import tree, write_file, write_ranks
+from faulty import Faults, raising
 from remotes import Requests, changing, get, put
 from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source
 
@@ -107,7 +108,7 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
     source: reshard.Checkpoint,
     root: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     compression: str | None,
     overwrite: bool,
 ) -> None:
@@ -119,30 +120,23 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
         plan.run(store)
         with pytest.raises(TargetError, match="already; choose another"):
             plan.run(store)
-    written: list[str] = []
-    real = remote.RemoteStore.stream
-    fails_at = 0
-
-    def stream(self: Any, path: str, size: int) -> Any:
-        assert "zarr.json" not in get(store)
-        written.append(path)
-        if len(written) == fails_at:
-            raise TargetError("the network is gone")
-        return real(self, path, size)
-
-    monkeypatch.setattr(remote.RemoteStore, "stream", stream)
     for share in (0.1, 0.5, 1):
-        written.clear()
-        fails_at = round(share * len(plan.files))
+        faults.clear()
+        faults.every(lambda _call: none_yet(store), "create")
+        faults.nth(round(share * len(plan.files)) - 1, raising(TargetError("the network is gone")), "create")
         with pytest.raises(TargetError, match="the network is gone"):
             plan.run(store, overwrite=overwrite, scheduler="synchronous")
         with pytest.raises(SourceError, match="is not there|has no checkpoint"):
             reshard.open(store)
         assert get(store) == {}
-    assert written[-1] == f"{store}/zarr.json"
-    monkeypatch.undo()
+    assert faults.of("create")[-1].path == f"{store}/zarr.json"
+    faults.clear()
     plan.run(store)
     assert get(store) == tree(tmp_path / "local")
+
+
+def none_yet(store: str) -> None:
+    assert "zarr.json" not in get(store)
 
 
 def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str) -> None:

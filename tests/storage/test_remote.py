@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import fsspec
 import numpy as np
 import pytest
 from checkpoints import tree, write_file, write_ranks
+from faulty import Faults, raising
 from remotes import COLUMNS, FULL, ROWS, Requests, changing, get, put, records
 
 import reshard
@@ -118,7 +119,13 @@ def test_a_large_file_is_sent_in_parts(
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_a_failure_leaves_nothing_unfinished(
-    root: str, asked: Requests, tmp_path: Path, several_groups: None, journal: bool, monkeypatch: pytest.MonkeyPatch
+    root: str,
+    asked: Requests,
+    tmp_path: Path,
+    several_groups: None,
+    journal: bool,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither unfinished files nor parts of them that cost money; without a journal no complete ones either."""
     before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
@@ -128,17 +135,8 @@ def test_a_failure_leaves_nothing_unfinished(
     monkeypatch.setattr(budget, "BAND_BYTES", 1 << 20)
     monkeypatch.setattr(mover, "FETCH_BYTES", 1 << 20)
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
-    real = remote.RemoteStore.read
-    count = 0
-
-    def failing(self: Any, wants: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 8 + 7:  # the first file is complete, five of the second file's eight MB are sent
-            raise SourceError("the network is gone")
-        real(self, wants)
-
-    monkeypatch.setattr(remote.RemoteStore, "read", failing)
+    # The first file is complete, five of the second file's eight MB are sent.
+    faults.nth(8 + 6, raising(SourceError("the network is gone")), "read")
     with pytest.raises(SourceError, match="the network is gone") as caught:
         plan.run(f"{root}/out", scheduler="synchronous", journal=journal)
     assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == journal
