@@ -326,13 +326,15 @@ class _LocalSink:
         end = offset + len(data)
         with self._store._opened(self._path, os.O_RDWR) as fd:  # noqa: SLF001 -- a part of the store
             try:
-                begin = offset
+                stop = offset - offset % WRITE_BYTES + WRITE_BYTES
+                begin = offset + os.pwrite(fd, data if end <= stop else data[: stop - offset], offset)
                 while begin < end:
-                    stop = min(end, begin - begin % WRITE_BYTES + WRITE_BYTES)
+                    stop = begin - begin % WRITE_BYTES + WRITE_BYTES
                     begin += os.pwrite(fd, data[begin - offset : stop - offset], begin)
             except OSError as error:
                 raise write_error(self._path, error, len(data)) from error
-        self._end = max(self._end, end)
+        if not self._sized:
+            self._end = max(self._end, end)
 
     def finish(self, *, durable: bool) -> None:
         """Cut the file where what was written ends, if its size was not known; have it on the disk if `durable`."""
