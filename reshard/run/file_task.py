@@ -106,11 +106,10 @@ def _sink(plan: Plan, number: int, path: str) -> Sink:
 
 def _zeros(layout: FileLayout) -> Iterator[tuple[int, memoryview]]:
     """Yield the zeros of a file where neither contents come nor its own bytes are: offset, and up to a MB of them."""
-    own = [(offset, len(content)) for offset, content in layout.literals]
+    known = [(offset, len(content)) for offset, content in layout.literals]
+    known += [run for content in layout.contents for run in content.runs]
     end = 0
-    for start, nbytes in sorted(
-        [*own, *(run for content in layout.contents for run in content.runs), (layout.size, 0)]
-    ):
+    for start, nbytes in sorted([*known, (layout.size, 0)]):
         for begin in range(end, start, len(_ZEROS)):
             yield begin, _ZEROS[: start - begin]
         end = start + nbytes

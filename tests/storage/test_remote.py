@@ -20,7 +20,7 @@ from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.plan import budget
 from reshard.run import mover
 from reshard.storage import remote
-from reshard.storage.places import RemotePath, as_place
+from reshard.storage.places import RemotePath, any_store, as_place, can
 from reshard.storage.remote import joined
 
 if TYPE_CHECKING:
@@ -277,3 +277,74 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     done = command("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
     assert done.returncode == 0, done.stderr
     assert sorted(get(f"{bucket}/ckpt")) == [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(4)]
+
+
+def test_a_batch_is_few_requests(root: str, asked: Requests, tmp_path: Path) -> None:
+    """Ranges that are near are joined, whatever their order; local ones may be among them."""
+    content = np.random.default_rng(0).bytes(1 << 20)
+    (tmp_path / "a").write_bytes(content)
+    put(tmp_path, root)
+    ranges = [(f"{root}/a", offset, 3000) for offset in range(900_000, 0, -4000)]
+    ranges += [(str(tmp_path / "a"), 17, 1000)]
+    wants = [(path, offset, memoryview(bytearray(nbytes))) for path, offset, nbytes in ranges]
+    asked.ranges.clear()
+    any_store().read(wants)
+    assert len(asked.ranges) == 1
+    assert all(buffer == content[offset : offset + len(buffer)] for _, offset, buffer in wants)
+
+
+def test_a_long_range_is_read_in_bounded_batches(asked: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FETCH_BYTES", 1000)
+    fsspec.filesystem("memory").pipe_file("/batches/a", bytes(range(250)) * 10)
+    buffer = memoryview(bytearray(2500))
+    asked.ranges.clear()
+    any_store().read_into("memory://batches/a", 0, buffer)
+    assert bytes(buffer) == bytes(range(250)) * 10
+    assert [(start, end) for _, start, end in asked.ranges] == [(0, 1000), (1000, 2000), (2000, 2500)]
+    with pytest.raises(SourceError, match="a: ends at byte 2500; 1 more bytes were expected"):
+        any_store().read_into("memory://batches/a", 2499, memoryview(bytearray(2)))
+
+
+def test_an_array_at_a_url_is_read_in_as_few_requests_as_it_has_blocks(
+    root: str, asked: Requests, tmp_path: Path
+) -> None:
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
+    lazy = reshard.open(f"{root}/src", strategy=ROWS)["w"]
+    asked.ranges.clear()
+    assert np.array_equal(lazy.compute(), FULL["w"])
+    assert len(asked.ranges) == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "whole"),
+    [("s3://bucket/a", True), ("memory://a", False), ("gs://bucket/a", True), ("sftp://host/a", False)],
+)
+def test_what_a_place_can_do(url: str, whole: bool, tmp_path: Path) -> None:
+    here, there = as_place(tmp_path / "a"), as_place(url)
+    assert there.can == can(url) != here.can == can(str(tmp_path))
+    assert (here.can.positioned, here.can.locks, here.can.waits, here.can.whole) == (True, True, False, False)
+    assert (there.can.positioned, there.can.locks, there.can.waits, there.can.whole) == (False, False, True, whole)
+
+
+def test_both_kinds_of_places_answer_alike(root: str, tmp_path: Path) -> None:
+    for name in ("src/rank_0/a.ckpt", "src/b.json", "src/rank_0/deep/c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    put(tmp_path / "src", f"{root}/src")
+    for base in (as_place(tmp_path / "src"), as_place(f"{root}/src")):
+        base.refresh()
+        assert base.is_dir()
+        assert not base.is_file()
+        assert (base.name, (base / "b.json").suffix, (base / "b.json").stem) == ("src", ".json", "b")
+        assert str((base / "b.json").parent) == str(base)
+        assert sorted(path.name for path in base.iterdir()) == ["b.json", "rank_0"]
+        found = sorted(path.relative_to(base).as_posix() for path in base.files())  # type: ignore[arg-type]
+        assert found == ["b.json", "rank_0/a.ckpt", "rank_0/deep/c"]
+        assert base.existing(["b.json", "rank_0/a.ckpt", "c"]) == ["b.json", "rank_0/a.ckpt"]
+        assert base.existing(["b.json", "c"]) == ["b.json"]
+        assert (base / "nothing").existing(["a"]) == []
+        assert (base / "b.json").read_bytes() == b"src/b.json"
+        assert (base / "b.json").status().nbytes == len("src/b.json")
+        assert (base / "b.json").is_there()
+        assert not (base / "nothing").is_there()
+        assert not base.is_symlink()
