@@ -13,11 +13,12 @@ from reshard import Layout, Strategy
 from reshard.cli.main import cli
 from reshard.plan import budget
 from reshard.run import session as resume
-from reshard.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from faulty import Faults
 
     from reshard.plan.plan import Plan
 
@@ -63,20 +64,14 @@ def stopped(plan: Plan, target: Path, tasks: int = 6, **options: Any) -> None:
 class Written:
     """Counts what is written into unfinished files."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, faults: Faults) -> None:
         self.ranges: list[tuple[str, int, int]] = []
-        original = LocalStore.write_at
-
-        def write_at(store: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
-            self.ranges.append((path, offset, offset + len(buffer)))
-            original(store, path, offset, buffer)
-
-        monkeypatch.setattr(LocalStore, "write_at", write_at)
+        faults.every(lambda call: self.ranges.append((call.path, call.offset, call.offset + call.nbytes)), "write_at")
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> Written:
-    return Written(monkeypatch)
+def written(faults: Faults) -> Written:
+    return Written(faults)
 
 
 def call(*arguments: str | Path) -> Result:

@@ -11,7 +11,6 @@ import base64
 import subprocess
 import sys
 from collections import defaultdict
-from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -20,16 +19,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoints import assert_rank_files, blocks, numbers, tree, write_file, write_ranks
 from commands import call, done
+from faulty import IMPORTED, Faults, raising
 
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
 from reshard.dtypes import BY_NAME
 from reshard.layout.block import Block
 from reshard.plan import budget
-from reshard.storage.local import PARTIAL, LocalStore
+from reshard.storage.base import PARTIAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
 HERE = Path(__file__).parent
 README = " ".join((HERE.parent / "README.md").read_text().split())
@@ -333,21 +334,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 class Watched:
     """What is read of sources and written to targets: path, offset, bytes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, faults: Faults) -> None:
         self.read: list[tuple[str, int, int]] = []
         self.written: list[tuple[str, int, int]] = []
         for name, seen in (("read_into", self.read), ("write_at", self.written)):
-            self.watch(monkeypatch, name, seen)
-
-    @staticmethod
-    def watch(monkeypatch: pytest.MonkeyPatch, name: str, seen: list[tuple[str, int, int]]) -> None:
-        original = getattr(LocalStore, name)
-
-        def watched(store: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
-            seen.append((path, offset, len(buffer)))
-            original(store, path, offset, buffer)
-
-        monkeypatch.setattr(LocalStore, name, watched)
+            faults.every(lambda call, seen=seen: seen.append(call[1:]), name)  # type: ignore[misc]
 
 
 def test_no_framework_is_needed(folder: Path) -> None:
@@ -377,9 +368,9 @@ for line in sys.argv[1:]:
 
 
 @pytest.mark.usefixtures("small")
-def test_each_byte_is_read_once_and_written_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_byte_is_read_once_and_written_once(folder: Path, faults: Faults) -> None:
     plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), TARGET)
-    seen = Watched(monkeypatch)
+    seen = Watched(faults)
     plan.run(folder / "out", threads=2)
     read = covered(seen.read)
     assert sum(map(len, read.values())) == sum(array.nbytes for array in FULL.values()), "of each tensor every byte"
@@ -402,15 +393,13 @@ def covered(ranges: Iterable[tuple[str, int, int]]) -> dict[str, set[int]]:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("ownership", ["tensor", "file"])
 @pytest.mark.parametrize("files", [None, reshard.MindSporeSet(3000), reshard.HuggingFaceSet(), ZarrGroup(100)])
-def test_nothing_is_held_that_is_larger_than_a_band(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, ownership: str, files: Any
-) -> None:
+def test_nothing_is_held_that_is_larger_than_a_band(folder: Path, faults: Faults, ownership: str, files: Any) -> None:
     """Not even a row: the widest is of 64 bytes, and of three dimensions 128; headers are no tensors."""
     if isinstance(files, ZarrGroup) and ownership == "file":
         pytest.skip("local stores are written by tensor")
     target = TARGET if files is None else None
     plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), target, files=files)
-    seen = Watched(monkeypatch)
+    seen = Watched(faults)
     plan.run(folder / "out", ownership=ownership)
     assert max(nbytes for _, _, nbytes in seen.read) <= 128
     begin = {
@@ -469,18 +458,18 @@ class StoppedError(Exception):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("ownership", ["tensor", "file"])
 def test_stopped_at_any_write_nothing_half_written_has_a_final_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, ownership: str
+    folder: Path, faults: Faults, ownership: str
 ) -> None:
     """And the same plan goes on: what had its name is not written again, and all is as an undisturbed run makes it."""
     source = reshard.open(folder / "src", strategy=SOURCE)
     plan = reshard.plan(source, TARGET)
-    seen = Watched(monkeypatch)
+    seen = Watched(faults)
     plan.run(folder / "undisturbed", ownership=ownership)
     expected, count = tree(folder / "undisturbed"), len(seen.written)
     assert count > 60
     for number in range(0, count, 7 if ownership == "tensor" else 3):
         out = folder / f"out{number}"
-        with stopping(number), pytest.raises(StoppedError):
+        with stopping(faults, number), pytest.raises(StoppedError):
             plan.run(out, ownership=ownership, threads=1)
         finished = {path: content for path, content in tree(out).items() if not path.endswith(PARTIAL)}
         assert finished.items() <= expected.items()
@@ -491,33 +480,20 @@ def test_stopped_at_any_write_nothing_half_written_has_a_final_name(
         assert again.isdisjoint(finished)
 
 
-@contextmanager
-def stopping(number: int) -> Iterator[None]:
+def stopping(faults: Faults, number: int) -> AbstractContextManager[None]:
     """Have a write fail, and all that come after it."""
-    left = number
-    original = LocalStore.write_at
-
-    def write_at(store: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise StoppedError
-        original(store, path, offset, buffer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStore, "write_at", write_at)
-        yield
+    return faults.broken(number, raising(StoppedError()), "write_at", after=True)
 
 
 @pytest.mark.usefixtures("small")
-def test_stopped_at_any_write_a_store_has_no_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_at_any_write_a_store_has_no_group(folder: Path, faults: Faults) -> None:
     plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), files=ZarrGroup(500))
-    seen = Watched(monkeypatch)
+    seen = Watched(faults)
     plan.run(folder / "undisturbed.zarr")
     expected, count = tree(folder / "undisturbed.zarr"), len(seen.written)
     for number in range(0, count, 5):
         out = folder / f"out{number}.zarr"
-        with stopping(number), pytest.raises(StoppedError):
+        with stopping(faults, number), pytest.raises(StoppedError):
             plan.run(out, threads=1)
         assert not (out / "zarr.json").exists()
         assert call("inspect", out).exit_code == 4
@@ -530,17 +506,15 @@ def start(folder: Path, out: str, *more: str) -> subprocess.Popen[str]:
     code = """
 import sys, time
 from reshard.plan import budget
-from reshard.storage.local import LocalStore
+from faulty import Faults, MonkeyPatch, install
 budget.BAND_BYTES, budget.TASK_BYTES = 128, 512
-original = LocalStore.write_at
-def write_at(store, path, offset, buffer):
-    time.sleep(0.001)
-    original(store, path, offset, buffer)
-LocalStore.write_at = write_at
+faults = Faults()
+faults.every(lambda call: time.sleep(0.001), "write_at")
+install(faults, MonkeyPatch())
 from reshard.cli.main import main
 main(sys.argv[1:])
 """
-    command = [sys.executable, "-c", code, *words(folder, out, *more)]
+    command = [sys.executable, "-c", IMPORTED + code, *words(folder, out, *more)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

@@ -11,9 +11,9 @@ from reshard.storage.small import refuse_existing, refuse_inputs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.formats.rank_dirs import AnyPath
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
+    from reshard.storage.places import Place
 
 
 def check_place(path: Path | None, *, overwrite: bool) -> None:
@@ -26,7 +26,7 @@ def check_place(path: Path | None, *, overwrite: bool) -> None:
         refuse_existing(path, overwrite=overwrite)
 
 
-def check_plan(path: Path | None, plan: Plan, target: AnyPath) -> None:
+def check_plan(path: Path | None, plan: Plan, target: Place) -> None:
     """Refuse a manifest that would stand in place of a file of the run, or that no files are for.
 
     Raises:

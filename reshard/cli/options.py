@@ -13,8 +13,8 @@ from reshard.cli.terminal import INPUTS, OUTPUTS, STRATEGIES
 from reshard.errors import Faults, UsageError
 from reshard.layout.block import LONGEST_NAME
 from reshard.plan.select import Selection
-from reshard.storage.remote import RemotePath, as_path, is_url
-from reshard.storage.untrusted import is_text, parse_json, read_small
+from reshard.storage.places import as_place, is_url
+from reshard.storage.small import is_text, parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,11 +148,11 @@ class PathType(click.Path):
         self.role, self.remote = role, remote
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return a `Path`, or a `RemotePath` where it may be one."""
+        """Return the place that a path names."""
         if value == "":
             self.fail("is empty; expected a path", param, ctx)
-        place = as_path(value) if is_url(value) else super().convert(value, param, ctx)
-        if isinstance(place, RemotePath) and not self.remote:
+        place = as_place(value)
+        if is_url(place) and not self.remote:
             self.fail(f"{value} is a URL; expected a path on this machine", param, ctx)
         if ctx is not None and self.role is not None:
             ctx.meta.setdefault(self.role, []).append(place)

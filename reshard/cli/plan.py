@@ -28,7 +28,7 @@ from reshard.cli.words import left_out_words, option, reading_words, selection_w
 from reshard.cli.write import KEYS, carry_out
 from reshard.cli.written import found_by
 from reshard.errors import SourceError, UsageError
-from reshard.storage.remote import as_path
+from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from reshard.plan.planfile import Names
     from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
 
 
 @click.command(
@@ -167,7 +168,7 @@ Example:
     help="Where the source is, if it is not where it was planned: a directory with the same files below it.",
 )
 @run_options
-def run(plan_file: Path, target: Path | None, source: Path | None, running: Running) -> None:
+def run(plan_file: Path, target: Place | None, source: Path | None, running: Running) -> None:
     """Write below TARGET what was planned by `reshard plan`, which saved it in the file PLAN.
 
     The source must be what it was then: every file is compared by its size, all that its header says, and some pages of
@@ -218,7 +219,7 @@ def _found_by_rank(source: Checkpoint) -> list[str] | None:
 
     if source.part is not None or any(tensor.varies for tensor in source.tensors.values()):
         return None
-    root = as_path(source.root)
+    root = as_place(source.root)
     partial = ["--partial"] if source.partial else []
     if is_store(root) or (root.is_dir() and read_index(root)):
         return partial

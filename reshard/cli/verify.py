@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reshard.formats.rank_dirs import AnyPath
     from reshard.plan.select import Selection
+    from reshard.storage.places import Place
     from reshard.verify.verify import Verification
 
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
@@ -143,10 +143,10 @@ index_in_block, count, found, expected, reference.
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
 def verify(
-    target: AnyPath,
-    source: AnyPath | None,
-    target_strategy: AnyPath | None,
-    source_strategy: AnyPath | None,
+    target: Place,
+    source: Place | None,
+    target_strategy: Place | None,
+    source_strategy: Place | None,
     target_reading: dict[str, Any],
     deduplicated: bool,
     selection: Selection,
@@ -206,11 +206,11 @@ def verify(
 
 
 def _check_usage(
-    source: AnyPath | None,
+    source: Place | None,
     manifest: Path | None,
     write_manifest: Path | None,
     reading: dict[str, Any],
-    source_strategy: AnyPath | None,
+    source_strategy: Place | None,
     sample: float | None,
 ) -> None:
     """Refuse options that would do nothing, which a user would take for something."""
@@ -236,7 +236,7 @@ def _check_usage(
 
 
 def _make(
-    target: AnyPath, path: Path, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
+    target: Place, path: Path, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
 ) -> None:
     """Make a manifest, and write it."""
     from reshard.source.open import files_read, read_headers

@@ -15,9 +15,9 @@ from reshard.formats.rank_dirs import RANK_PATTERN
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from reshard.formats.rank_dirs import AnyPath
     from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
 
 _MOST_NAMES = 40  # that somebody would type
 
@@ -83,7 +83,7 @@ def strategy_words(side: str, path: object) -> list[str]:
 
 
 def verify_command(
-    target: AnyPath, target_strategy: object, found_by: Sequence[str], source: object, asked: Sequence[str]
+    target: Place, target_strategy: object, found_by: Sequence[str], source: object, asked: Sequence[str]
 ) -> str:
     """Write the command that compares a target with its source, for a shell.
 
@@ -98,12 +98,12 @@ def verify_command(
     return f"{called_as()} {shlex.join(['verify', str(target), *there, '--against', str(source), *asked])}"
 
 
-def manifest_command(target: AnyPath, manifest: object) -> str:
+def manifest_command(target: Place, manifest: object) -> str:
     """Write the command that compares target files with a manifest."""
     return f"{called_as()} {shlex.join(['verify', str(target), '--manifest', str(manifest)])}"
 
 
-def inspect_command(target: AnyPath, target_strategy: object, found_by: Sequence[str]) -> str:
+def inspect_command(target: Place, target_strategy: object, found_by: Sequence[str]) -> str:
     """Write the command that shows what was written."""
     words = ["inspect", str(target), *strategy_words("source", target_strategy), *found_by]
     return f"{called_as()} {shlex.join(words)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,16 +40,15 @@ from reshard.cli.written import Beside, beside, found_by, is_a_share, is_silentl
 from reshard.errors import TargetError, UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.select import Selection
-from reshard.storage.remote import is_url
 from reshard.storage.small import is_within
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reshard.formats.rank_dirs import AnyPath
     from reshard.formats.target_files import TargetFiles
     from reshard.plan.plan import Plan
+    from reshard.storage.places import AnyName, Place
 
 KEYS = """
 The object of --json has the keys dry_run, source, target, format, ranks,
@@ -87,12 +86,12 @@ Example:
 @selection_options
 @run_options
 def transform(
-    source: AnyPath,
-    target: AnyPath,
-    source_strategy: AnyPath | None,
-    target_strategy: AnyPath | None,
+    source: Place,
+    target: Place,
+    source_strategy: Place | None,
+    target_strategy: Place | None,
     planning: dict[str, Any],
-    via_zarr: AnyPath | None,
+    via_zarr: Place | None,
     selection: Selection,
     running: Running,
     **reading: Any,
@@ -177,9 +176,9 @@ Example:
 @selection_options
 @run_options
 def unify(
-    source: AnyPath,
-    target: AnyPath,
-    source_strategy: AnyPath | None,
+    source: Place,
+    target: Place,
+    source_strategy: Place | None,
     format: str,
     style: str | None,
     max_shard_size: int | None,
@@ -240,8 +239,8 @@ Example:
 @drop_option("Entries that may be left out because they cannot be converted. May be repeated.")
 @run_options
 def convert(
-    source: AnyPath,
-    target: AnyPath,
+    source: Place,
+    target: Place,
     format: str,
     rank_pattern: str,
     suffix: str | None,
@@ -277,13 +276,14 @@ def convert(
     )
 
 
-def _check_apart(store: AnyPath, source: AnyPath, target: AnyPath, manifest: AnyPath | None) -> None:
+def _check_apart(store: Place, source: Place, target: Place, manifest: Path | None) -> None:
     """Refuse a store that is the source or the target, or holds one of them or lies in it.
 
     Raises:
         TargetError: it does; nothing is made or changed.
     """
-    for path in (source, target, *([manifest] if manifest else [])):
+    places: list[AnyName] = [source, target, *([manifest] if manifest else [])]
+    for path in places:
         if is_within(path, store) or is_within(store, path):
             raise TargetError(
                 f"{store}: overlaps with {path}; expected a directory of its own for the store of --via-zarr; choose "
@@ -292,9 +292,9 @@ def _check_apart(store: AnyPath, source: AnyPath, target: AnyPath, manifest: Any
 
 
 def _make_store(
-    source: AnyPath,
-    source_strategy: AnyPath | None,
-    store: AnyPath,
+    source: Place,
+    source_strategy: Place | None,
+    store: Place,
     selection: Selection,
     memory: int | None,
     running: Running,
@@ -338,7 +338,7 @@ def _make_store(
     return not running.dry_run
 
 
-def _format_before(store: AnyPath) -> str | None:
+def _format_before(store: Place) -> str | None:
     """Return the format of the files that a store was made of; None where it is not one that all have."""
     from reshard.source.zarr import noted_provenance
 
@@ -354,14 +354,14 @@ def selected(selection: Selection) -> list[str]:
 
 def carry_out(
     plan: Plan,
-    target: AnyPath,
+    target: Place,
     running: Running,
     *,
     found_by: Callable[[], list[str]],
     source: object,
     asked: Sequence[str] | None,
     target_strategy: object = None,
-    result: AnyPath | None = None,
+    result: Place | None = None,
 ) -> None:
     """Run a plan, or tell what it would do.
 
@@ -408,8 +408,10 @@ def carry_out(
         say_notices([_touched(done.touched, "kept")])
     place, made, check = result or target, None, None
     if running.write_manifest is not None:
+        from reshard.verify.verify import manifest_can_check  # not on every start
+
         made = cli_manifest.write(running.write_manifest, done, overwrite=running.overwrite)
-        if not is_url(str(place)):  # it is compared with local files
+        if manifest_can_check(place):
             check = manifest_command(place, running.write_manifest)
     if running.quiet and not running.as_json:
         return
@@ -426,7 +428,7 @@ def carry_out(
             say(f"to look at it: {inspect_command(place, target_strategy, options)}")
 
 
-def _report_plan(plan: Plan, target: AnyPath, running: Running) -> None:
+def _report_plan(plan: Plan, target: Place, running: Running) -> None:
     """Report what a run would do, and what it would find."""
     from reshard.view import report
     from reshard.view.plans import plan_text
@@ -455,7 +457,7 @@ def _client(running: Running) -> Iterator[Any]:
         yield client
 
 
-def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
+def _foreseen(plan: Plan, target: Place, running: Running) -> list[str]:
     """Tell what a run would find of its target files, and which option it would need."""
     from reshard.run.session import foreseen
     from reshard.view.words import count_text

@@ -15,14 +15,13 @@ from reshard.formats.rank_dirs import RANK_PATTERN, every_file, is_checkpoint_na
 from reshard.formats.sets import SET_INDEXES
 from reshard.formats.target_files import NamedFile, RankFiles
 from reshard.formats.zarr_files import is_store
-from reshard.storage.remote import RemotePath, existing, forget_listings
 
 if TYPE_CHECKING:
-    from reshard.formats.rank_dirs import AnyPath
     from reshard.plan.plan import Plan
+    from reshard.storage.places import Place
 
 
-def found_by(plan: Plan, directory: AnyPath) -> list[str]:
+def found_by(plan: Plan, directory: Place) -> list[str]:
     """Return the options with which what was written is found, as those of a source."""
     if plan.request is None or any(file.last for file in plan.files):
         return []
@@ -34,10 +33,9 @@ def found_by(plan: Plan, directory: AnyPath) -> list[str]:
     return [*partial, *stage, *told_apart(plan, directory, pattern)]
 
 
-def told_apart(plan: Plan, target: AnyPath, pattern: str | None = None) -> list[str]:
+def told_apart(plan: Plan, target: Place, pattern: str | None = None) -> list[str]:
     """Return the options that find what was written, where other checkpoints are in the same directories."""
-    if isinstance(target, RemotePath):
-        forget_listings(target.url)
+    target.refresh()
     written = {file.rank: target / file.path for file in plan.files}
     extension = PurePath(plan.files[0].path).suffix
     tries: list[tuple[list[str], str, str | None]] = [
@@ -79,7 +77,7 @@ class Beside(NamedTuple):
     found: bool = True
 
 
-def beside(plan: Plan, target: AnyPath) -> Beside:
+def beside(plan: Plan, target: Place) -> Beside:
     """Look what else is in a target directory; it may not be there yet.
 
     It is what an older run left there, or another program: files of other ranks, of another format or checkpoint, a
@@ -88,7 +86,7 @@ def beside(plan: Plan, target: AnyPath) -> Beside:
     if plan.alone:  # `check_target` refuses any
         return Beside()
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
-        hiding = [] if any(file.last for file in plan.files) else existing(target, SET_INDEXES)
+        hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)
         hiding += ["a zarr store"] if is_store(target) else []
         ranks = _other_ranks(plan, target)
         own = _own(plan)
@@ -103,13 +101,9 @@ def beside(plan: Plan, target: AnyPath) -> Beside:
     return Beside()
 
 
-def _checkpoint_files(target: AnyPath) -> list[str]:
+def _checkpoint_files(target: Place) -> list[str]:
     """Return the files of checkpoints in a directory, and in rank directories there, by their places."""
-    if isinstance(target, RemotePath):
-        paths: list[AnyPath] = [*target.files()]
-    else:
-        paths = [path for pattern in ("*", "rank_*/*") for path in target.glob(pattern) if path.is_file()]
-    places = {path.relative_to(target).as_posix(): path for path in paths}  # type: ignore[arg-type]  # of one kind
+    places = {path.relative_to(target).as_posix(): path for path in target.files(depth=2)}  # type: ignore[arg-type]  # of one kind
     found = [p for p, path in places.items() if re.fullmatch(r"(rank_\d+/)?[^/]+", p) and is_checkpoint_name(path)]
     direct = sorted(place for place in places if "/" not in place)
     shown = [known.shown_by(target, direct) for known in DIRECTORY_FORMATS if known is not RUNS]
@@ -129,7 +123,7 @@ def _own(plan: Plan) -> re.Pattern[str]:
     return re.compile("|".join(patterns))
 
 
-def _other_ranks(plan: Plan, target: AnyPath) -> list[str]:
+def _other_ranks(plan: Plan, target: Place) -> list[str]:
     """Return the files of ranks that the target does not have, and which are found like its own.
 
     They are those of an older run. Where the target is one stage of a pipeline nobody says which ranks others have.

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, UsageError
 from reshard.formats.entries import RangeReader
-from reshard.storage.remote import is_url
+from reshard.storage.places import can
 
 if TYPE_CHECKING:
     from reshard.formats.entries import FileIndex, Format
-    from reshard.storage.local import Readable
+    from reshard.storage.base import Readable
 
 
 _REMOTE_HEADER = 1 << 20
@@ -55,9 +55,9 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
     Raises:
         SourceError: the file is of no known format, cut short or corrupt.
     """
-    reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if is_url(path) else 4096)
+    reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if can(path).waits else 4096)
     # A first request that has most headers whole: to ask a second time takes longer than a megabyte does.
-    start = reader.upto(0, _REMOTE_HEADER if is_url(path) else 64)[:64]
+    start = reader.upto(0, _REMOTE_HEADER if can(path).waits else 64)[:64]
     for known in formats():
         if known.recognizes(start, reader.size):
             return known.index(reader)

@@ -15,10 +15,9 @@ Sources: PyTorch 2.13 `distributed/checkpoint` (`filesystem.py`, `hf_storage.py`
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import suppress
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +28,7 @@ from reshard.formats.sets import SET_FILES, SET_INDEXES, files_beside
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from reshard.storage.remote import RemotePath
+    from reshard.storage.places import Place
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """In the notes of a safetensors file: where its blocks lie in their tensors, as PyTorch writes it."""
@@ -53,7 +52,7 @@ class DirectoryFormat(NamedTuple):
     advice: str
     marks: Mapping[str, re.Pattern[bytes]] = MappingProxyType({})
 
-    def shown_by(self, directory: Path | RemotePath, names: Iterable[str]) -> str | None:
+    def shown_by(self, directory: Place, names: Iterable[str]) -> str | None:
         """Return the first of some files of a directory that is of this format; None where none is."""
         for name in names:
             mark = self.marks.get(name)
@@ -131,9 +130,7 @@ def is_later_part(path: str) -> bool:
     return match is not None and int(match["stage"]) > 0
 
 
-def refuse_directory(
-    directory: Path | RemotePath, names: Iterable[str], *, besides: Collection[DirectoryFormat] = ()
-) -> None:
+def refuse_directory(directory: Place, names: Iterable[str], *, besides: Collection[DirectoryFormat] = ()) -> None:
     """Check that files of a directory are not those of a directory format.
 
     Args:
@@ -150,7 +147,7 @@ def refuse_directory(
             raise SourceError(f"{directory}: {name} {known.problem}; {known.advice}")
 
 
-def refuse_one_of_several(path: Path | RemotePath) -> None:
+def refuse_one_of_several(path: Place) -> None:
     """Check that a file is not one of several that make a checkpoint together, by its name and what is beside it.
 
     Of a link, what it leads to is looked at, too.
@@ -159,11 +156,11 @@ def refuse_one_of_several(path: Path | RemotePath) -> None:
         SourceError: it is.
     """
     _refuse_one_of_several(path)
-    if isinstance(path, Path) and path.is_symlink():
-        _refuse_one_of_several(Path(os.path.realpath(path)))  # which a loop of links does not disturb
+    if path.is_symlink():
+        _refuse_one_of_several(path.real())  # which a loop of links does not disturb
 
 
-def _refuse_one_of_several(path: Path | RemotePath) -> None:
+def _refuse_one_of_several(path: Place) -> None:
     directory, beside = path.absolute().parent, [path.name]
     with suppress(SourceError, OSError):  # a directory that may not be listed
         beside = [other.name for other in directory.iterdir()]
@@ -209,7 +206,7 @@ def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:
         )
 
 
-def _start(path: Path | RemotePath) -> bytes:
+def _start(path: Place) -> bytes:
     """Return the first bytes of a file, none of one that cannot be read."""
     with suppress(SourceError, OSError):
         return RangeReader(str(path), window=_MARK_BYTES).upto(0, _MARK_BYTES)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import SourceError
-from reshard.storage.remote_store import store_at
+from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
-    from reshard.storage.local import Readable
+    from reshard.storage.base import Readable
 
 Runs = tuple[tuple[int, int], ...]
 """Byte ranges of a file that hold one block in row-major order: (offset, number of bytes), one after the other."""
@@ -142,7 +142,7 @@ class RangeReader:
 
     def __init__(self, path: str, *, store: Readable | None = None, window: int = 4096) -> None:
         self.path = path
-        self._store = store or store_at(path)
+        self._store = store or any_store()
         self.size = self._store.size(path)
         self._window = window
         self._start = 0

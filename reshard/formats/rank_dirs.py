@@ -7,7 +7,6 @@ never a guess.
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import PARTS, RUNS, refuse_directory, refuse_one_of_several
-from reshard.storage.remote import RemotePath
-from reshard.storage.untrusted import reading
+from reshard.storage.base import reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from reshard.storage.places import Place
 
 RANK_PATTERN = "rank_{rank}/*"
 """Where the files of a rank are, below the directory that is opened."""
@@ -29,13 +29,10 @@ _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
 _RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 
-AnyPath = Path | RemotePath
-"""Where a file is: on this machine, or at a URL."""
-
 _Family = tuple[str, tuple[int, int] | None, str]  # the name common to all ranks, epoch and step, extension
 
 
-def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: list[str]) -> dict[int, list[AnyPath]]:
+def rank_files(root: Place, rank_pattern: str, suffix: str | None, notices: list[str]) -> dict[int, list[Place]]:
     """Return the files to read for each rank: one checkpoint, of the newest step that every rank has.
 
     Args:
@@ -48,7 +45,7 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
         SourceError: no files, no checkpoint in common, or several; or they are of a directory format.
     """
     is_directory = root.is_dir()
-    if not is_directory and (root.is_file() if isinstance(root, RemotePath) else os.path.lexists(root)):
+    if not is_directory and root.is_there():
         refuse_one_of_several(root)
         return {0: [root]}
     if not is_directory:
@@ -56,7 +53,7 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
     found = every_file(root, rank_pattern)
     by_rank = bool(found)
     if not found:
-        inside: Iterable[AnyPath] = root.iterdir()
+        inside: Iterable[Place] = root.iterdir()
         flat = sorted((path for path in inside if path.is_file() and is_checkpoint_name(path)), key=str)
         found = {0: flat} if flat else {}
     _refuse_directory_formats(root, found, by_rank=by_rank)
@@ -85,7 +82,7 @@ def rank_files(root: AnyPath, rank_pattern: str, suffix: str | None, notices: li
     return chosen
 
 
-def rank_of(path: AnyPath) -> tuple[int, list[int]] | None:
+def rank_of(path: Place) -> tuple[int, list[int]] | None:
     """Return whose rank's a file or directory is by its place, and which other ranks lie beside; None for any other.
 
     >>> rank_of(Path("run/rank_3/net.ckpt"))
@@ -104,14 +101,14 @@ def rank_of(path: AnyPath) -> tuple[int, list[int]] | None:
     return int(match[1]), sorted(others)
 
 
-def _has_checkpoint(directory: AnyPath) -> bool:
+def _has_checkpoint(directory: Place) -> bool:
     """Return whether a directory has a checkpoint file; one at a URL is taken to, as it has something."""
-    return isinstance(directory, RemotePath) or any(map(is_checkpoint_name, directory.iterdir()))
+    return directory.can.waits or any(map(is_checkpoint_name, directory.iterdir()))
 
 
-def _refuse_directory_formats(root: AnyPath, found: Mapping[int, Sequence[AnyPath]], *, by_rank: bool) -> None:
+def _refuse_directory_formats(root: Place, found: Mapping[int, Sequence[Place]], *, by_rank: bool) -> None:
     """Check that the checkpoint files that were found, or what there is where none were, are not of such a format."""
-    inside: dict[AnyPath, list[str]] = {}
+    inside: dict[Place, list[str]] = {}
     for path in (path for paths in found.values() for path in paths):
         inside.setdefault(path.parent, []).append(path.name)
     if not found or root in inside:
@@ -121,15 +118,16 @@ def _refuse_directory_formats(root: AnyPath, found: Mapping[int, Sequence[AnyPat
         refuse_directory(directory, file_names, besides=besides)
 
 
-def _inside_instead(root: AnyPath, rank_pattern: str) -> str:
+def _inside_instead(root: Place, rank_pattern: str) -> str:
     """Advise which directory to open, where those with rank directories are inside."""
-    inside = [] if isinstance(root, RemotePath) else sorted(root.glob("*/rank_0"))
-    if inside and rank_pattern == RANK_PATTERN:
-        return f"open {names([str(path.parent) for path in inside], most=3)} inside it"
+    if rank_pattern == RANK_PATTERN and not root.can.waits:  # or each would be a request
+        inside = sorted(str(path) for path in root.iterdir() if (path / "rank_0").is_dir())
+        if inside:
+            return f"open {names(inside, most=3)} inside it"
     return Text("give ", Option("rank_pattern"), " for other names")
 
 
-def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
+def every_file(root: Place, rank_pattern: str) -> dict[int, list[Place]]:
     """Return the checkpoint files of each rank, whatever checkpoint they are of.
 
     Raises:
@@ -142,7 +140,7 @@ def every_file(root: AnyPath, rank_pattern: str) -> dict[int, list[AnyPath]]:
         )
     any_extension = bool(Path(rank_pattern).suffix)
     matches = _matcher(rank_pattern)
-    found: dict[int, list[AnyPath]] = {}
+    found: dict[int, list[Place]] = {}
     spelled: dict[int, str] = {}
     for path in sorted(_files(root, rank_pattern), key=str):
         match = matches.fullmatch(path.relative_to(root).as_posix())  # type: ignore[arg-type]  # of one kind
@@ -161,23 +159,15 @@ def _matcher(rank_pattern: str) -> re.Pattern[str]:
     return re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
 
 
-def _files(root: AnyPath, rank_pattern: str) -> Iterable[AnyPath]:
-    """Return the files that may match; all that there are where listing them is one request."""
-    if isinstance(root, RemotePath):
-        return root.files()
+def _files(root: Place, rank_pattern: str) -> Iterable[Place]:
+    """Return the files that may match."""
     # Two stars in one component are an error to glob, and mean the same as one here.
     pattern = re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*"))
-    above = rank_pattern.rpartition("/")[0]
-    places = _matcher(above)
-    with reading(SourceError):  # to glob, a directory that may not be read has no files
-        for directory in root.glob(pattern.rpartition("/")[0]) if above else [root]:
-            name = "" if directory == root else directory.relative_to(root).as_posix()
-            if places.fullmatch(name) and directory.is_dir():
-                os.scandir(directory).close()
-    return [path for path in root.glob(pattern) if path.is_file()]
+    with reading(SourceError):
+        return root.matching(pattern, _matcher(rank_pattern.rpartition("/")[0]))
 
 
-def is_checkpoint_name(path: AnyPath, *, any_extension: bool = False) -> bool:
+def is_checkpoint_name(path: Place, *, any_extension: bool = False) -> bool:
     """Tell a checkpoint file from others by its name.
 
     Raises:
@@ -190,16 +180,16 @@ def is_checkpoint_name(path: AnyPath, *, any_extension: bool = False) -> bool:
     return not path.name.startswith(".") and (any_extension or path.suffix in EXTENSIONS)
 
 
-def _same_checkpoint(root: AnyPath, found: dict[int, list[AnyPath]], notices: list[str]) -> dict[int, list[AnyPath]]:
+def _same_checkpoint(root: Place, found: dict[int, list[Place]], notices: list[str]) -> dict[int, list[Place]]:
     """Of the files of every rank, take those of one checkpoint that every rank has, and of those the newest."""
-    families: dict[_Family, dict[int, list[AnyPath]]] = {}
+    families: dict[_Family, dict[int, list[Place]]] = {}
     for rank, paths in found.items():
         for path in paths:
             for family in _families(path, rank):
                 families.setdefault(family, {}).setdefault(rank, []).append(path)
     complete = [family for family, members in families.items() if len(members) == len(found)]
     # One set of files may go by several names (`x_1` of rank 1 is also `x_{rank}`).
-    by_files: dict[tuple[AnyPath, ...], set[_Family]] = {}
+    by_files: dict[tuple[Place, ...], set[_Family]] = {}
     for family in complete:
         files = tuple(path for rank in found for path in families[family][rank])
         by_files.setdefault(files, set()).add(family)
@@ -235,7 +225,7 @@ def _same_checkpoint(root: AnyPath, found: dict[int, list[AnyPath]], notices: li
     return families[family]
 
 
-def _families(path: AnyPath, rank: int) -> set[_Family]:
+def _families(path: Place, rank: int) -> set[_Family]:
     """Return the names under which a file may be the same checkpoint as files of other ranks."""
     stem = _PART.sub("", path.stem)
     match = _STEP.match(stem)

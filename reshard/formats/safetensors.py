@@ -20,7 +20,7 @@ from reshard.dtypes import BY_SAFETENSORS, INT4, SAFETENSORS_ORDER, STR
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.formats.entries import Entry, FileIndex, FileLayout
 from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
-from reshard.storage.untrusted import is_text, parse_json
+from reshard.storage.small import is_text, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

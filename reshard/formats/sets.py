@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.formats.target_files import SomeFiles, Volumes
-from reshard.storage.untrusted import parse_json, read_small, reading
+from reshard.storage.base import reading
+from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from reshard.formats.target_files import Stored
-    from reshard.storage.remote import RemotePath
+    from reshard.storage.places import Place
 
 MAX_SHARD_BYTES = 4_000_000_000
 """How large a file of a unified set may grow, unless one tensor is larger."""
@@ -151,7 +151,7 @@ def _check_size(max_shard_bytes: int) -> None:
 
 
 @reading(SourceError)
-def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], Mapping[str, str]] | None:
+def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None:
     """Return the files of a unified set and the file of each tensor in its index; None where there is no index.
 
     The hyper-parameters that MindSpore keeps beside are among the files, though its index does not name them; that of a
@@ -169,7 +169,7 @@ def read_index(directory: Path | RemotePath) -> tuple[list[Path | RemotePath], M
     path = indexes[0]
     weight_map, others = _read_map(path)
     faults = Faults(str(path))
-    files: list[Path | RemotePath] = []
+    files: list[Place] = []
     for name in dict.fromkeys((*weight_map.values(), *others)):
         file = directory / name
         if file.name != name or name in {"", ".", ".."}:
@@ -202,7 +202,7 @@ def _numbered(file_names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
     return found
 
 
-def files_beside(directory: Path | RemotePath, names: Collection[str]) -> tuple[str, set[str]]:
+def files_beside(directory: Place, names: Collection[str]) -> tuple[str, set[str]]:
     """Return the index of a unified set and the files of that, as far as the index can be read; empty without any.
 
     Args:
@@ -217,14 +217,14 @@ def files_beside(directory: Path | RemotePath, names: Collection[str]) -> tuple[
     return "", set()
 
 
-def _is_file(path: Path | RemotePath) -> bool:
+def _is_file(path: Place) -> bool:
     try:
         return path.is_file()
     except OSError:  # a name that is too long
         return False
 
 
-def _read_map(path: Path | RemotePath) -> tuple[dict[str, str], list[str]]:
+def _read_map(path: Place) -> tuple[dict[str, str], list[str]]:
     """Return the file of each tensor, as an index says it, and the file of the hyper-parameters where it says one."""
     repeated: list[str] = []
     raw = read_small(path, "index", _LARGEST_INDEX, SourceError)

@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError, TargetError
 from reshard.formats.zarr import ABSENT, part, shard_index
-from reshard.storage.local import local_store
-from reshard.storage.remote_store import AnyStore
+from reshard.storage.base import Around
+from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from reshard.layout.block import Shape
-    from reshard.storage.local import Appended
-    from reshard.storage.remote_store import Range
+    from reshard.storage.base import Sink, Want
 
 IMPORTED_BYTES = 24 << 20
 """Resident memory of zarr and numcodecs beside what every run imports; measured."""
@@ -116,56 +115,75 @@ class Decoding:
         return DecodingStore(self)
 
 
-class DecodingStore(AnyStore):
+class DecodingStore(Around):
     """Files of which chunks are read decoded. Safe to use from several threads."""
 
     def __init__(self, decoding: Decoding) -> None:
-        super().__init__()
+        super().__init__(any_store())
         self._decoding = decoding
         self._held = _Held()
 
-    def fetch(self, ranges: Iterable[Range]) -> None:
-        """Request what is to be decoded, where it is at URLs; zarr requests for itself what it decodes."""
-        wanted: dict[Range, None] = {}
-        for path, offset, nbytes in ranges:
-            unit = self._decoding.units.get(path)
-            if unit is None:
-                wanted[path, offset, nbytes] = None
-            elif isinstance(unit, Compressed):
-                for number in range(offset // unit.chunk_bytes, -(-(offset + nbytes) // unit.chunk_bytes)):
-                    if (path, number) not in self._held.chunks:
-                        wanted[path, *unit.spans[number]] = None
-        super().fetch(wanted)
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with contents.
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers with contents; what is to be decoded for them is read at once, but by zarr, which reads itself.
 
         Raises:
             SourceError: a chunk cannot be decoded, or has not as many bytes as the metadata says.
         """
+        plain: list[Want] = []
+        encoded: dict[tuple[str, int], bytearray] = {}
+        for path, offset, buffer in wants:
+            unit = self._decoding.units.get(path)
+            if unit is None:
+                plain.append((path, offset, buffer))
+            elif isinstance(unit, Compressed):
+                for number in range(offset // unit.chunk_bytes, -(-(offset + len(buffer)) // unit.chunk_bytes)):
+                    if (path, number) not in self._held.chunks and (path, number) not in encoded:
+                        begin, nbytes = unit.spans[number]
+                        encoded[path, number] = bytearray(nbytes)
+                        plain.append((path, begin, memoryview(encoded[path, number])))
+        self.inner.read(plain)
+        for path, offset, buffer in wants:
+            unit = self._decoding.units.get(path)
+            if unit is not None:
+                self._fill(path, unit, offset, buffer, encoded)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill one buffer."""
         unit = self._decoding.units.get(path)
         if unit is None:
-            super().read_into(path, offset, buffer)
-        elif isinstance(unit, Fill):
-            _fill(buffer, unit.value)
+            self.inner.read_into(path, offset, buffer)
         else:
-            number, begin = divmod(offset, unit.chunk_bytes)
-            content = self._held.chunks.get((path, number))
-            if content is None:
-                content = self._decoded(path, number, unit)
-                self._held.add((path, number), content, self._decoding.held_bytes)
-            else:
-                self._held.chunks.move_to_end((path, number))
-            if begin + len(buffer) > len(content):
-                raise SourceError(f"{path}: chunk {number} ends at byte {len(content)} decoded")
-            buffer[:] = content[begin : begin + len(buffer)]
+            self._fill(path, unit, offset, buffer, {})
 
-    def _decoded(self, path: str, number: int, unit: Compressed | Foreign) -> memoryview:
+    def _fill(
+        self,
+        path: str,
+        unit: Fill | Compressed | Foreign,
+        offset: int,
+        buffer: memoryview,
+        encoded: Mapping[tuple[str, int], bytearray],
+    ) -> None:
+        if isinstance(unit, Fill):
+            _fill(buffer, unit.value)
+            return
+        number, begin = divmod(offset, unit.chunk_bytes)
+        content = self._held.chunks.get((path, number))
+        if content is None:
+            content = self._decoded(path, number, unit, encoded.get((path, number)))
+            self._held.add((path, number), content, self._decoding.held_bytes)
+        else:
+            self._held.chunks.move_to_end((path, number))
+        if begin + len(buffer) > len(content):
+            raise SourceError(f"{path}: chunk {number} ends at byte {len(content)} decoded")
+        buffer[:] = content[begin : begin + len(buffer)]
+
+    def _decoded(self, path: str, number: int, unit: Compressed | Foreign, encoded: bytearray | None) -> memoryview:
         if isinstance(unit, Foreign):
             return _by_zarr(path, number, unit)
-        offset, length = unit.spans[number]
-        encoded = bytearray(length)
-        super().read_into(path, offset, memoryview(encoded))
+        if encoded is None:
+            offset, length = unit.spans[number]
+            encoded = bytearray(length)
+            self.inner.read_into(path, offset, memoryview(encoded))
         from numcodecs import zstd
 
         content = bytearray(unit.chunk_bytes)
@@ -298,80 +316,78 @@ class Encoding:
         unit = self.units.get(path)
         return None if unit is None else f"zstd {self.level} {unit}"
 
-    def writer(self, directory: str, files: Appended | None = None) -> EncodingWriter:
-        """Return what writes the files of one task below a directory; by default local ones."""
-        return EncodingWriter(self, directory, files or local_store())
+    def sink(self, path: str, into: Sink) -> Sink:
+        """Return what takes the contents of a file, whose path is below the target, and writes it compressed."""
+        return _Compressing(path, self.units[path], self.level, into)
 
 
-@dataclass(slots=True)
-class _Begun:
-    """A file that is being written: what has come of its chunks, and what of it is on the disk."""
+@dataclass(slots=True, eq=False)
+class _Compressing:
+    """A sink for the contents of chunks, which compresses each and appends it to a file; see `Sink`.
 
+    Attributes:
+        raw: what has come of a chunk that is not complete, and how many bytes.
+        waiting: compressed chunks before whose turn others are.
+        spans: of the chunks that are written: offset and length.
+        size: of the file so far.
+    """
+
+    path: str
+    unit: ToCompress
+    level: int
+    into: Sink
+    ended: bool = False
     raw: dict[int, tuple[bytearray, int]] = field(default_factory=dict)
     waiting: dict[int, bytes] = field(default_factory=dict)
     spans: list[tuple[int, int]] = field(default_factory=list)
     size: int = 0
 
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Take contents at an offset of what the file seems to be."""
+        while len(data):
+            number, begin = divmod(offset, self.unit.chunk_bytes)
+            piece = data[: self.unit.chunk_bytes - begin]
+            offset, data = offset + len(piece), data[len(piece) :]
+            self._add(number, begin, piece)
 
-class EncodingWriter:
-    """Writes the files of one task, of which those of chunks are compressed. Another task may not have the same ones.
-
-    The files are made, and get their names, elsewhere; a compressed one is cut to its size at its end.
-    """
-
-    def __init__(self, encoding: Encoding, directory: str, files: Appended) -> None:
-        self._encoding, self._directory, self._files = encoding, directory, files
-        self._begun: dict[str, _Begun] = {}
-
-    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Write contents at an offset of what the file seems to be."""
-        unit = self._encoding.units[path.removeprefix(f"{self._directory}/")]
-        begun = self._begun.setdefault(path, _Begun())
-        while len(buffer):
-            number, begin = divmod(offset, unit.chunk_bytes)
-            piece = buffer[: unit.chunk_bytes - begin]
-            offset, buffer = offset + len(piece), buffer[len(piece) :]
-            self._add(path, unit, begun, number, begin, piece)
-
-    def _add(self, path: str, unit: ToCompress, begun: _Begun, number: int, begin: int, piece: memoryview) -> None:
-        if len(piece) == unit.chunk_bytes:
-            content: memoryview | bytearray = piece
+    def _add(self, number: int, begin: int, piece: memoryview | bytes) -> None:
+        if len(piece) == self.unit.chunk_bytes:
+            content: memoryview | bytes | bytearray = piece
         else:
-            content, done = begun.raw.get(number) or (bytearray(unit.chunk_bytes), 0)
+            content, done = self.raw.get(number) or (bytearray(self.unit.chunk_bytes), 0)
             content[begin : begin + len(piece)] = piece
-            begun.raw[number] = content, done + len(piece)
-            if done + len(piece) < unit.valid[number]:
+            self.raw[number] = content, done + len(piece)
+            if done + len(piece) < self.unit.valid[number]:
                 return
-            del begun.raw[number]
+            del self.raw[number]
         from numcodecs import zstd
 
-        begun.waiting[number] = zstd.compress(content, self._encoding.level)
-        while len(begun.spans) in begun.waiting:
-            self._append(path, begun, begun.waiting.pop(len(begun.spans)))
-        if len(begun.spans) == len(unit.valid):
-            self._finish(path, unit, begun)
+        self.waiting[number] = zstd.compress(content, self.level)
+        while len(self.spans) in self.waiting:
+            encoded = self.waiting.pop(len(self.spans))
+            self.spans.append((self.size, len(encoded)))
+            self._append(encoded)
+        if len(self.spans) == len(self.unit.valid):
+            self._end()
 
-    def _append(self, path: str, begun: _Begun, encoded: bytes) -> None:
-        self._files.write_at(path, begun.size, memoryview(encoded))
-        begun.spans.append((begun.size, len(encoded)))
-        begun.size += len(encoded)
+    def _append(self, content: bytes) -> None:
+        self.into.write_at(self.size, content)
+        self.size += len(content)
 
-    def _finish(self, path: str, unit: ToCompress, begun: _Begun) -> None:
-        del self._begun[path]
-        if unit.count:
-            spans = [(ABSENT, ABSENT)] * unit.count
-            for place, span in zip(unit.places, begun.spans, strict=True):
+    def _end(self) -> None:
+        if self.unit.count:
+            spans = [(ABSENT, ABSENT)] * self.unit.count
+            for place, span in zip(self.unit.places, self.spans, strict=True):
                 spans[place] = span
-            index = shard_index(spans)
-            self._files.write_at(path, begun.size, memoryview(index))
-            begun.size += len(index)
-        self._files.cut(path, begun.size)  # a task that a lost worker began may have written more
+            self._append(bytes(shard_index(spans)))
+        self.into.finish(durable=False)
+        self.ended = True
 
-    def close(self) -> None:
-        """See that every file is whole.
+    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- it ends with its last chunk
+        """Check that every chunk came: `TargetError`."""
+        if not self.ended:
+            raise TargetError(f"{self.path}: not every byte of its chunks came; internal error, please report")
 
-        Raises:
-            TargetError: one is not.
-        """
-        if self._begun:
-            raise TargetError(f"{next(iter(self._begun))}: not all of its chunks came; internal error, please report")
+    def abort(self) -> None:
+        """Give up."""
+        self.into.abort()

@@ -9,21 +9,17 @@ from __future__ import annotations
 import json
 import os
 import stat
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import SourceError, names
 from reshard.formats.zarr import ATTRIBUTES, METADATA
-from reshard.storage.local import PARTIAL
-from reshard.storage.remote import RemotePath, Status, forget_listings
-from reshard.storage.remote_store import REQUESTS
-from reshard.storage.threads import results
+from reshard.storage.base import PARTIAL, Status
+from reshard.storage.places import LocalPath, Place, as_place, of_each
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
+    from pathlib import Path
 
-    from reshard.formats.rank_dirs import AnyPath
 
 LARGEST_METADATA = 1 << 28
 
@@ -43,26 +39,21 @@ V2 = (".zgroup", ".zarray", ".zmetadata")
 """By these files a store of the older format is told."""
 
 
-def is_store(root: AnyPath) -> bool:
+def is_store(root: Place) -> bool:
     """Return whether a directory, or what is at a URL, is a zarr store, be it unfinished or of the older format.
 
     Raises:
         SourceError: what is at the URL cannot be looked at.
     """
     signs = {METADATA, METADATA + PARTIAL, *V2}
-    if isinstance(root, RemotePath):
-        forget_listings(root.url)
-        return root.is_dir() and not signs.isdisjoint(path.name for path in root.iterdir())
-    with suppress(OSError):  # a directory that cannot be read is no store; whoever reads it next says so
-        return any((root / name).exists() for name in signs)
-    return False
+    return bool(root.existing(signs))
 
 
 class StoreFiles(Protocol):
     """The files of a store, by their paths."""
 
     @property
-    def base(self) -> AnyPath:
+    def base(self) -> Place:
         """The root, without links."""
 
     def status(self, path: Any) -> Status | None:
@@ -79,10 +70,10 @@ class StoreFiles(Protocol):
 
 
 class LocalFiles:
-    """A store on a local disk."""
+    """A store on a local disk, of which one file after the other is looked at."""
 
-    def __init__(self, base: Path) -> None:
-        self.base = Path(os.path.realpath(base))
+    def __init__(self, base: str) -> None:
+        self.base = LocalPath(os.path.realpath(base))
 
     def status(self, path: Path) -> Status | None:
         """Return the state of a file; None where there is none.
@@ -125,50 +116,57 @@ class LocalFiles:
             raise _is_link(directory)
 
 
-class RemoteFiles:
-    """A store at a URL, as it is when this is made."""
+class ListedFiles:
+    """A store at a URL, as it is when this is made: all files are listed at once."""
 
-    def __init__(self, base: RemotePath) -> None:
+    def __init__(self, base: Place) -> None:
         self.base = base
-        self._below: dict[str, list[RemotePath]] = {}
-        forget_listings(base.url)
-        files = base.files()
+        self._below: dict[str, list[Place]] = {}
+        base.refresh()
+        files: list[Place] = [*base.files()]
         # Mostly what was listed; one request each where that is forgotten.
-        statuses = results(RemotePath.status, files, REQUESTS)
-        self._statuses = dict(zip((path.url for path in files), statuses, strict=True))
+        self._statuses = dict(zip(map(str, files), of_each(_status, files), strict=True))
         found = sorted(url.removesuffix(f"/{METADATA}") for url in self._statuses if url.endswith(f"/{METADATA}"))
-        known = {base.url}
+        known = {str(base)}
         for url in found:  # parents come before what is in them
             parent = url.rpartition("/")[0]
-            if url != base.url and parent in known:
+            if url != str(base) and parent in known:
                 known.add(url)
-                self._below.setdefault(parent, []).append(RemotePath(url))
-        paths = [RemotePath(f"{url}/{METADATA}") for url in known]
+                self._below.setdefault(parent, []).append(as_place(url))
+        paths = [as_place(f"{url}/{METADATA}") for url in known]
         wanted = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
-        self._contents = dict(zip(wanted, results(RemotePath.read_bytes, wanted, REQUESTS), strict=True))
+        self._contents = dict(zip(wanted, of_each(_contents, wanted), strict=True))
 
-    def status(self, path: RemotePath) -> Status | None:
+    def status(self, path: Place) -> Status | None:
         """Return the state of a file; None where there is none."""
-        return self._statuses.get(path.url)
+        return self._statuses.get(str(path))
 
-    def read(self, path: RemotePath) -> bytes:
+    def read(self, path: Place) -> bytes:
         """Return the contents of a small file."""
         return self._contents[path] if path in self._contents else path.read_bytes()
 
-    def directories(self, directory: RemotePath) -> list[RemotePath]:
+    def directories(self, directory: Place) -> list[Place]:
         """Return the directories in a directory that have metadata, by name."""
-        return self._below.get(directory.url, [])
+        return self._below.get(str(directory), [])
 
-    def refuse_link(self, directory: RemotePath) -> None:
+    def refuse_link(self, directory: Place) -> None:
         """Do nothing: there are no links at URLs."""
 
 
-def files_of(root: AnyPath) -> StoreFiles:
+def _status(path: Place) -> Status:
+    return path.status()
+
+
+def _contents(path: Place) -> bytes:
+    return path.read_bytes()
+
+
+def files_of(root: Place) -> StoreFiles:
     """Return the files of a store."""
-    return RemoteFiles(root) if isinstance(root, RemotePath) else LocalFiles(root)
+    return ListedFiles(root) if root.can.waits else LocalFiles(str(root))
 
 
-def read_metadata(files: StoreFiles, path: AnyPath) -> dict[str, Any]:
+def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
     """Read a `zarr.json`.
 
     As the specification has it, what is not known may be left unread only where it says so (`must_understand`).

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import PYTHON, SourceError, StrategyError, UsageError, Words, spelled
 from reshard.mindspore.strategy import any_layout, layout_of
+from reshard.storage.places import as_place
 from reshard.storage.small import refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files
 from reshard.strategy.strategy import MERGED_NAME, Strategy
@@ -47,7 +48,7 @@ class DirectoryError(SourceError, NotADirectoryError):
 
 def refuse_strategies(planned: Plan, target: Path, *given: StrategyLike | None) -> None:
     """Raise `TargetError` where a file that is to be written is a strategy file that was given."""
-    paths = [Path(strategy) for strategy in given if isinstance(strategy, str | os.PathLike)]
+    paths = [as_place(strategy) for strategy in given if isinstance(strategy, str | os.PathLike)]
     some = [strategy_files(path) if path.is_dir() else [path] for path in paths]
     written = [target / file.path for file in planned.files]
     refuse_inputs(written, [file for files in some for file in files], "one of the strategy files")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from reshard.formats.entries import FileIndex
-    from reshard.storage.local import Readable
+    from reshard.storage.base import Readable
 
 _log = logging.getLogger("reshard.mindspore")
 

@@ -31,8 +31,8 @@ from reshard.layout.layout import Layout
 from reshard.layout.replicas import Group, by_turns, replica_groups
 from reshard.mindspore.launch import get_group_size, get_rank
 from reshard.storage.cipher import MAGICS
-from reshard.storage.small import refuse_inputs
-from reshard.storage.untrusted import read_small
+from reshard.storage.places import as_place
+from reshard.storage.small import read_small, refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files, write_strategy
 from reshard.strategy.strategy import MERGED_NAME, Placed
 
@@ -150,7 +150,7 @@ def merge_pipeline_strategys(src_strategy_dirs: PathLike, dst_strategy_file: Pat
     target = _path(dst_strategy_file, "dst_strategy_file")
     if not source.is_dir():
         raise NotADirectoryError(f"src_strategy_dirs {source} is not a directory; expected one of strategy files")
-    refuse_inputs([target], strategy_files(source), "one of the files that are merged")
+    refuse_inputs([target], strategy_files(as_place(source)), "one of the files that are merged")
     write_strategy(replace(read_strategy(source), merged=True, current_stage=1), target)
 
 

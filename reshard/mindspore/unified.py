@@ -58,6 +58,7 @@ from reshard.plan.select import Selection
 from reshard.run.run import run
 from reshard.source.open import open as open_source
 from reshard.storage.cipher import Cipher
+from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -273,7 +274,7 @@ def _opened_set(unified_safetensors_dir: PathLike | None) -> Checkpoint:
     if unified_safetensors_dir is None:
         raise UsageError("unified_safetensors_dir is None; with format='safetensors' it is the source")
     source_dir = path_of("unified_safetensors_dir", unified_safetensors_dir)
-    if present_ranks(source_dir) - {0} and not read_index(source_dir):
+    if present_ranks(source_dir) - {0} and not read_index(as_place(source_dir)):
         raise SourceError(f"{source_dir}: has rank directories and no whole tensors; first use unified_safetensors")
     return open_source(source_dir)
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from reshard.formats.entries import Entry, FileLayout
     from reshard.mindspore.parameter import Tensor
+    from reshard.storage.base import Readable
     from reshard.storage.cipher import Cipher
-    from reshard.storage.local import Readable
 
 PIECE_BYTES = 4 << 20
 """How much of a file is held at once."""
@@ -88,16 +88,17 @@ def write_file(
         pieces = cipher.encrypt(pieces)
         nbytes = cipher.encrypted_size(nbytes)
     store = local_store()
-    store.create(path, nbytes)
+    unfinished = store.unfinished(path)
+    sink = store.create(unfinished, nbytes)
     try:
         position = 0
         for piece in pieces:
-            store.write_at(path, position, memoryview(piece))
+            sink.write_at(position, piece)
             position += len(piece)
-        store.sync(path)
-        store.commit(path, sync=True)
+        sink.finish(durable=True)
+        store.publish(unfinished, path, durable=True)
     except BaseException:
-        store.discard(path)
+        store.discard(unfinished)
         raise
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from reshard.errors import BudgetError
 from reshard.formats.zarr import NAME as ZARR
 from reshard.plan.bands import VIEWS
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import fetched_bytes
+from reshard.storage.places import can
+from reshard.storage.remote import fetched_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +149,7 @@ def budget(
     """
     every = tuple(coder for coder in (source.coding, destination.coding) if coder is not None)
     fixed = _fixed_shares(source, items, len(destination.ranks), destination.memory)
-    remote = any(is_url(file.path) for file in source.files)
+    remote = any(can(file.path).waits for file in source.files)
     found = Budget(fixed, every, 3 if _casts(items) else 2, remote, threads or THREADS, BAND_BYTES)
     if memory is None:
         return found

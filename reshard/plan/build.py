@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.plan.budget import Budget, Share
     from reshard.plan.plan import TargetFile
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.local import TargetCoding
+    from reshard.storage.base import TargetCoding
 
 
 class Item(NamedTuple):

@@ -26,13 +26,13 @@ from reshard.source.open import read_headers
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reshard.formats.rank_dirs import AnyPath
     from reshard.plan.plan import Plan
     from reshard.source.checkpoint import SourceFile
+    from reshard.storage.places import Place
 
 
 def plan_convert(
-    path: AnyPath,
+    path: Place,
     format: str,  # noqa: A002 -- the word of every such tool
     *,
     name: str | None = None,
@@ -86,7 +86,7 @@ def plan_convert(
     return replace(made, dropped=tuple(dropped), notices=source.notices)
 
 
-def _below(path: AnyPath, file: SourceFile) -> str:
+def _below(path: Place, file: SourceFile) -> str:
     """Return a file's place below the directory, without the extension."""
     place = file.path.removeprefix(f"{path.absolute()}/")
     stem, dot, extension = place.rpartition(".")

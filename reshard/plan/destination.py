@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.plan.budget import Share
     from reshard.plan.build import Item, Routed
     from reshard.source.checkpoint import Checkpoint, SourceFile
-    from reshard.storage.local import TargetCoding
+    from reshard.storage.base import TargetCoding
     from reshard.strategy.strategy import Strategy
 
 

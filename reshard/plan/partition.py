@@ -32,8 +32,8 @@ from reshard.plan import budget
 from reshard.plan.bands import Recipe
 from reshard.plan.budget import thread_bytes
 from reshard.plan.plan import Piece, Way
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import LIBRARY_BYTES, part_bytes
+from reshard.storage.places import can
+from reshard.storage.remote import part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,22 +65,22 @@ def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
     """
     if ownership not in {None, *OWNERSHIPS}:
         raise UsageError(f"unknown ownership {ownership!r}; known are {' and '.join(OWNERSHIPS)}")
-    if ownership == "tensor" and is_url(directory):
+    if ownership == "tensor" and not can(directory).positioned:
         raise UsageError(
             f"{directory}: files at URLs are written from first byte to last; leave ownership 'tensor' out"
         )
-    if plan.alone and ownership == "file" and not is_url(directory):
+    if plan.alone and ownership == "file" and can(directory).positioned:
         raise UsageError(
             f"{directory}: a zarr store in a local directory is written by tensor; leave ownership 'file' out"
         )
-    by_file = ownership == "file" or is_url(directory)
+    by_file = ownership == "file" or not can(directory).positioned
     if not by_file or plan.groups:
         return plan
     if plan.alone:
-        return _with_whole_chunks(plan)
+        return _with_whole_chunks(plan, directory)
     readers = _readers(plan.moves)
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
-    groups = _groups(readers, numbers, STREAMS_AT_ONCE if is_url(directory) else FILES_AT_ONCE)
+    groups = _groups(readers, numbers, FILES_AT_ONCE if can(directory).positioned else STREAMS_AT_ONCE)
     of = {number: group for group, some in enumerate(groups) for number in some}
     memory = (("sending", _held(plan, groups, directory)), ("more bands", _more_bands(plan, len(groups))))
     stats = plan.stats._replace(
@@ -145,7 +145,7 @@ def _more_bands(plan: Plan, tasks: int) -> int:
     return max(threads, 0) * thread_bytes(plan.band_bytes, 3 if casts else 2)
 
 
-def _with_whole_chunks(plan: Plan) -> Plan:
+def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     """Return the plan of a zarr store of which each task writes whole files: as by tensor, but cut where files are."""
     moves = plan.moves
     weights = [prod(move.recipe.shape) * max(move.dtype.itemsize, move.target_dtype.itemsize) for move in moves]
@@ -164,7 +164,7 @@ def _with_whole_chunks(plan: Plan) -> Plan:
         one_sent, one_held = _at_once(plan, move)
         sent, held = max(sent, one_sent), max(held, one_held)
     more = 2 * plan.band_bytes  # a part is sent when a band has made it longer than it need be
-    memory = _library_bytes(plan) + min(plan.threads, max(len(tasks), 1)) * (sent + held + more)
+    memory = _library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sent + held + more)
     stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     shares = (*plan.memory, ("sending", memory))
     return replace(plan, groups=tuple(map(tuple, groups)), tasks=tasks, stats=stats, memory=shares)
@@ -283,13 +283,13 @@ def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int)
 
 def _held(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
     """Return how many bytes a run holds to write at URLs: a library, and in each thread what it is to send."""
-    if not is_url(directory):
+    if can(directory).positioned:
         return 0
     sizes = ([plan.files[number].layout.size for number in group] for group in groups)
     sent = max((sum(2 * min(part_bytes(size), size) for size in some) for some in sizes), default=0)
-    return _library_bytes(plan) + min(plan.threads, max(len(groups), 1)) * sent
+    return _library_bytes(plan, directory) + min(plan.threads, max(len(groups), 1)) * sent
 
 
-def _library_bytes(plan: Plan) -> int:
-    """Return what a library takes that writes at URLs; where sources are at URLs too, the plan has it already."""
-    return 0 if any(is_url(file.path) for file in plan.source.files) else LIBRARY_BYTES
+def _library_bytes(plan: Plan, directory: str) -> int:
+    """Return what the library takes that writes the target; where sources have one too, the plan has it already."""
+    return 0 if any(can(file.path).library_bytes for file in plan.source.files) else can(directory).library_bytes

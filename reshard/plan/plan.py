@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from reshard.run.graph import Graph
     from reshard.run.run import Progress, Report
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.local import TargetCoding
-    from reshard.storage.remote import RemotePath
+    from reshard.storage.base import TargetCoding
+    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.view.arrays import RankArrays
     from reshard.view.picture import Picture
@@ -292,9 +292,7 @@ class Plan:
         arrays: RankArrays = upward("RankArrays")(self.source, self.blocks(rank), self.texts)
         return arrays
 
-    def graph(
-        self, directory: str | os.PathLike[str] | RemotePath, *, fsync: bool = True, ownership: str | None = None
-    ) -> Graph:
+    def graph(self, directory: AnyName, *, fsync: bool = True, ownership: str | None = None) -> Graph:
         """Return the one dask graph that writes the target files below a directory, as a dask collection."""
         made: Graph = upward("graph")(self, str(directory), fsync=fsync, ownership=ownership)
         return made
@@ -316,7 +314,7 @@ class Plan:
 
     def run(
         self,
-        directory: str | os.PathLike[str] | RemotePath,
+        directory: AnyName,
         *,
         client: Any = None,
         scheduler: str | None = None,

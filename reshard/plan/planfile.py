@@ -39,8 +39,8 @@ from reshard.plan.select import Selection
 from reshard.source.checkpoint import Looked
 from reshard.source.open import files_read, reopen
 from reshard.source.zarr import open_store
-from reshard.storage.small import refuse_existing, refuse_inputs, write_whole
-from reshard.storage.untrusted import read_small
+from reshard.storage.places import Place, as_place
+from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
 from reshard.strategy.strategy import Placed, Strategy
 
@@ -220,11 +220,11 @@ class PlanFile:
                 f"reshard.read_plan(..., cipher=reshard.Cipher({mode!r}, key))"
             )
         self._check_sizes(root)
-        paths: dict[int, list[Path]] = {}
+        paths: dict[int, list[Place]] = {}
         for rank, path, *_ in given["files"]:
-            paths.setdefault(rank, []).append(root / path)
+            paths.setdefault(rank, []).append(as_place(root / path))
         if given["files"][-1][1] == METADATA:  # below a directory, which makes that a store
-            checkpoint = open_store(root)
+            checkpoint = open_store(as_place(root))
         else:
             checkpoint = reopen(
                 str(root),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from reshard.plan.budget import Share
     from reshard.plan.build import Item, Routed
     from reshard.source.checkpoint import Checkpoint, Sharding
-    from reshard.storage.local import TargetCoding
+    from reshard.storage.base import TargetCoding
 
 FILE_BYTES = 1000
 """Resident memory of a file of chunks in a plan; measured."""

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.run.tasks import Receipt, running
 from reshard.storage.page_cache import cache_of
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import any_store
+from reshard.storage.places import any_store, is_url
 from reshard.storage.threads import shielded
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from reshard.plan.plan import Plan
     from reshard.run.graph import Graph
-    from reshard.storage.remote import Status
+    from reshard.storage.base import Status
 
 REACHED_WITHIN = 10
 """How many seconds a scheduler has to answer, and to have a worker."""

@@ -37,7 +37,7 @@ from reshard.run.tasks import (
     sync_files,
     withdraw_index,
 )
-from reshard.storage.remote import is_url
+from reshard.storage.places import can
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             tasks = [(some, self.directory, how, done[-1]) for some in written]
             done.append(self._add(graph, "sync", sync_files, tasks))
         last = [number for number, file in files if file.last]
-        remote = is_url(self.directory)  # there files have their names already, but for those that no task writes
-        if last and not remote:
+        if last and can(self.directory).positioned:  # elsewhere files have their names already
             withdrawn = self._key("withdraw")
             graph[withdrawn] = Task(withdrawn, withdraw_index, TaskRef(self._key("plan")), self.directory, done[-1])
             done.append(TaskRef(withdrawn))
@@ -168,11 +167,14 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     @property
     def _by_file(self) -> bool:
         """Return whether tasks write whole files; none may be left to be written."""
-        return bool(self.plan.groups) or is_url(self.directory)
+        return bool(self.plan.groups) or not can(self.directory).positioned
 
     def _unnamed(self, file: TargetFile) -> bool:
-        """Return whether no task of the work names a file; at URLs they do, where it is not metadata of a store."""
-        return not is_url(self.directory) or (self.plan.alone and not file.layout.contents)
+        """Return whether no task of the work names a file, as they do where no file can be resumed.
+
+        Metadata of a store is not written by any.
+        """
+        return can(self.directory).positioned or (self.plan.alone and not file.layout.contents)
 
     def _unchanged(self, graph: dict[str, Any], moved: TaskRef) -> TaskRef:
         """Add the task that looks at the sources when all is moved."""

@@ -34,8 +34,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from reshard.errors import ReshardError, TargetError, names
+from reshard.storage.base import PARTIAL
 from reshard.storage.crc32c import crc32c
-from reshard.storage.local import PARTIAL, local_store, write_error
+from reshard.storage.local import local_store, write_error
 from reshard.storage.page_cache import boot_id
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class Journal:
 
 def discard(path: str, root: str) -> None:
     """Remove an unfinished file, and the directories below the target's that are then empty."""
-    local_store().discard(path)
+    local_store().discard(local_store().unfinished(path))
     directory = os.path.dirname(path)
     while len(directory) > len(root):  # the target directory itself may have been there before
         with suppress(OSError):  # it holds something else

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats.entries import ranges
-from reshard.run.reader import BandReader, Reads, cast
+from reshard.run.reader import BandReader, cast
 from reshard.storage.crc32c import crc32c
 
 if TYPE_CHECKING:
@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.entries import Runs
     from reshard.plan.plan import Piece, Plan
-
-
-class Writes(Protocol):
-    """What writes the target files, by path."""
-
-    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Write a whole buffer into an unfinished file."""
+    from reshard.storage.base import ReadStore, Sinks
 
 
 class Moved(NamedTuple):
@@ -41,8 +35,8 @@ def move_pieces(
     plan: Plan,
     pieces: Sequence[Piece],
     directory: str,
-    store: Reads,
-    writer: Writes,
+    store: ReadStore,
+    writer: Sinks,
     *,
     checksums: bool = False,
     in_order: bool = False,
@@ -54,8 +48,8 @@ def move_pieces(
         plan: what goes where.
         pieces: the rows.
         directory: where the target files are.
-        store: reads ranges of bytes.
-        writer: writes them.
+        store: reads the source files.
+        writer: writes the target files.
         checksums: sum up what is written.
         in_order: write each file from its first byte to its last, as far as the pieces follow its order.
         go_on: called before each band; raises where the run is given up.

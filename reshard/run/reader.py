@@ -12,13 +12,14 @@ import threading
 from collections import OrderedDict
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.formats.entries import ranges
 from reshard.plan.bands import VIEWS
+from reshard.storage.base import Ahead
 from reshard.storage.local import thread
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import FETCH_BYTES
+from reshard.storage.places import can
+from reshard.storage.remote import FETCH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,19 +30,10 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Runs
     from reshard.plan.bands import Columns, Part, Segment
     from reshard.plan.plan import Move, Piece
-    from reshard.storage.remote_store import Range
+    from reshard.storage.base import ReadStore
+    from reshard.storage.remote import Range
 
     Array = NDArray[Any]
-
-
-class Reads(Protocol):
-    """What reads the source files, by path."""
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file."""
-
-    def fetch(self, ranges: Iterable[Range]) -> None:
-        """Request ranges that are read soon, where that takes long."""
 
 
 class Given(NamedTuple):
@@ -157,16 +149,33 @@ def _memory(nbytes: int) -> memoryview:
 _buffers = _Buffers()
 
 
+class _Read(NamedTuple):
+    """A band on its way: of which move, where its source blocks are, the store to read from, and the band."""
+
+    move: int
+    sources: list[tuple[str, Runs]]
+    store: ReadStore
+    band: Band
+
+
 class BandReader:
-    """Reads bands of moves, whose source files are numbers of paths. For one thread.
+    """Reads bands of moves. For one thread.
 
     Attributes:
         nbytes: how many bytes were read.
     """
 
-    def __init__(self, moves: Sequence[Move], paths: Sequence[str], store: Reads, band_bytes: int) -> None:
-        self._moves, self._paths, self._store = moves, paths, store
-        self._band_bytes = band_bytes
+    def __init__(self, moves: Sequence[Move], paths: Sequence[str], store: ReadStore, band_bytes: int) -> None:
+        """Prepare to read.
+
+        Args:
+            moves: the moves.
+            paths: the files that they read from, by number.
+            store: reads these.
+            band_bytes: the most bytes of a tensor that are read at once.
+        """
+        self._moves, self._paths, self._band_bytes = moves, paths, band_bytes
+        self._store, self._ahead = store, Ahead(store)
         self.nbytes = 0
 
     def read(
@@ -182,57 +191,52 @@ class BandReader:
         Raises:
             SourceError: a source file ends early or cannot be read.
         """
-        for number, sources, band in self._ahead(self._bands(pieces, in_order=in_order)):
+        for number, sources, store, band in self._fetched(self._bands(pieces, in_order=in_order)):
             check()
             for source, begin, view in band.reads:
-                self._fill(*sources[source], begin, view)
+                path, runs = sources[source]
+                self.nbytes += len(view)
+                if len(runs) == 1:
+                    store.read_into(path, runs[0][0] + begin, view)
+                    continue
+                for offset, start, stop in ranges(runs, begin, len(view)):
+                    store.read_into(path, offset, view[start:stop])
             for write in band.writes:
                 for put, taken in write.copies:
                     put[...] = taken
                 yield Given(number, write.target, write.first, write.content)
 
-    def _bands(self, pieces: Iterable[Piece], *, in_order: bool) -> Iterator[tuple[int, list[tuple[str, Runs]], Band]]:
-        """Yield the bands of all pieces, each with the number of its move, and where its source blocks are."""
+    def _bands(self, pieces: Iterable[Piece], *, in_order: bool) -> Iterator[_Read]:
+        """Yield the bands of all pieces."""
         for piece in pieces:
             move = self._moves[piece.move]
             sources = [(self._paths[file], runs) for file, runs in move.reads]
+            waits = any(can(path).waits for path, _ in sources)
             for band in _buffers.bands(piece, move, self._band_bytes, in_order=in_order):
-                yield piece.move, sources, band
+                yield _Read(piece.move, sources, self._ahead if waits else self._store, band)
 
-    def _ahead(
-        self, bands: Iterable[tuple[int, list[tuple[str, Runs]], Band]]
-    ) -> Iterator[tuple[int, list[tuple[str, Runs]], Band]]:
-        """Where sources are at URLs, have the bytes of several bands fetched at once before these are read."""
-        waiting: list[tuple[int, list[tuple[str, Runs]], Band]] = []
+    def _fetched(self, bands: Iterable[_Read]) -> Iterator[_Read]:
+        """Where a request takes its time, have the bytes of several bands fetched at once before these are read."""
+        waiting: list[_Read] = []
         wanted: list[Range] = []
         room = FETCH_BYTES
         for one in bands:
+            if one.store is self._store:
+                yield one
+                continue
             waiting.append(one)
-            _, sources, band = one
-            if any(is_url(path) for path, _ in sources):
-                for source, begin, view in band.reads:
-                    path, runs = sources[source]
-                    wanted += [(path, offset, stop - start) for offset, start, stop in ranges(runs, begin, len(view))]
-                    room -= len(view)
-                if room > 0:
-                    continue
-            if wanted:
-                self._store.fetch(wanted)
+            for source, begin, view in one.band.reads:
+                path, runs = one.sources[source]
+                wanted += [(path, offset, stop - start) for offset, start, stop in ranges(runs, begin, len(view))]
+                room -= len(view)
+            if room <= 0:
+                self._ahead.fetch(wanted)
+                yield from waiting
+                waiting, wanted, room = [], [], FETCH_BYTES
+        if waiting:
+            self._ahead.fetch(wanted)
             yield from waiting
-            waiting, wanted, room = [], [], FETCH_BYTES
-        if wanted:
-            self._store.fetch(wanted)
-            yield from waiting
-            self._store.fetch(())
-
-    def _fill(self, path: str, runs: Runs, begin: int, view: memoryview) -> None:
-        """Fill a buffer with the contents of a file from `begin`, which may lie in several runs."""
-        self.nbytes += len(view)
-        if len(runs) == 1:
-            self._store.read_into(path, runs[0][0] + begin, view)
-            return
-        for offset, start, stop in ranges(runs, begin, len(view)):
-            self._store.read_into(path, offset, view[start:stop])
+        self._ahead.fetch(())
 
 
 def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:

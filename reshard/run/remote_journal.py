@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from reshard.errors import TargetError
 from reshard.run.journal import DIRECTORY, Journal, Record, noted, record_name, record_of
 from reshard.run.store_journal import StoreJournal
-from reshard.storage.remote import RemotePath, forget_listings, is_url
-from reshard.storage.remote_store import REQUESTS, remote_store
+from reshard.storage.places import RemotePath, is_url
+from reshard.storage.remote import REQUESTS, forget_listings, remote_store
 from reshard.storage.threads import results
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class RemoteJournal:
     def forget(self, file: str) -> None:
         """Remove the record of a file, if `look` saw one."""
         if self._records.pop(file, None) is not None:
-            remote_store().erase(self.path(file))
+            remote_store().discard(self.path(file))
 
     def verified(self, file: str, record: Record, size: int) -> list[Range]:  # noqa: ARG002
         """Return nothing: files are written from their first byte."""

@@ -24,8 +24,8 @@ from reshard.run.target_check import check_target
 from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources, running
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
-from reshard.storage.remote import RemotePath, as_path, existing, is_url
-from reshard.storage.remote_store import REQUESTS, any_store, remote_store
+from reshard.storage.places import AnyName, RemotePath, any_store, as_place, is_url
+from reshard.storage.remote import REQUESTS, remote_store
 from reshard.storage.threads import results, shielded
 from reshard.upward import upward
 
@@ -128,7 +128,7 @@ class Report(NamedTuple):
 
 def run(
     plan: Plan,
-    directory: str | os.PathLike[str] | RemotePath,
+    directory: AnyName,
     *,
     client: Any = None,
     scheduler: str | None = None,
@@ -180,7 +180,7 @@ def run(
     began = time.perf_counter()
     if isinstance(client, str):
         raise UsageError(f"client is {client!r}; expected a distributed.Client: Client({client!r})")
-    target = as_path(directory)
+    target = as_place(directory)
     root = str(target) if isinstance(target, RemotePath) else os.path.realpath(target)
     plan = owned(plan, ownership, root)
     check_target(plan, root)
@@ -310,7 +310,7 @@ def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> Callable[[], No
             _refuse_existing(plan, root)
         for file in plan.files:
             if locks:
-                local_store().discard(f"{root}/{file.path}")
+                local_store().discard(local_store().unfinished(f"{root}/{file.path}"))
             elif file.last and overwrite:  # a set with an index is complete, and at URLs files have their names early
                 remote_store().remove(f"{root}/{file.path}")
     except BaseException:
@@ -323,7 +323,7 @@ def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> Callable[[], No
 def _refuse_existing(plan: Plan, root: str) -> None:
     paths = [file.path for file in plan.files]
     if is_url(root):
-        there = existing(RemotePath(root), paths)
+        there = RemotePath(root).existing(paths)
     else:
         there = [path for path in paths if os.path.lexists(f"{root}/{path}")]
     if there:
@@ -344,7 +344,7 @@ def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
     every = finished is None or plan.alone
     named = paths if every else [paths[n] for group in finished or () for n in plan.groups[group]]
     results(remote_store().discard_unfinished, paths, REQUESTS)
-    results(remote_store().erase, named, REQUESTS)
+    results(remote_store().discard, named, REQUESTS)
 
 
 class _Told:

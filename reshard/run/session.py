@@ -24,9 +24,10 @@ from reshard.run.journal import Journal
 from reshard.run.receipts import in_files
 from reshard.run.remote_journal import RemoteJournal, journal_at
 from reshard.run.target_check import check_target
-from reshard.storage.local import PARTIAL, local_store
-from reshard.storage.remote import RemotePath, existing, is_url
-from reshard.storage.remote_store import REQUESTS
+from reshard.storage.base import PARTIAL
+from reshard.storage.local import local_store
+from reshard.storage.places import RemotePath, is_url
+from reshard.storage.remote import REQUESTS
 from reshard.storage.threads import results
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from reshard.plan.remaining import Spans
     from reshard.run.journal import Range, Record
     from reshard.run.tasks import Receipt
-    from reshard.storage.remote import Status
+    from reshard.storage.base import Status
 
 FLUSH_SECONDS = 1.0
 """How long receipts wait before they are noted: what is lost of them with the process is written again."""
@@ -80,7 +81,7 @@ def foreseen(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Found:
     check_target(plan, root)
     paths = [file.path for file in plan.files]
     if plan.alone and is_url(root):  # without a journal
-        return Found(foreign=() if overwrite or restart else existing(RemotePath(root), paths))
+        return Found(foreign=() if overwrite or restart else RemotePath(root).existing(paths))
     journal = journal_at(root, alone=plan.alone)
     if isinstance(journal, Journal):
         journal.refuse_link()
@@ -304,7 +305,7 @@ class Session:
             if file.last:  # a set with an index is complete, and soon the first of its files is another
                 self._journal.remove(file.path)
         elif number not in self._good:
-            local_store().discard(f"{self._root}/{file.path}")
+            local_store().discard(local_store().unfinished(f"{self._root}/{file.path}"))
         self._journal.begin(
             file.path,
             self._digests[number],

@@ -10,8 +10,9 @@ from reshard.errors import TargetError, names
 from reshard.formats.directories import is_of_a_set
 from reshard.formats.target_files import SomeFiles
 from reshard.run.journal import DIRECTORY
-from reshard.storage.local import PARTIAL
-from reshard.storage.remote import RemotePath, forget_listings, is_url
+from reshard.storage.base import PARTIAL
+from reshard.storage.places import RemotePath, is_url
+from reshard.storage.remote import forget_listings
 from reshard.storage.small import refuse_inputs
 
 if TYPE_CHECKING:

@@ -7,33 +7,31 @@ even, and those that name files may not, is in `graph`.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from array import array
 from collections import Counter
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import ChangedError, GoneError, ReshardError, SourceError, TargetError
+from reshard.errors import ChangedError, GoneError, ReshardError, SourceError
 from reshard.plan.partition import group_plan
-from reshard.run.chunk_task import write_chunks
 from reshard.run.file_task import write_files, write_literals
 from reshard.run.mover import move_pieces
 from reshard.run.receipts import in_files
 from reshard.run.remote_journal import journal_at
+from reshard.storage.base import Around, Sinks
 from reshard.storage.cipher import store_of
-from reshard.storage.local import PARTIAL, local_store
+from reshard.storage.local import local_store
 from reshard.storage.page_cache import cache_of
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import any_store, remote_store, store_at
+from reshard.storage.places import any_store, can, store_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.plan.plan import Move, Plan
-    from reshard.storage.remote import Status
-    from reshard.storage.remote_store import AnyStore
+    from reshard.storage.base import ReadStore, Sink, Status
 
 SYNC_TASKS = 16
 """Where the page cache is to stay free: the last of so many tasks waits until what they wrote into is on the disk."""
@@ -130,13 +128,13 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     """Make unfinished target files with the space for them, and write all that is not contents."""
     began = time.perf_counter()
     store = local_store()
-    paths = [f"{directory}/{plan.files[number].path}" for number in files]
+    paths = [store.unfinished(f"{directory}/{plan.files[number].path}") for number in files]
     with _working(how, directory, paths):
         for number, path in zip(files, paths, strict=True):
             layout = plan.files[number].layout
-            store.create(path, None if plan.coded(plan.files[number]) else layout.size)
+            sink = store.create(path, None if plan.coded(plan.files[number]) else layout.size)
             for offset, content in layout.literals:
-                store.write_at(path, offset, memoryview(content))
+                sink.write_at(offset, content)
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
@@ -144,7 +142,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     """Move the pieces of one task."""
     began = time.perf_counter()
     store = store_of(plan.source.coding)
-    writer = plan.coding.writer(directory) if plan.coding else None
+    sinks = Sinks(partial(_positioned, plan, directory))
     spans = _Spans(store) if how.drop_cache and not how.apart and plan.source.coding is None else None
     with _working(how, directory, _written(plan, [number], directory) if how.apart else ()):
         moved = move_pieces(
@@ -152,12 +150,12 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
             plan.tasks[number],
             directory,
             spans or store,
-            writer or local_store(),
+            sinks,
             checksums=how.checksums,
             go_on=lambda: running.go_on(how.run),
         )
-        if writer:
-            writer.close()
+        if plan.coding:  # whose files are each of one task
+            sinks.finish(durable=False)
         if spans:
             spans.drop()
         elif how.drop_cache:
@@ -173,30 +171,38 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 
-class _Spans:
+def _positioned(plan: Plan, directory: str, path: str) -> Sink:
+    """Return what takes the contents of a target file in any order; others may write the same file."""
+    sink = partial(local_store().sink, local_store().unfinished(path))
+    file = path.removeprefix(f"{directory}/")
+    if plan.coding and plan.coding.of(file):
+        return plan.coding.sink(file, sink(sized=False))
+    return sink(sized=True)
+
+
+class _Spans(Around):
     """A store that notes what a task reads of each file: the page cache has what is read next beside it."""
 
-    def __init__(self, store: AnyStore) -> None:
-        self._store = store
+    def __init__(self, store: ReadStore) -> None:
+        super().__init__(store)
         self._spans: dict[str, tuple[int, int]] = {}
-        self.fetch, self.write_at = store.fetch, store.write_at
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file."""
-        self._store.read_into(path, offset, buffer)
+        self.inner.read_into(path, offset, buffer)
         first, last = self._spans.get(path, (offset, 0))
         self._spans[path] = min(first, offset), max(last, offset + len(buffer))
 
     def drop(self) -> None:
         """Leave nothing in the page cache from the first byte that was read of a file to the last."""
         for path, (first, last) in self._spans.items():
-            self._store.drop_cache(path, first, last)
+            self.inner.drop_cache(path, first, last)
 
 
 def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
-    """Return the paths of the files that some tasks write."""
+    """Return the unfinished files that some tasks write."""
     targets = set[int]().union(*(_targets(plan, number) for number in numbers))
-    return [f"{directory}/{plan.files[target].path}" for target in sorted(targets)]
+    return [local_store().unfinished(f"{directory}/{plan.files[target].path}") for target in sorted(targets)]
 
 
 def _targets(plan: Plan, number: int) -> set[int]:
@@ -211,7 +217,7 @@ def _targets(plan: Plan, number: int) -> set[int]:
     return found
 
 
-def drop_sources(plan: Plan, moves: Iterable[Move], store: AnyStore) -> None:
+def drop_sources(plan: Plan, moves: Iterable[Move], store: ReadStore) -> None:
     """Leave nothing in the page cache of the source files of some moves, as far as they can still be opened."""
     for file in {at.file for way in {move.way for move in moves} for at in way.reads}:
         with suppress(OSError, SourceError):
@@ -221,38 +227,33 @@ def drop_sources(plan: Plan, moves: Iterable[Move], store: AnyStore) -> None:
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
     """Write one group of files, each from its first byte to its last."""
     began = time.perf_counter()
-    if plan.alone:
-        with _working(how, directory):
-            moved = write_chunks(plan, number, directory, sync=how.fsync, go_on=lambda: running.go_on(how.run))
-            for target in plan.groups[number]:
-                remote_store().commit(f"{directory}/{plan.files[target].path}", sync=how.fsync)
-            if how.drop_cache:
-                drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], any_store())
-        return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
-    group = group_plan(plan, plan.groups[number])
-    store = remote_store()
+    files, store = plan.groups[number], store_at(directory)
+    part = plan if plan.alone else group_plan(plan, files)
     with _working(how, directory):
         moved = write_files(
-            group,
-            plan.groups[number],
+            part,
+            number if plan.alone else 0,
+            files,
             directory,
             sync=how.fsync,
             checksums=how.checksums,
-            check=lambda: check_sources(group, None),
+            check=lambda: plan.alone or check_sources(part, None),  # a store is not complete without its group
             go_on=lambda: running.go_on(how.run),
         )
-        if is_url(directory):  # what is complete stays, whatever comes of the others
-            wrote = in_files(group, moved.wrote)
-            for target in plan.groups[number]:
+        if not can(directory).positioned:  # what is complete stays, whatever comes of the others
+            wrote = in_files(part, moved.wrote) if how.journal else {}
+            for target in files:
                 path = f"{directory}/{plan.files[target].path}"
-                store.commit(path, sync=how.fsync)
+                store.publish(store.unfinished(path), path, durable=how.fsync)
                 if how.journal:
                     journal = journal_at(directory)
                     journal.ready(plan.files[target].path, path, wrote=wrote.get(target, ()), sync=how.fsync)
         if how.drop_cache:
-            drop_sources(plan, group.moves, any_store())
-            for target in plan.groups[number]:
-                any_store().drop_cache(f"{directory}/{plan.files[target].path}", written=True)
+            drop_sources(
+                plan, [part.moves[piece.move] for piece in part.tasks[number if plan.alone else 0]], any_store()
+            )
+            for target in files:
+                any_store().drop_cache(store.unfinished(f"{directory}/{plan.files[target].path}"), written=True)
     return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 
@@ -301,7 +302,7 @@ def sync_files(plan: Plan, files: Sequence[int], directory: str, how: How, _move
     """Have finished target files on the disk, before any gets its name: that is slow, and naming all is quick."""
     began = time.perf_counter()
     for number in files:
-        path = f"{directory}/{plan.files[number].path}"
+        path = local_store().unfinished(f"{directory}/{plan.files[number].path}")
         if how.drop_cache:
             local_store().drop_cache(path, written=True)
         if how.fsync:
@@ -316,21 +317,20 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
     """
     began = time.perf_counter()
     store, journal = store_at(directory), journal_at(directory, alone=plan.alone)
+    by_file = plan.groups or not can(directory).positioned
     for number in files:
         file = plan.files[number]
         path = f"{directory}/{file.path}"
+        unfinished = store.unfinished(path)
         if file.link is not None:
-            store.link(f"{directory}/{file.link}", path, sync=how.fsync)
-            if how.journal:
-                journal.ready(file.path, path, sync=how.fsync)
-            continue
-        by_file = plan.groups or is_url(directory)
-        if by_file and (file.last or (plan.alone and not file.layout.contents)):
-            write_literals(file.layout, path, sync=how.fsync)
-        if how.journal and not journal.early:
-            journal.ready(file.path, path + PARTIAL, sync=how.fsync)
-        store.commit(path, sync=how.fsync)
-        if how.journal and journal.early:
+            store.link(f"{directory}/{file.link}", unfinished)
+        elif by_file and (file.last or (plan.alone and not file.layout.contents)):
+            write_literals(plan, number, path, sync=how.fsync)
+        noted_first = file.link is None and not journal.early
+        if how.journal and noted_first:
+            journal.ready(file.path, unfinished, sync=how.fsync)
+        store.publish(unfinished, path, durable=how.fsync)
+        if how.journal and not noted_first:
             journal.ready(file.path, path, sync=how.fsync)
     return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began)
 
@@ -339,11 +339,5 @@ def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
     """Remove the index that is to be replaced, before the first of its files is: a set with an index is complete."""
     for file in plan.files:
         if file.last and not file.done:
-            path = f"{directory}/{file.path}"
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise TargetError(f"{path}: cannot be withdrawn: {error.strerror}") from error
+            store_at(directory).remove(f"{directory}/{file.path}")
     return []

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats.entries import Extent, Where
-from reshard.storage.remote import Status
+from reshard.storage.base import Status
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Iterable, Iterator
 
     from reshard.dtypes import DType
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan
     from reshard.plan.select import Selection
     from reshard.run.run import Report
+    from reshard.storage.base import Coding
     from reshard.storage.cipher import Cipher
-    from reshard.storage.local import Coding
-    from reshard.storage.remote import RemotePath
+    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.view.groups import Groups
     from reshard.view.picture import Picture
@@ -300,7 +299,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def to_zarr(
         self,
-        store: str | os.PathLike[str] | RemotePath,
+        store: AnyName,
         *,
         chunk_bytes: int | None = None,
         shard_bytes: int | None = None,

@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats import index_file
 from reshard.formats.entries import RangeReader
-from reshard.storage.local import local_store
-from reshard.storage.remote import is_url
-from reshard.storage.remote_store import AnyStore
 
 if TYPE_CHECKING:
     from reshard.formats.entries import FileIndex, Runs
-    from reshard.storage.local import Readable
+    from reshard.storage.base import ReadStore
 
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; what cannot be converted, such as a hash table, may be huge
 
@@ -29,19 +26,15 @@ class _Header(NamedTuple):
     found: FileIndex
     pieces: list[tuple[int, bytes]]
 
-    def is_of(self, path: str, store: Readable) -> bool:
+    def is_of(self, path: str, store: ReadStore) -> bool:
         """Return whether another file of the same size has it."""
-        # There may be half a million pieces, and a store's call for each costs more than reading it.
-        if type(store) is AnyStore and not is_url(path):
-            return local_store().holds(path, self.pieces)
-        reader = RangeReader(path, store=store, window=0)
-        return all(reader.read(offset, len(piece)) == piece for offset, piece in self.pieces)
+        return store.holds(path, self.pieces)
 
 
 class Headers:
     """Indexes the files of one checkpoint."""
 
-    def __init__(self, store: Readable) -> None:
+    def __init__(self, store: ReadStore) -> None:
         self._store = store
         # The last of each size, because ranks alike follow each other: no file is compared with more than one.
         self._known: dict[int, _Header] = {}

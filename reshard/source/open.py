@@ -10,7 +10,7 @@ from reshard.errors import Faults, LayoutError, Option, SourceError, StrategyErr
 from reshard.formats import index_file
 from reshard.formats.directories import PARTS, is_later_part, refuse_blocks, refuse_directory, refuse_one_of_several
 from reshard.formats.entries import FileIndex
-from reshard.formats.rank_dirs import RANK_PATTERN, AnyPath, rank_files, rank_of
+from reshard.formats.rank_dirs import RANK_PATTERN, rank_files, rank_of
 from reshard.formats.sets import SET_FILES, read_index
 from reshard.formats.zarr_files import is_store
 from reshard.layout.layout import Layout
@@ -18,22 +18,17 @@ from reshard.source.assemble import join
 from reshard.source.checkpoint import Checkpoint, SourceFile
 from reshard.source.headers import Headers
 from reshard.source.probe import compare_contents
+from reshard.storage.base import reading
 from reshard.storage.cipher import Cipher, store_of
-from reshard.storage.remote import RemotePath, as_path, forget_listings
-from reshard.storage.remote_store import REQUESTS, store_at
-from reshard.storage.threads import results
-from reshard.storage.untrusted import reading
+from reshard.storage.places import AnyName, Place, as_place, of_each
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ALL_STAGES
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from reshard.storage.remote import Status
-
-    AnyName = str | os.PathLike[str] | RemotePath
+    from reshard.storage.base import Status
 
 COPY = "copy"
 """The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
@@ -76,7 +71,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             all faults at once.
         StrategyError: the strategy cannot be read.
     """
-    if not isinstance(path, Mapping) and is_store(place := as_path(path)):
+    if not isinstance(path, Mapping) and is_store(place := as_place(path)):
         if strategy is not None or layouts or stage is not None or suffix is not None or cipher is not None:
             raise UsageError(
                 f"{path}: is a zarr store of whole tensors; give no strategy, layout, stage, suffix or key"
@@ -85,7 +80,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
         return open_store(place)
     files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
-    root = str(as_path(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_path(path))
+    root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
     lone_rank = ""
@@ -128,7 +123,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
 def reopen(
     root: str,
-    paths: Mapping[int, Sequence[AnyPath]],
+    paths: Mapping[int, Sequence[Place]],
     *,
     strategy: Strategy | None,
     part: int | None,
@@ -166,12 +161,10 @@ def reopen(
 
 def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
     """Return all that is read of a checkpoint, by its path and files: an index too, and whatever a zarr store has."""
-    root = as_path(path)
+    root = as_place(path)
     found: list[AnyName] = [file.path for file in files]
-    if isinstance(root, RemotePath):
-        return found
     if is_store(root):
-        return [root, *root.rglob("*")]
+        return [root, *root.files()]
     return [*found, *(root / name for name in SET_FILES)]
 
 
@@ -182,7 +175,7 @@ def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix
     Raises:
         SourceError: no files, no step that every rank has.
     """
-    root = as_path(path)
+    root = as_place(path)
     if is_store(root) or (root.is_dir() and read_index(root)):
         return False
     return len(rank_files(root, rank_pattern, suffix, [])) > 1
@@ -203,15 +196,14 @@ def read_headers(
     """
     notices: list[str] = []
     if isinstance(path, Mapping):
-        chosen = {rank: as_path(path[rank]) for rank in sorted(path)}
+        chosen = {rank: as_place(path[rank]) for rank in sorted(path)}
         for file in chosen.values():
             if len(chosen) == 1:
                 refuse_one_of_several(file)
             refuse_directory(file.parent, [file.name], besides=[PARTS])
         return *_indexed({rank: [file] for rank, file in chosen.items()}, cipher), notices
-    root = as_path(path)
-    if isinstance(root, RemotePath):
-        forget_listings(root.url)
+    root = as_place(path)
+    root.refresh()
     if is_store(root):
         from reshard.source.zarr import open_store  # likewise
 
@@ -257,7 +249,7 @@ def _lone_rank(
     Raises:
         SourceError: by their place they are of another rank than the strategy would take them for.
     """
-    place = None if isinstance(path, Mapping) else rank_of(as_path(path))
+    place = None if isinstance(path, Mapping) else rank_of(as_place(path))
     own, others = place or (rank, [])
     if strategy is not None:
         if own != rank and len(strategy.ranks) > 1:
@@ -356,7 +348,7 @@ def _left_out(strategy: Strategy, ranks: int) -> str:
 
 
 def _indexed(
-    chosen: Mapping[int, Sequence[AnyPath]], cipher: Cipher | None
+    chosen: Mapping[int, Sequence[Place]], cipher: Cipher | None
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
     """Index every file."""
     # One name for each file everywhere: what is held open of it goes by name.
@@ -370,19 +362,19 @@ def _indexed(
     return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
 
 
-def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[Status, FileIndex]]:
-    """Yield the state and the header of every file; those at URLs side by side, because each request takes its time."""
+def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[Status, FileIndex]]:
+    """Yield the state and the header of every file."""
     store = store_of(cipher)
     headers = Headers(store)
 
-    def header(path: AnyPath) -> tuple[Status, FileIndex]:
-        status = path.status() if isinstance(path, RemotePath) else store_at(str(path)).status(str(path))
+    def header(path: Place) -> tuple[Status, FileIndex]:
+        status = path.status()
         # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         if empty:
             return status, FileIndex("ckpt", {}, header=-1)
         try:
-            if isinstance(path, RemotePath):  # to look whether its header is one that is known is a request too
+            if path.can.waits:  # to look whether its header is one that is known is a request too
                 return status, index_file(str(path), store=store)
             return status, headers.index(str(path))
         except SourceError as error:
@@ -390,10 +382,7 @@ def _headers(paths: Sequence[AnyPath], cipher: Cipher | None) -> Iterator[tuple[
                 raise
             raise SourceError(Text(error.text, f"; or the key is wrong, which {cipher.mode} cannot tell")) from None
 
-    if not any(isinstance(path, RemotePath) for path in paths):
-        yield from map(header, paths)
-        return
-    yield from results(header, paths, REQUESTS)
+    return of_each(header, paths)
 
 
 def _with_rules(

@@ -33,15 +33,16 @@ from reshard.formats.entries import ranges
 from reshard.source.assemble import unlisted
 from reshard.source.checkpoint import Looked
 from reshard.source.replicas import in_every_stage
+from reshard.storage.base import Ahead
 from reshard.storage.cipher import store_of
-from reshard.storage.remote import is_url
+from reshard.storage.places import can
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Where
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.remote_store import Range
+    from reshard.storage.remote import Range
 
 _STEP = "global_step"
 _SMALL = 64 * 1024  # parts up to this size are compared whole
@@ -104,9 +105,9 @@ class _Look:
     def __init__(self, checkpoint: Checkpoint, ruled: Mapping[str, str], *, copies: bool) -> None:
         self.checkpoint, self.ruled, self.compare_copies = checkpoint, ruled, copies
         self.files, self.ranks = checkpoint.files, checkpoint.ranks
-        self.store = store_of(checkpoint.cipher)
+        self.store = Ahead(store_of(checkpoint.cipher))
         self.faults, self.notices = Faults(checkpoint.root), list[str]()
-        self.remote = any(is_url(file.path) for file in self.files)
+        self.remote = any(can(file.path).waits for file in self.files)
         self.most = _MOST_REQUESTS if self.remote else _MOST_READS
         self.proven_split = False
         self.alike: list[str] = []

@@ -28,19 +28,19 @@ from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, sla
 from reshard.formats.zarr_files import V2, files_of, own_notes, read_metadata, refuse_unknown
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.storage.base import Ahead
 from reshard.storage.crc32c import crc32c
-from reshard.storage.remote import RemotePath
-from reshard.storage.remote_store import any_store
+from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from reshard.dtypes import DType
     from reshard.formats.entries import Runs
-    from reshard.formats.rank_dirs import AnyPath
     from reshard.formats.zarr_files import StoreFiles
     from reshard.layout.block import Shape
-    from reshard.storage.remote import Status
+    from reshard.storage.base import Status
+    from reshard.storage.places import Place
 
 _MOST_DIMS = 32
 _MOST_CHUNKS = 1 << 20
@@ -64,7 +64,7 @@ _CHUNKS = FileIndex(zarr.NAME, {})
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
-def open_store(root: AnyPath) -> Checkpoint:
+def open_store(root: Place) -> Checkpoint:
     """Open a zarr store, reading its metadata and the indexes of its shards.
 
     Raises:
@@ -82,7 +82,7 @@ def open_store(root: AnyPath) -> Checkpoint:
     return _Store(files, own_notes(metadata)).checkpoint(str(root))
 
 
-def noted_provenance(root: AnyPath) -> dict[str, Any] | None:
+def noted_provenance(root: Place) -> dict[str, Any] | None:
     """Return what a store says of where it comes from; None of one that is unfinished, or not there."""
     files = files_of(root)
     top = files.base / METADATA
@@ -140,7 +140,7 @@ class _Store:
                 "their elements are the fill value"
             )
 
-    def _arrays(self, directory: AnyPath, depth: int) -> Iterator[AnyPath]:
+    def _arrays(self, directory: Place, depth: int) -> Iterator[Place]:
         """Yield the directories of arrays, by name."""
         for path in self.disk.directories(directory):
             if read_metadata(self.disk, path / METADATA).get("node_type") != "group":
@@ -148,7 +148,7 @@ class _Store:
             elif depth < _DEEPEST:
                 yield from self._arrays(path, depth + 1)
 
-    def _add(self, directory: AnyPath) -> None:
+    def _add(self, directory: Place) -> None:
         metadata = read_metadata(self.disk, directory / METADATA)
         own = own_notes(metadata)
         name = own.get("name", str(directory).removeprefix(f"{self.base}/"))
@@ -179,7 +179,7 @@ class _Store:
             TensorSpec(name, array.dtype, array.shape), shards, listed=bool(own.get("listed", False))
         )
 
-    def file(self, path: AnyPath, status: Status | None = None, *, index: FileIndex = _CHUNKS) -> int:
+    def file(self, path: Place, status: Status | None = None, *, index: FileIndex = _CHUNKS) -> int:
         """Return the number of a file, which is added where it is new."""
         key = str(path)
         if key not in self.numbers:
@@ -190,7 +190,7 @@ class _Store:
         return self.numbers[key]
 
 
-def _strings(given: object, base: AnyPath) -> dict[str, str]:
+def _strings(given: object, base: Place) -> dict[str, str]:
     if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
         raise SourceError(f"{base / METADATA}: its notes or texts are no object of strings")
     return given
@@ -215,7 +215,7 @@ class _Array:
         own: this program wrote it, so that no chunk is absent.
     """
 
-    directory: AnyPath
+    directory: Place
     shape: Shape
     dtype: DType
     unit: Shape
@@ -229,7 +229,7 @@ class _Array:
     own: bool
 
     @classmethod
-    def parse(cls, directory: AnyPath, metadata: Mapping[str, Any], own: Mapping[str, Any]) -> _Array | None:
+    def parse(cls, directory: Place, metadata: Mapping[str, Any], own: Mapping[str, Any]) -> _Array | None:
         """Check the metadata of an array; None where its dtype is none that a checkpoint has.
 
         Raises:
@@ -285,7 +285,7 @@ class _Array:
         """How many chunks a file has along each dimension."""
         return tuple(a // b for a, b in zip(self.unit, self.chunk, strict=True))
 
-    def path(self, place: Shape) -> AnyPath:
+    def path(self, place: Shape) -> Place:
         """Return the file of a place in the grid."""
         numbers = [*([self.prefix] if self.prefix else []), *map(str, place)]
         return self.directory / (self.separator.join(numbers) or "0")
@@ -371,7 +371,8 @@ class _Shards:
 
     def __init__(self, store: _Store, array: _Array, name: str) -> None:
         self.store, self.array, self.name = store, array, name
-        self.directories: set[AnyPath] = set()
+        self.directories: set[Place] = set()
+        self.indexes = Ahead(any_store())
 
     def found(self) -> tuple[Shard, ...]:
         """Return every block."""
@@ -404,10 +405,10 @@ class _Shards:
     def _fetch_indexes(self) -> None:
         """Where shards are at URLs, have their indexes requested side by side."""
         array = self.array
-        if array.sharded and array.codec != "foreign" and isinstance(array.directory, RemotePath):
+        if array.sharded and array.codec != "foreign" and array.directory.can.waits:
             paths = map(array.path, grid(array.shape, array.unit))
             found = [(str(path), self.store.disk.status(path), self._index_bytes()) for path in paths]
-            any_store().fetch(
+            self.indexes.fetch(
                 (path, status.nbytes - nbytes if array.index_at_end else 0, nbytes)
                 for path, status, nbytes in found
                 if status is not None and status.nbytes >= nbytes
@@ -416,14 +417,14 @@ class _Shards:
     def _index_bytes(self) -> int:
         return 16 * prod(self.array.inner) + 4
 
-    def _check_directories(self, directory: AnyPath) -> None:
+    def _check_directories(self, directory: Place) -> None:
         """Refuse links among the directories of chunks."""
         while directory != self.array.directory and directory not in self.directories:
             self.store.disk.refuse_link(directory)
             self.directories.add(directory)
             directory = directory.parent
 
-    def _shard(self, block: Block, path: AnyPath, status: Status, runs: Runs) -> Shard:
+    def _shard(self, block: Block, path: Place, status: Status, runs: Runs) -> Shard:
         return Shard(block, (Extent(self.store.file(path, status), runs),))
 
     def _note_absent(self, what: str, count: int) -> None:
@@ -441,7 +442,7 @@ class _Shards:
         self.store.units[str(path)] = Fill(self.array.fill)
         return Shard(block, (Extent(self.store.file(path), ((0, block.size * self.array.dtype.itemsize),)),))
 
-    def _chunk(self, place: Shape, path: AnyPath, status: Status, box: Block) -> Shard:
+    def _chunk(self, place: Shape, path: Place, status: Status, box: Block) -> Shard:
         """Return the block of a file that is one chunk."""
         array = self.array
         runs = clipped(0, array.chunk, box.shape, array.dtype.itemsize)
@@ -465,7 +466,7 @@ class _Shards:
             if block is not None:
                 yield number, block
 
-    def _foreign(self, place: Shape, path: AnyPath, status: Status) -> list[Shard]:
+    def _foreign(self, place: Shape, path: Place, status: Status) -> list[Shard]:
         """Return the blocks of a file that zarr itself decodes."""
         array = self.array
         first = tuple(a * count for a, count in zip(place, array.inner, strict=True))
@@ -478,7 +479,7 @@ class _Shards:
             for number, block in self._blocks(place)
         ]
 
-    def _sharded(self, place: Shape, path: AnyPath, status: Status, box: Block) -> list[Shard]:
+    def _sharded(self, place: Shape, path: Place, status: Status, box: Block) -> list[Shard]:
         """Return the blocks of a shard, by its index."""
         array = self.array
         spans = self._spans(path, status)
@@ -507,7 +508,7 @@ class _Shards:
                 found.append(self._shard(block, path, status, runs))
         return found
 
-    def _spans(self, path: AnyPath, status: Status) -> tuple[tuple[int, int], ...]:
+    def _spans(self, path: Place, status: Status) -> tuple[tuple[int, int], ...]:
         """Read the index of a shard: where each of its chunks is, and how long."""
         array = self.array
         count, nbytes = prod(array.inner), self._index_bytes()
@@ -515,7 +516,7 @@ class _Shards:
             raise SourceError(f"{path}: has {status.nbytes} bytes; the index alone of {count} chunks has {nbytes}")
         content = bytearray(nbytes)
         begin = status.nbytes - nbytes if array.index_at_end else 0
-        any_store().read_into(str(path), begin, memoryview(content))
+        self.indexes.read_into(str(path), begin, memoryview(content))
         if struct.unpack_from("<I", content, nbytes - 4)[0] != crc32c(memoryview(content)[:-4]):
             raise SourceError(f"{path}: its index of chunks is damaged: it has not the checksum that it carries")
         spans = tuple(struct.iter_unpack("<QQ", bytes(content[:-4])))

@@ -27,13 +27,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import ReshardError, SourceError, UsageError
-from reshard.storage.remote_store import AnyStore, any_store
+from reshard.storage.base import Around
+from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from reshard.storage.local import Coding
-    from reshard.storage.remote_store import Range
+    from reshard.storage.base import Coding, ReadStore
 
 MAGICS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 """What the first four bytes of a block say about its mode."""
@@ -192,10 +192,8 @@ class _Sealed(NamedTuple):
     tag: bytes
 
 
-class DecryptingStore(AnyStore):
-    """Files, of which those that are read are seen decrypted. Safe to use from several threads.
-
-    What is written is written as it is: an encrypted checkpoint is a source, its conversion has no key.
+class DecryptingStore(Around):
+    """Files that are read decrypted. Safe to use from several threads.
 
     Raises (when a file is first read):
         SourceError: the file is not encrypted, in another mode, cut short, or not with this key.
@@ -203,7 +201,7 @@ class DecryptingStore(AnyStore):
     """
 
     def __init__(self, cipher: Cipher) -> None:
-        super().__init__()
+        super().__init__(any_store())
         _library()  # at once: without it nothing can be read
         self.cipher = cipher
         self._indexes: dict[str, tuple[_Sealed, ...]] = {}
@@ -216,9 +214,6 @@ class DecryptingStore(AnyStore):
             self._authentic = {known for known in self._authentic if known[0] != path}
             blocks = self._indexes[path] = tuple(self._index(path))
         return blocks[-1].start + blocks[-1].nbytes if blocks else 0
-
-    def fetch(self, ranges: Iterable[Range]) -> None:
-        """Hold nothing: the ranges are of the decrypted files."""
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from the decrypted file.
@@ -244,7 +239,7 @@ class DecryptingStore(AnyStore):
 
     def _index(self, path: str) -> Iterator[_Sealed]:
         """Yield the blocks of a file, from their heads (and the padding at their ends)."""
-        size = super().size(path)
+        size = self.inner.size(path)
         position = start = 0
         while position < size:
             if size - position == _TRAILER_BYTES and self._raw(path, position, len(_TRAILER)) == _TRAILER:
@@ -318,10 +313,10 @@ class DecryptingStore(AnyStore):
     def _raw(self, path: str, offset: int, nbytes: int) -> bytes:
         """Return bytes of the file as they are."""
         buffer = bytearray(nbytes)
-        super().read_into(path, offset, memoryview(buffer))
+        self.inner.read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
 
-    def __reduce__(self) -> tuple[type[AnyStore], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[DecryptingStore], tuple[Cipher]]:
         """Travel to another process as a fresh store with the key."""
         return DecryptingStore, (self.cipher,)
 
@@ -339,10 +334,10 @@ def _library() -> Any:
 
 
 @lru_cache(maxsize=8)
-def _coded(coding: Coding) -> AnyStore:
+def _coded(coding: Coding) -> ReadStore:
     return coding.store()
 
 
-def store_of(coding: Coding | None) -> AnyStore:
+def store_of(coding: Coding | None) -> ReadStore:
     """Return this process's store for files that are encrypted or coded otherwise, or for plain ones."""
     return any_store() if coding is None else _coded(coding)

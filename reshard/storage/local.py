@@ -17,116 +17,33 @@ import resource
 import threading
 from collections import OrderedDict
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from functools import lru_cache
+from stat import S_ISREG
+from typing import TYPE_CHECKING
 
 from reshard.errors import BudgetError, GoneError, SourceError, TargetError
+from reshard.storage.base import PARTIAL, Capabilities, Status, reading
 from reshard.storage.page_cache import GLANCE_BYTES, Glances, drop_pages, start_writeback
-from reshard.storage.remote import Status
-from reshard.storage.untrusted import open_regular, reading
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
-    from reshard.storage.remote_store import AnyStore
+    from reshard.errors import ReshardError
+    from reshard.storage.base import Sink, Want
 
-PARTIAL = ".partial"
-"""What the name of an unfinished target file ends with."""
+LOCAL = Capabilities(positioned=True, whole=False, appends=True, locks=True, requests=1, library_bytes=0)
+"""What can be done with the files of this machine."""
 
 _SPARE_HANDLES = 64  # left for the interpreter, libraries and the scheduler
 _MOST_HANDLES = 1024
 _FICLONE = 0x40049409  # linux/fs.h
 
 
-class Readable(Protocol):
-    """Ranges of bytes to be read, by path. Offsets and sizes are in bytes."""
+WRITE_BYTES = 512 << 10
+"""The most that is written at once, at multiples of that in a file.
 
-    def size(self, path: str) -> int:
-        """Return the size of a file."""
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file; raise `SourceError` where the file ends before it is full."""
-
-
-class Store(Readable, Protocol):
-    """Ranges of bytes by path, also to be written."""
-
-    def create(self, path: str, size: int | None) -> None:
-        """Make an unfinished file of this size, with the space for it taken; `BudgetError` where there is none."""
-
-    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Write a whole buffer into an unfinished file."""
-
-    def sync(self, path: str) -> None:
-        """Have all bytes of an unfinished file on the disk."""
-
-    def commit(self, path: str, *, sync: bool) -> None:
-        """Give an unfinished file its final name, for good if `sync`."""
-
-    def link(self, original: str, path: str, *, sync: bool) -> None:
-        """Make a file with the bytes of another that has its final name."""
-
-    def discard(self, path: str) -> None:
-        """Remove an unfinished file, if it is there."""
-
-
-class Stream(Protocol):
-    """An unfinished file that is written from its first byte to its last."""
-
-    def write(self, content: memoryview | bytes) -> None:
-        """Write what comes next."""
-
-    def finish(self, *, sync: bool) -> None:
-        """End the file; have it on the disk if `sync`."""
-
-    def abort(self) -> None:
-        """Give up; never raises."""
-
-
-class Coding(Protocol):
-    """How source files have other bytes than the tensors' own: encrypted, compressed."""
-
-    def store(self) -> AnyStore:
-        """Return what reads the tensors' own."""
-
-    def nbytes(self, threads: int) -> int:
-        """Return the memory that so many threads take for it."""
-
-    def __hash__(self) -> int:
-        """Tell codings apart: there is one store for each."""
-
-
-class TargetCoding(Protocol):
-    """How target files get other bytes than the tensors' own: compressed."""
-
-    def of(self, path: str) -> str | None:
-        """Return what tells how a file is coded, by its path below the target directory; None of one that is not."""
-
-    def writer(self, directory: str, files: Appended | None = None) -> Writer:
-        """Return what writes whole files of one task, by default local ones; their sizes are known only then."""
-
-    def nbytes(self, threads: int) -> int:
-        """Return the memory that so many threads take for it."""
-
-
-class Appended(Protocol):
-    """Unfinished files that are written from their first bytes to their last."""
-
-    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Write what comes next in a file."""
-
-    def cut(self, path: str, size: int) -> None:
-        """End a file, which has this size."""
-
-
-class Writer(Protocol):
-    """Takes the tensors' own bytes for target files, in any order."""
-
-    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Write a whole buffer into an unfinished file."""
-
-    def close(self) -> None:
-        """See that every file is whole."""
-
+With large folios a long write at a multiple of its length takes several times as long (ext4 and XFS, Linux 6.16 on).
+"""
 
 NUMBERS = 4
 """How many threads are told from each other."""
@@ -177,6 +94,11 @@ class LocalStore:
         with reading(SourceError, path), self._opened(path, os.O_RDONLY) as fd:
             return os.fstat(fd).st_size
 
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers from files, one after the other."""
+        for want in wants:
+            self.read_into(*want)
+
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file.
 
@@ -216,21 +138,25 @@ class LocalStore:
             with suppress(OSError, SourceError), self._opened(path, os.O_RDONLY) as fd:
                 drop_pages(fd, first, last)
 
-    def create(self, path: str, size: int | None) -> None:
-        """Make the unfinished file beside `path`, with its space taken, or without where its size is not known yet.
+    @staticmethod
+    def unfinished(path: str) -> str:
+        """Return the name that a file has until it is published."""
+        return path + PARTIAL
+
+    def create(self, path: str, size: int | None) -> Sink:
+        """Make an unfinished file, with its space taken, or without where its size is not known yet.
 
         What is in it already stays: where a worker of a cluster is lost, this runs again while others write.
 
         Raises:
             BudgetError: the disk has no room; a new file is not left behind.
         """
-        partial = path + PARTIAL
-        self._forget(partial)  # a held handle may be of a file that was removed since
+        self._forget(path)  # a held handle may be of a file that was removed since
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            fd = _open_own(partial)
+            fd = _open_own(path)
         except OSError as error:
-            raise TargetError(f"{partial}: cannot be made: {error.strerror}") from error
+            raise TargetError(f"{path}: cannot be made: {error.strerror}") from error
         held = os.fstat(fd).st_size
         try:
             if size is not None and held > size:
@@ -240,33 +166,15 @@ class LocalStore:
         except OSError as error:
             if not held:
                 with suppress(OSError):
-                    os.unlink(partial)
-            raise write_error(partial, error, size or 0) from error
+                    os.unlink(path)
+            raise write_error(path, error, size or 0) from error
         finally:
             os.close(fd)
+        return _LocalSink(self, path, sized=size is not None)
 
-    def stream(self, path: str, size: int) -> Stream:
-        """Make the unfinished file beside `path`, to be written in order; raises as `create` does."""
-        self.create(path, size)
-        return _LocalStream(self, path)
-
-    def write_at(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Write a whole buffer into the unfinished file beside `path`."""
-        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
-            try:
-                done = os.pwrite(fd, buffer, offset)
-                while done < len(buffer):
-                    done += os.pwrite(fd, buffer[done:], offset + done)
-            except OSError as error:
-                raise write_error(path + PARTIAL, error, len(buffer)) from error
-
-    def cut(self, path: str, size: int) -> None:
-        """Cut the unfinished file beside `path` to its size, where that was not known before."""
-        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
-            try:
-                os.ftruncate(fd, size)
-            except OSError as error:
-                raise write_error(path + PARTIAL, error, 0) from error
+    def sink(self, path: str, *, sized: bool) -> Sink:
+        """Return what writes an unfinished file that is made; unless that is `sized`, it ends with its last byte."""
+        return _LocalSink(self, path, sized=sized)
 
     def drop_cache(
         self, path: str, first: int = 0, last: int | None = None, *, written: bool = False, wait: bool = True
@@ -277,32 +185,32 @@ class LocalStore:
             path: the file.
             first: in bytes.
             last: in bytes; None for all from `first` on.
-            written: of the unfinished file beside it, once what is written is on the disk.
+            written: it is an unfinished file; first, have on the disk what is written.
             wait: for that; without, it is begun, and what was on the disk already leaves the cache.
         """
-        with self._opened(*((path + PARTIAL, os.O_RDWR) if written else (path, os.O_RDONLY))) as fd:
+        with self._opened(path, os.O_RDWR if written else os.O_RDONLY) as fd:
             if written and wait:
                 try:
                     os.fdatasync(fd)
                 except OSError as error:
-                    raise write_error(path + PARTIAL, error, 0) from error
+                    raise write_error(path, error, 0) from error
             drop_pages(fd, first, last)
 
     def start_writeback(self, path: str) -> None:
-        """Have what is written of the unfinished file beside `path` go to the disk, without waiting until it is there.
+        """Have what is written of an unfinished file go to the disk, without waiting until it is there.
 
-        The disk then works while more is written, and `sync` has less to wait for and tells what failed.
+        The disk then works while more is written, and `sync` has less to wait for and reports what failed.
         """
-        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+        with self._opened(path, os.O_RDWR) as fd:
             start_writeback(fd)
 
     def sync(self, path: str) -> None:
-        """Have all bytes of the unfinished file beside `path` on the disk."""
-        with self._opened(path + PARTIAL, os.O_RDWR) as fd:
+        """Have all bytes of an unfinished file on the disk."""
+        with self._opened(path, os.O_RDWR) as fd:
             try:
                 os.fsync(fd)
             except OSError as error:
-                raise write_error(path + PARTIAL, error, 0) from error
+                raise write_error(path, error, 0) from error
 
     def sync_finished(self, path: str) -> None:
         """Have a file that has its final name on the disk, and the name."""
@@ -313,39 +221,44 @@ class LocalStore:
             except OSError as error:
                 raise write_error(path, error, 0) from error
 
-    def commit(self, path: str, *, sync: bool) -> None:
-        """Give the unfinished file beside `path` its final name, and have that on the disk too if `sync`."""
-        partial = path + PARTIAL
+    def publish(self, unfinished: str, path: str, *, durable: bool) -> None:
+        """Give an unfinished file its final name, and have that on the disk too if `durable`."""
         try:
-            self._forget(partial)  # closes it, and a network's file system may tell only then that bytes are lost
+            self._forget(unfinished)  # closes it, and a network's file system may say only then that bytes are lost
             self._forget(path)
-            os.replace(partial, path)
-            if sync:
+            os.replace(unfinished, path)
+            with suppress(FileNotFoundError):
+                os.unlink(unfinished)  # renaming one link of a file to another leaves both
+            if durable:
                 _sync_directory(path)
         except OSError as error:
-            raise write_error(partial, error, 0, "given its final name") from error
+            raise write_error(unfinished, error, 0, "given its final name") from error
 
-    def link(self, original: str, path: str, *, sync: bool) -> None:
-        """Make `path` a file with the bytes of another: a copy that shares its blocks, or else a hard link."""
-        self.discard(path)
+    def link(self, original: str, unfinished: str) -> None:
+        """Make an unfinished file with the bytes of another: a copy that shares its blocks, or else a hard link."""
+        self.discard(unfinished)
+        try:
+            os.makedirs(os.path.dirname(unfinished) or ".", exist_ok=True)
+            if not _share_blocks(original, unfinished):
+                os.link(original, unfinished)
+        except OSError as error:
+            raise write_error(unfinished, error, 0, f"linked to {original}") from error
+
+    def remove(self, path: str) -> None:
+        """Remove a finished file, if it is there."""
         self._forget(path)
         try:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            if not _share_blocks(original, path + PARTIAL):
-                os.link(original, path + PARTIAL)
-            os.replace(path + PARTIAL, path)
-            if sync:
-                _sync_directory(path)
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
         except OSError as error:
-            raise write_error(path, error, 0, f"linked to {original}") from error
-        finally:
-            self.discard(path)  # renaming one link of a file to another leaves both
+            raise TargetError(f"{path}: cannot be removed: {error.strerror}") from error
 
     def discard(self, path: str) -> None:
-        """Remove the unfinished file beside `path`, if it is there."""
-        self._forget(path + PARTIAL)
+        """Remove an unfinished file, if it is there; never raises."""
+        self._forget(path)
         with suppress(OSError):  # nothing that fails here may hide why the file is discarded
-            os.unlink(path + PARTIAL)
+            os.unlink(path)
 
     def close(self) -> None:
         """Close every file that nobody uses."""
@@ -398,18 +311,40 @@ class LocalStore:
         return LocalStore, ()
 
 
-class _LocalStream:
-    """A local file that is written in order; see `Stream`."""
+class _LocalSink:
+    """An unfinished local file that is written anywhere; see `Sink`."""
 
-    def __init__(self, store: LocalStore, path: str) -> None:
-        self._store, self._path, self._position = store, path, 0
+    __slots__ = ("_end", "_path", "_sized", "_store")
+    ended = False
 
-    def write(self, content: memoryview | bytes) -> None:
-        self._store.write_at(self._path, self._position, memoryview(content))
-        self._position += len(content)
+    def __init__(self, store: LocalStore, path: str, *, sized: bool) -> None:
+        self._store, self._path, self._sized = store, path, sized
+        self._end = 0
 
-    def finish(self, *, sync: bool) -> None:
-        if sync:
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write all of some bytes."""
+        end = offset + len(data)
+        with self._store._opened(self._path, os.O_RDWR) as fd:  # noqa: SLF001 -- a part of the store
+            try:
+                stop = offset - offset % WRITE_BYTES + WRITE_BYTES
+                begin = offset + os.pwrite(fd, data if end <= stop else data[: stop - offset], offset)
+                while begin < end:
+                    stop = begin - begin % WRITE_BYTES + WRITE_BYTES
+                    begin += os.pwrite(fd, data[begin - offset : stop - offset], begin)
+            except OSError as error:
+                raise write_error(self._path, error, len(data)) from error
+        if not self._sized:
+            self._end = max(self._end, end)
+
+    def finish(self, *, durable: bool) -> None:
+        """Cut the file where what was written ends, if its size was not known; have it on the disk if `durable`."""
+        if not self._sized:
+            with self._store._opened(self._path, os.O_RDWR) as fd:  # noqa: SLF001
+                try:
+                    os.ftruncate(fd, self._end)  # a task that a lost worker began may have written more
+                except OSError as error:
+                    raise write_error(self._path, error, 0) from error
+        if durable:
             self._store.sync(self._path)
 
     def abort(self) -> None:
@@ -439,6 +374,24 @@ class _Handle:
         self.fd = fd
         self.users = 0
         self.forgotten = False
+
+
+def open_regular(path: str | os.PathLike[str], error: type[ReshardError]) -> int:
+    """Open a regular file for reading, through links, and return its descriptor.
+
+    Raises:
+        ReshardError: of the kind given: there is no such file, it may not be read, or it is something else.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as failed:
+        raise error(f"{path}: cannot be read: {failed.strerror}") from failed
+    except ValueError as failed:  # a zero byte, or half of a surrogate pair, which no path can have
+        raise error(f"{str(path)!r}: cannot be read: {failed}") from None
+    if not S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise error(f"{path}: is no regular file but a directory, a pipe or a device")
+    return fd
 
 
 def _open(path: str, flags: int) -> int:
@@ -504,14 +457,7 @@ def write_error(path: str, error: OSError, nbytes: int, done: str = "written") -
     return TargetError(f"{path}: cannot be {done}: {error.strerror}")
 
 
-_local: LocalStore | None = None
-_local_lock = threading.Lock()
-
-
+@lru_cache(maxsize=1)
 def local_store() -> LocalStore:
-    """Return this process's store of local files."""
-    global _local  # noqa: PLW0603 -- one a process, so that the number of open files is bounded
-    with _local_lock:
-        if _local is None:
-            _local = LocalStore()
-        return _local
+    """Return this process's store of local files: one, so that the number of open files is bounded."""
+    return LocalStore()

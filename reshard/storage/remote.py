@@ -1,26 +1,32 @@
-"""Files at URLs: what of `pathlib` finding a checkpoint needs, and how errors of a file system are told.
+"""Bytes at URLs, through fsspec: ranges to be read, many in one go, and whole files to be written from first to last.
 
 Every kind of URL that fsspec knows is one: `s3://`, `gs://`, `memory://` and so on. Credentials and addresses come from
 where the file system itself looks for them (its environment variables, or fsspec's own `FSSPEC_S3_ENDPOINT_URL` and
 the like), never from a plan, so that they are neither written down nor sent to other machines.
+
+A request to an object store takes as long as a megabyte or more, and such a store has no positioned writes. So of the
+ranges that are read together, those that touch, or nearly, are joined, and all are requested at once. A file is
+written as a stream, which the file system sends in parts. Where it appears only when its last part is there (`_WHOLE`),
+it has its final name then; elsewhere it is written beside and moved, as on a local disk.
 """
 
 from __future__ import annotations
 
-import os
+from bisect import bisect_right
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from reshard.errors import GoneError, ReshardError, SourceError, UsageError
+from reshard.errors import GoneError, ReshardError, SourceError, TargetError, UsageError
+from reshard.storage.base import PARTIAL, Capabilities, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from reshard.storage.base import Sink, Want
 
 _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-_LOCAL = ("file://", "local://")
 
 # What tells that a file is another than before, the surest first; which of them there is depends on the file system.
 _VERSIONS = (
@@ -37,53 +43,79 @@ _VERSIONS = (
     "modify",
 )
 
+Range = tuple[str, int, int]
+"""A path, where a range of bytes begins in it, and how many they are."""
 
-class Status(NamedTuple):
-    """What tells one state of a file from another.
+FETCH_BYTES = 32 << 20
+"""How many bytes a thread requests at once."""
 
-    Attributes:
-        nbytes: its size.
-        mtime_ns: when it last changed, in nanoseconds; of a file at a URL a number that stands for its entity tag or
-            whatever else its file system has.
-        change: of a local file, when anything of it last changed (ctime) and the number of its inode: whoever sets the
-            time back does not set these. No copy has them, and no other machine need see the same.
+LIBRARY_BYTES = 56 << 20
+"""Resident memory of fsspec and a file system's library, s3fs with its client being the largest; measured."""
+
+LEAST_PART_BYTES = 8 << 20
+"""The least that is sent in one part of a file; S3 wants 5 MiB."""
+
+_MOST_PARTS = 9_000  # S3 takes 10,000
+_REQUEST_BYTES = 8 << 20  # longer ranges are several requests, which run side by side
+REQUESTS = 16
+"""How many requests are under way at once."""
+
+_GAP = 32 << 10  # less than a request costs
+
+# File systems on which a file appears when its last byte is there.
+_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs"}
+
+
+def part_bytes(size: int) -> int:
+    """Return how large the parts are in which a file of this size is sent, in bytes.
+
+    >>> part_bytes(1 << 20) >> 20, part_bytes(1 << 40) >> 20
+    (8, 117)
     """
-
-    nbytes: int
-    mtime_ns: int
-    change: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Status:
-        """Return what the system says of a local file."""
-        return cls(status.st_size, status.st_mtime_ns, (status.st_ctime_ns, status.st_ino))
-
-    def is_still(self, before: Status) -> bool:
-        """Return whether a file is as it was before, as far as both are known."""
-        return self[:2] == before[:2] and ((0, 0) in {self.change, before.change} or self.change == before.change)
+    return max(LEAST_PART_BYTES, -(-size // (_MOST_PARTS << 20)) << 20)
 
 
-def is_url(path: object) -> bool:
-    """Tell a URL from a local path.
+def fetched_bytes(threads: int, band_bytes: int) -> int:
+    """Return the memory that so many threads take to read at URLs: what is requested, as it comes in and as a piece."""
+    return LIBRARY_BYTES + threads * 2 * (FETCH_BYTES + band_bytes)
 
-    >>> is_url("s3://bucket/run"), is_url("runs/1")
-    (True, False)
+
+@lru_cache(maxsize=64)
+def remote_can(scheme: str) -> Capabilities:
+    """Return what can be done at URLs of a kind."""
+    return Capabilities(
+        positioned=False,
+        whole=scheme in _WHOLE,
+        appends=False,
+        locks=False,
+        requests=REQUESTS,
+        library_bytes=LIBRARY_BYTES,
+    )
+
+
+def appears_whole(path: str) -> bool:
+    """Return whether a file at a URL has its final name as soon as it is complete, and not before."""
+    return remote_can(path.partition("://")[0]).whole
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """Join ranges that touch or nearly do, and cut what is long.
+
+    >>> joined([("a", 100, 10), ("a", 0, 90), ("b", 0, 1)])
+    [('a', 0, 110), ('b', 0, 1)]
     """
-    return "://" in str(path)
-
-
-def as_path(path: str | os.PathLike[str] | RemotePath) -> Path | RemotePath:
-    """Return a path or URL as what can be looked into; a `file://` URL is a local path.
-
-    >>> as_path("s3://bucket/run/"), as_path("file:///run") == Path("/run")
-    (RemotePath(url='s3://bucket/run'), True)
-    """
-    if isinstance(path, RemotePath):
-        return path
-    text = os.fspath(path)
-    for scheme in _LOCAL:
-        text = text.removeprefix(scheme)
-    return RemotePath(text.rstrip("/")) if is_url(text) else Path(text)
+    found: list[Range] = []
+    for path, offset, nbytes in sorted(ranges):
+        if found and found[-1][0] == path and offset <= sum(found[-1][1:]) + _GAP:
+            begin = found[-1][1]
+            found[-1] = (path, begin, max(sum(found[-1][1:]), offset + nbytes) - begin)
+        else:
+            found.append((path, offset, nbytes))
+    return [
+        (path, begin, min(_REQUEST_BYTES, offset + nbytes - begin))
+        for path, offset, nbytes in found
+        for begin in range(offset, offset + nbytes, _REQUEST_BYTES)
+    ]
 
 
 def filesystem(url: str) -> tuple[Any, str]:
@@ -132,96 +164,202 @@ def forget_listings(url: str) -> None:
     filesystem(url)[0].invalidate_cache()
 
 
-def existing(directory: Path | RemotePath, files: Iterable[str]) -> list[str]:
-    """Return those of some files below a directory that are there, as it is now."""
-    if isinstance(directory, RemotePath):
-        forget_listings(directory.url)
-        there = {file.url for file in directory.files()}
-        return [file for file in files if f"{directory}/{file}" in there]
-    return [file for file in files if os.path.lexists(directory / file)]
+class RemoteStore:
+    """Files at URLs. Safe to use from several threads."""
 
-
-@dataclass(frozen=True, order=True)
-class RemotePath:
-    """A file or directory at a URL, without a slash at its end; what of `pathlib.Path` finding a checkpoint needs.
-
-    Object stores have no directories: whatever a name begins with, up to a slash, is one.
-    """
-
-    url: str
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return PurePosixPath(self.url).name
-
-    @property
-    def stem(self) -> str:
-        """The last part without its extension."""
-        return PurePosixPath(self.url).stem
-
-    @property
-    def suffix(self) -> str:
-        """The extension, with its dot."""
-        return PurePosixPath(self.url).suffix
-
-    @property
-    def parent(self) -> RemotePath:
-        """The directory that it is in."""
-        return RemotePath(self.url.rpartition("/")[0])
-
-    def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(f"{self.url}/{name}")
-
-    def absolute(self) -> RemotePath:
-        """Return itself."""
-        return self
-
-    def relative_to(self, directory: Path | RemotePath) -> PurePosixPath:
-        """Return where it is below a directory."""
-        return PurePosixPath(self.url.removeprefix(f"{directory}/"))
-
-    def is_file(self) -> bool:
-        """Return whether it is a file."""
-        return self._kind() == "file"
-
-    def is_dir(self) -> bool:
-        """Return whether anything is below it."""
-        return self._kind() == "directory"
-
-    def _kind(self) -> str | None:
-        with telling(self.url, "looked at"):
-            fs, name = filesystem(self.url)
-            try:
-                return str(fs.info(name)["type"])
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-
-    def status(self) -> Status:
-        """Return its size and version, as they are known since `forget_listings`."""
-        with telling(self.url, "looked at"):
-            fs, name = filesystem(self.url)
+    def status(self, path: str) -> Status:
+        """Return the state of a file as it is now."""
+        with telling(path, "looked at"):
+            fs, name = filesystem(path)
+            fs.invalidate_cache(fs._parent(name))  # noqa: SLF001 -- the one way to ask about a single file anew
             return status_of(fs.info(name))
 
-    def iterdir(self) -> list[RemotePath]:
-        """Return what is directly in it."""
-        with telling(self.url, "listed"):
-            fs, root = filesystem(self.url)
-            return [self / str(name)[len(root) :].strip("/") for name in fs.ls(root, detail=False) if name != root]
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes, as the last listing has it."""
+        with telling(path, "looked at"):
+            fs, name = filesystem(path)
+            return status_of(fs.info(name)).nbytes
 
-    def files(self) -> list[RemotePath]:
-        """Return all files below it, none where it is not: one request for a thousand of them, in any directories."""
-        with telling(self.url, "listed"):
-            fs, root = filesystem(self.url)
-            with suppress(FileNotFoundError):
-                return [self / str(name)[len(root) :].strip("/") for name in fs.find(root) if name != root]
-            return []
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers from files: by few requests, all of those for some MB at once.
 
-    def read_bytes(self) -> bytes:
-        """Return the contents."""
-        with telling(self.url, "read"):
-            fs, name = filesystem(self.url)
+        Raises:
+            SourceError: a file ends before a buffer is full, or cannot be read.
+        """
+        batch: list[Want] = []
+        room = FETCH_BYTES
+        for path, offset, buffer in wants:
+            for begin in range(0, len(buffer), FETCH_BYTES):
+                piece = buffer[begin : begin + FETCH_BYTES]
+                batch.append((path, offset + begin, piece))
+                room -= len(piece)
+                if room <= 0:
+                    _fill(batch)
+                    batch, room = [], FETCH_BYTES
+        _fill(batch)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill one buffer."""
+        self.read([(path, offset, buffer)])
+
+    @staticmethod
+    def unfinished(path: str) -> str:
+        """Return the name that a file has until it is published: its own where it appears whole."""
+        return path if appears_whole(path) else path + PARTIAL
+
+    def create(self, path: str, size: int | None) -> Sink:
+        """Begin to write a file in order; its size decides how it is sent.
+
+        Raises:
+            TargetError: it cannot be written.
+        """
+        return _RemoteSink(path, size or 0)
+
+    def publish(self, unfinished: str, path: str, *, durable: bool) -> None:  # noqa: ARG002 -- what is there stays
+        """Give a written file its final name, where it does not have it yet."""
+        if unfinished == path:
+            return
+        with telling(path, "given its final name", TargetError):
+            fs, name = filesystem(path)
+            if fs.exists(name):
+                fs.rm_file(name)
+            fs.mv(filesystem(unfinished)[1], name)
+
+    def link(self, original: str, unfinished: str) -> None:
+        """Make a file with the bytes of another: a copy that the file system makes by itself."""
+        with telling(unfinished, "copied", TargetError):
+            fs, name = filesystem(original)
+            _make_directory(unfinished)
+            fs.cp_file(name, filesystem(unfinished)[1])
+
+    def remove(self, path: str) -> None:
+        """Remove a finished file, if it is there.
+
+        Raises:
+            TargetError: it cannot be removed.
+        """
+        with telling(path, "removed", TargetError), suppress(FileNotFoundError):
+            fs, name = filesystem(path)
+            fs.rm_file(name)
+
+    def discard(self, path: str) -> None:
+        """Remove a file, if it is there; never raises."""
+        with suppress(Exception):  # nothing that fails here may hide why the file is removed
+            fs, name = filesystem(path)
+            fs.rm_file(name)
+
+    def discard_unfinished(self, path: str) -> None:
+        """Remove what a run wrote of a file under another name, if it is there."""
+        if not appears_whole(path):
+            self.discard(self.unfinished(path))
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small file in one go.
+
+        Raises:
+            TargetError: it cannot be written.
+        """
+        with telling(path, "written", TargetError):
+            _make_directory(path)
+            fs, name = filesystem(path)
+            fs.pipe_file(name, content)
+
+    def contents(self, path: str) -> bytes | None:
+        """Return what is in a small file; None where it is not there.
+
+        Raises:
+            SourceError: it cannot be read.
+        """
+        with suppress(GoneError), telling(path, "read"):
+            fs, name = filesystem(path)
             return bytes(fs.cat_file(name))
+        return None
 
-    def __str__(self) -> str:
-        return self.url
+
+class _RemoteSink:
+    """A file that is being sent, from its first byte to its last; see `Sink`."""
+
+    ended = False
+
+    def __init__(self, path: str, size: int) -> None:
+        self._path, self._position = path, 0
+        with telling(path, "written", TargetError):
+            _make_directory(path)
+            fs, name = filesystem(path)
+            self._file = fs.open(name, "wb", block_size=part_bytes(size))
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        assert offset == self._position, "a file is sent in order"  # noqa: S101
+        with telling(self._path, "written", TargetError):
+            self._file.write(data)
+        self._position += len(data)
+
+    def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- what is there is there for good
+        with telling(self._path, "written", TargetError):
+            self._file.close()
+
+    def abort(self) -> None:
+        with suppress(Exception):  # nothing that fails here may hide why
+            self._file.discard()
+        with suppress(Exception):
+            self._file.closed = True  # or it would be completed as it is when it is collected
+
+
+def _make_directory(path: str) -> None:
+    if not appears_whole(path):
+        fs, name = filesystem(path.rpartition("/")[0])
+        fs.makedirs(name, exist_ok=True)
+
+
+def _fill(wants: Sequence[Want]) -> None:
+    """Request what some buffers are to hold, and copy it there."""
+    pieces: dict[str, tuple[list[int], list[bytes]]] = {}
+    requests = joined((path, offset, len(buffer)) for path, offset, buffer in wants)
+    for (path, offset, _), piece in zip(requests, _requested(requests), strict=True):
+        starts, found = pieces.setdefault(path, ([], []))
+        starts.append(offset)
+        found.append(piece)
+    for path, offset, buffer in wants:
+        starts, found = pieces[path]
+        number = bisect_right(starts, offset) - 1
+        done = 0
+        while done < len(buffer):
+            part = memoryview(found[number])[offset + done - starts[number] :][: len(buffer) - done]
+            buffer[done : done + len(part)] = part
+            done += len(part)
+            number += 1
+
+
+def _requested(requests: Sequence[Range]) -> list[bytes]:
+    """Return what some ranges hold, those of one file system asked for side by side."""
+    found: dict[Range, bytes] = {}
+    by_scheme: dict[str, list[Range]] = {}
+    for each in requests:
+        by_scheme.setdefault(each[0].partition("://")[0], []).append(each)
+    for some in by_scheme.values():
+        with telling(some[0][0], "read"):
+            fs, name = filesystem(some[0][0])
+            stops = [offset + nbytes for _, offset, nbytes in some]
+            if len(some) == 1:
+                contents = [fs.cat_file(name, start=some[0][1], end=stops[0])]
+            else:
+                paths = [fs._strip_protocol(path) for path, _, _ in some]  # noqa: SLF001 -- as fsspec's own
+                contents = fs.cat_ranges(paths, [offset for _, offset, _ in some], stops, on_error="raise")
+        for (path, offset, nbytes), content in zip(some, contents, strict=True):
+            _check_length(path, offset, nbytes, content)
+            found[path, offset, nbytes] = content
+    return [found[each] for each in requests]
+
+
+def _check_length(path: str, offset: int, nbytes: int, piece: bytes) -> None:
+    if len(piece) != nbytes:
+        raise SourceError(
+            f"{path}: ends at byte {offset + len(piece)}; {nbytes - len(piece)} more bytes were expected "
+            "(cut short, or changed since it was opened)"
+        )
+
+
+@lru_cache(maxsize=1)
+def remote_store() -> RemoteStore:
+    """Return this process's store of files at URLs."""
+    return RemoteStore()

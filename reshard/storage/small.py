@@ -1,24 +1,30 @@
-"""Writing what is no checkpoint: strategy files, manifests and saved plans, each whole or not at all.
+"""Small files: strategy files, indexes, manifests and saved plans, which are held in memory.
 
-Nothing is written over what is read for it, by whatever name; that is so of checkpoints too (`refuse_inputs`).
+To be read: regular files only, which nobody vouches for, of no more bytes than they may have, and JSON once. To be
+written: each whole or not at all. Nothing is written over what is read for it, by whatever name; that is so of
+checkpoints too (`refuse_inputs`).
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from posixpath import normpath
 from stat import S_ISDIR, S_ISREG
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, TargetError, Text
-from reshard.storage.remote import RemotePath, as_path
+from reshard.storage.local import open_regular
+from reshard.storage.places import AnyName, RemotePath, as_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    AnyName = str | os.PathLike[str] | RemotePath
+    from reshard.errors import ReshardError
+    from reshard.storage.places import Place
 
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}  # two names of one thing
 
@@ -60,7 +66,7 @@ def refuse_inputs(
 
 def is_within(path: AnyName, directory: AnyName) -> bool:
     """Return whether a path is a directory or below it, by whatever spelling, and wherever links lead."""
-    place, above = as_path(path), as_path(directory)
+    place, above = as_place(path), as_place(directory)
     if isinstance(place, RemotePath) or isinstance(above, RemotePath):
         return f"{_url_of(place)}/".startswith(f"{_url_of(above)}/")
     real = Path(os.path.realpath(place))
@@ -70,7 +76,7 @@ def is_within(path: AnyName, directory: AnyName) -> bool:
 
 def _identities(path: AnyName) -> set[object]:
     """Return what is the same of all names of one file: where it is without links, and what the system calls it."""
-    place = as_path(path)
+    place = as_place(path)
     if isinstance(place, RemotePath):
         return {_url_of(place)}
     found: set[object] = {os.path.realpath(place)}
@@ -80,7 +86,7 @@ def _identities(path: AnyName) -> set[object]:
     return found
 
 
-def _url_of(place: Path | RemotePath) -> str:
+def _url_of(place: Place) -> str:
     scheme, _, rest = str(place).rpartition("://")
     return f"{_SCHEMES.get(scheme, scheme)}:{normpath(rest.strip('/'))}"
 
@@ -122,3 +128,70 @@ def _refuse_others(place: Path) -> None:
         raise TargetError(f"{place}: is a directory; expected the name of a file")
     if not S_ISREG(mode):
         raise TargetError(f"{place}: is no regular file but a pipe or a device; choose another name")
+
+
+def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -> bytes:
+    """Return the contents of a regular file that is held in memory.
+
+    Args:
+        path: the file, which may be at a URL.
+        what: what it should be, for messages.
+        most: so many bytes and no more are taken.
+        error: what is raised.
+
+    Raises:
+        ReshardError: of the kind given: as for `open_regular`, or the file is larger.
+    """
+    if isinstance(path, RemotePath):
+        if path.status().nbytes > most:
+            raise error(f"{path}: has more than {most} bytes, which no {what} has")
+        return path.read_bytes()
+    try:
+        with os.fdopen(open_regular(path, error), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            large = size > most
+            content = b"" if large else file.read(size + 1)  # not `most`: so much memory would be taken, at once
+            while not large and len(content) <= most and (more := file.read(1 << 20)):
+                content += more  # a file of /proc says nothing of its size
+    except OSError as failed:
+        raise error(f"{path}: cannot be read: {failed.strerror}") from None
+    if large or len(content) > most:
+        raise error(f"{path}: has more than {most} bytes, which no {what} has")
+    return content
+
+
+def parse_json(content: bytes, repeated: list[str]) -> Any:
+    """Return what JSON in UTF-8 says.
+
+    Args:
+        content: the JSON.
+        repeated: gets the names that stand twice in one object; of these, one reader takes the first and another the
+            last.
+
+    Raises:
+        ValueError: it is not JSON, not UTF-8, too deep, or has a number of thousands of digits.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            repeated.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return found
+
+    try:
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:
+        raise ValueError("it has a number of thousands of digits") from None
+
+
+def is_text(text: str) -> bool:
+    r"""Return whether a string can be UTF-8: JSON can have half of a surrogate pair, and nothing else can.
+
+    >>> is_text("größe"), is_text("\ud800")
+    (True, False)
+    """
+    return text.isascii() or text.encode(errors="replace").decode() == text

@@ -16,7 +16,6 @@ Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `p
 from __future__ import annotations
 
 import difflib
-import filecmp
 import json
 import re
 from dataclasses import replace
@@ -27,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import Faults, LayoutError, ReshardError, StrategyError, UsageError
 from reshard.layout.block import LONGEST_NAME, Shape, shape_text
 from reshard.layout.layout import Axes, Layout, foldings
-from reshard.storage.remote import RemotePath, as_path
-from reshard.storage.small import refuse_inputs, write_whole
-from reshard.storage.untrusted import is_text, parse_json, read_small, reading
+from reshard.storage.base import reading
+from reshard.storage.places import AnyName, Place, as_place
+from reshard.storage.small import is_text, parse_json, read_small, refuse_inputs, write_whole
 from reshard.strategy.strategy import MERGED_NAME, Operator, Placed, Strategy, agreed_devices, merge
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ _RANGES = {
 
 
 @reading(StrategyError)
-def read_strategy(path: str | os.PathLike[str] | RemotePath) -> Strategy:
+def read_strategy(path: AnyName) -> Strategy:
     """Read a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks.
 
     The format is told by content. The files of a directory are merged in memory. Beside a local file that is not merged
@@ -76,7 +75,7 @@ def read_strategy(path: str | os.PathLike[str] | RemotePath) -> Strategy:
         StrategyError: the file is missing, cannot be parsed or contradicts itself; all faults at once, each with
             its path in the file.
     """
-    where = as_path(path)
+    where = as_place(path)
     if where.is_dir():
         return merge([(str(file), _read_file(file)) for file in strategy_files(where)])
     strategy = _read_file(where)
@@ -85,12 +84,12 @@ def read_strategy(path: str | os.PathLike[str] | RemotePath) -> Strategy:
             f"{where}: names no tensor; expected the layout of at least one (MindSpore leaves such a file when the "
             "network has no parallel parameter, or its compilation failed)"
         )
-    if isinstance(where, Path) and not (strategy.merged or strategy.others):
+    if not (where.can.waits or strategy.merged or strategy.others):
         return replace(strategy, others=_has_others_beside(where, strategy))
     return strategy
 
 
-def _has_others_beside(path: Path, strategy: Strategy) -> bool:
+def _has_others_beside(path: Place, strategy: Strategy) -> bool:
     """Return whether a file is of one stage of several, by the strategy file of the last rank, if one is beside it."""
     parts = _LAST_NUMBER.fullmatch(path.name)
     if parts is None:
@@ -98,13 +97,17 @@ def _has_others_beside(path: Path, strategy: Strategy) -> bool:
     try:
         found = [_LAST_NUMBER.fullmatch(other.name) for other in path.parent.iterdir()]
         alike = [other for other in found if other and _are_alike(other, parts)]
-        last = path.with_name(max(alike, key=lambda other: int(other[2]))[0])
-        if last.name == path.name or filecmp.cmp(path, last, shallow=False):  # ranks of one stage have equal files
+        last = path.parent / max(alike, key=lambda other: int(other[2]))[0]
+        if last.name == path.name or _are_equal(path, last):  # ranks of one stage have equal files
             return False
         other = _read_file(last)
     except (OSError, ReshardError, ValueError):  # whatever it is, it is not asked for
         return False
     return not other.merged and other.devices == strategy.devices and other.stages != strategy.stages
+
+
+def _are_equal(path: Place, other: Place) -> bool:
+    return path.status().nbytes == other.status().nbytes and path.read_bytes() == other.read_bytes()
 
 
 def _are_alike(a: re.Match[str], b: re.Match[str]) -> bool:
@@ -119,13 +122,13 @@ def _are_alike(a: re.Match[str], b: re.Match[str]) -> bool:
     return a.group(1, 3) == b.group(1, 3) or first == second
 
 
-def strategy_files(directory: Path | RemotePath) -> list[Path | RemotePath]:
+def strategy_files(directory: Place) -> list[Place]:
     """Return the strategy files of a directory, in the order of the numbers in their names.
 
     Raises:
         StrategyError: both formats are there, or none.
     """
-    found: dict[str, list[Path | RemotePath]] = {
+    found: dict[str, list[Place]] = {
         suffix: [p for p in directory.iterdir() if p.suffix == suffix and p.is_file()] for suffix in (".ckpt", ".json")
     }
     if all(found.values()):
@@ -161,7 +164,7 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
         StrategyError: a stage is missing, a file is empty, files of one stage disagree; all faults at once.
         TargetError: the file to write is one of them, or cannot be written.
     """
-    source = as_path(directory)
+    source = as_place(directory)
     if not source.is_dir():
         raise StrategyError(f"{source}: is not a directory; expected one that holds the strategy file of every rank")
     files = strategy_files(source)
@@ -171,7 +174,7 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
     return merged
 
 
-def _read_file(path: Path | RemotePath) -> Strategy:
+def _read_file(path: Place) -> Strategy:
     content = read_small(path, "strategy file", _LARGEST_FILE, StrategyError)
     if not content:
         raise StrategyError(f"{path}: is empty; a strategy file was expected (was saving it interrupted?)")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, LayoutError, UsageError, names
-from reshard.storage.untrusted import read_small
+from reshard.storage.small import read_small
 from reshard.strategy.operators import OPERATORS, OperatorStrategy
 from reshard.strategy.rules import OPTIONS, from_operators, from_rules
 

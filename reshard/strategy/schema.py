@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.storage.untrusted import is_text, parse_json
+from reshard.storage.small import is_text, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable

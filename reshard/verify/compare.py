@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.local import Coding
+    from reshard.storage.base import Coding
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

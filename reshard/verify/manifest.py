@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.layout.block import LONGEST_NAME
-from reshard.storage.small import refuse_existing, write_whole
-from reshard.storage.untrusted import parse_json, read_small
+from reshard.storage.small import parse_json, read_small, refuse_existing, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -15,8 +15,7 @@ from reshard.formats.entries import FileIndex, ranges
 from reshard.layout.block import shape_text
 from reshard.source.headers import gaps
 from reshard.storage.crc32c import combine_ranges, crc32c
-from reshard.storage.local import local_store
-from reshard.storage.remote_store import any_store
+from reshard.storage.places import any_store
 from reshard.storage.threads import each
 from reshard.verify.difference import Difference
 from reshard.verify.manifest import Manifest
@@ -250,7 +249,7 @@ def _summed(
     try:
         each(lambda task: _task(task, scratch), tasks, threads, add)
     finally:
-        local_store().close()
+        any_store().close()
     sums |= {key: combine_ranges(some) for key, some in found.items()}
     return Summed(sums, read)
 
@@ -264,8 +263,9 @@ def _task(task: Sequence[_Range], scratch: threading.local) -> list[tuple[_Range
         value = 0
         for begin in range(one.begin, one.begin + one.nbytes, BAND_BYTES):
             band = scratch.buffer[: min(BAND_BYTES, one.begin + one.nbytes - begin)]
-            for offset, start, stop in ranges(one.runs, begin, len(band)):
-                any_store().read_into(one.path, offset, band[start:stop])
+            any_store().read(
+                [(one.path, offset, band[start:stop]) for offset, start, stop in ranges(one.runs, begin, len(band))]
+            )
             value = crc32c(band, value)
         summed.append((one, value))
     return summed

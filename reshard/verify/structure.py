@@ -14,7 +14,7 @@ from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.source.replicas import Replicas, in_every_stage, in_several_stages, is_deduplicated
-from reshard.storage.local import PARTIAL
+from reshard.storage.base import PARTIAL
 from reshard.strategy.names import matches, optimizer_states
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from reshard.source.checkpoint import Checkpoint
 from reshard.source.open import open as open_checkpoint
 from reshard.source.open import read_headers
 from reshard.storage.cipher import store_of
-from reshard.storage.remote import is_url
+from reshard.storage.places import is_url
 from reshard.verify.difference import Difference
 from reshard.verify.manifest import Manifest, read_manifest
 from reshard.verify.manifest_files import check_files, sum_files
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard.run.run import Progress
-    from reshard.source.open import AnyName
+    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.verify.compare import Check, Compared, Mismatch
 
@@ -214,8 +214,13 @@ def make_manifest(
     return sum_files(root, files, others, threads=_threads(threads), progress=told)
 
 
+def manifest_can_check(target: AnyName) -> bool:
+    """Return whether a manifest can be held against what is there: local files."""
+    return not is_url(target)
+
+
 def _refuse_url(target: AnyName) -> None:
-    if is_url(target):
+    if not manifest_can_check(target):
         raise UsageError(f"{target}: a manifest is of local files; compare what is at a URL with its source")
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.plan.plan import Held
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.local import Coding
+    from reshard.storage.base import Coding
 
 _GAP = 64 << 10
 """Bytes between two wanted ranges that are read rather than jumped over: what a read call costs, in bytes."""
@@ -177,8 +177,9 @@ class _Piece:
         missing = begin + len(buffer) - sum(nbytes for _, nbytes in self.runs)
         if missing > 0:
             raise SourceError(f"{self.path}: block {self.block} is {missing} bytes longer than what the file has of it")
-        for offset, start, stop in ranges(self.runs, begin, len(buffer)):
-            store_of(self.coding).read_into(self.path, offset, buffer[start:stop])
+        store_of(self.coding).read(
+            [(self.path, offset, buffer[start:stop]) for offset, start, stop in ranges(self.runs, begin, len(buffer))]
+        )
 
     def read_items(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> None:
         """Fill `out` with the block's items at these indices along each dimension, none of them empty."""

@@ -15,11 +15,12 @@ from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import TargetError
 from reshard.formats.sets import share_of
 from reshard.formats.target_files import Stored
-from reshard.storage.local import LocalStore
 from reshard.storage.remote import filesystem
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from faulty import Call, Faults
 
 SHAPES = {"a": (8, 4), "b": (4, 8), "c": (4, 4)}
 FULL = numbers(SHAPES)
@@ -71,24 +72,20 @@ def test_nor_from_python_or_in_a_bucket(whole: Path, out: Path, style: str) -> N
         assert set(reshard.open(place)) == set(FULL)
 
 
-def test_what_a_run_that_was_killed_left_is_no_part_of_another_set(
-    whole: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_that_was_killed_left_is_no_part_of_another_set(whole: Path, out: Path, faults: Faults) -> None:
     """Some files had their names already, and no index says whose they are."""
     small, large = (
         reshard.plan(reshard.open(whole), files=MindSporeSet(size), format="safetensors") for size in (100, 10_000)
     )
-    commit = LocalStore.commit
 
-    def killed(self: LocalStore, path: str, *, sync: bool) -> None:
-        if path.endswith(".json"):
+    def killed(call: Call) -> None:
+        if call.path.endswith(".json"):
             raise KeyboardInterrupt
-        commit(self, path, sync=sync)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "commit", killed)
-        with pytest.raises(KeyboardInterrupt):
-            small.run(out)
+    faults.every(killed, "publish")
+    with pytest.raises(KeyboardInterrupt):
+        small.run(out)
+    faults.clear()
     assert sorted(tree(out)) == [f"part{number}.safetensors" for number in range(3)]
     with pytest.raises(TargetError, match="part1.safetensors, part2.safetensors of another set"):
         large.run(out, overwrite=True)

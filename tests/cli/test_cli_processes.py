@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoints import tree
 from commands import Case, call, done, heed_signals
+from faulty import IMPORTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,17 +107,15 @@ def test_a_reader_that_goes_away_is_no_error_message(case: Case) -> None:
 
 _SLOW = """
 import os, sys, time
-from reshard.storage.local import LocalStore
+from faulty import Faults, MonkeyPatch, install
 
-def slow(name, seconds):
-    original = getattr(LocalStore, name)
-    def method(self, *args, **kwargs):
-        os.write(2, name.encode() + b"\\n")  # at once: several threads do
-        time.sleep(seconds)
-        return original(self, *args, **kwargs)
-    setattr(LocalStore, name, method)
+def slow(call):
+    os.write(2, call.kind.encode() + b"\\n")  # at once: several threads do
+    time.sleep({seconds})
 
-slow({name!r}, {seconds})
+faults = Faults()
+faults.every(slow, {name!r})
+install(faults, MonkeyPatch())
 if {plain!r}:
     sys.modules["rich"] = None
 from reshard.cli.main import main
@@ -126,7 +125,7 @@ main(sys.argv[1:])
 
 def slowly(name: str, seconds: float, arguments: Sequence[str | Path], *, plain: bool = False) -> list[str]:
     """A `reshard` whose store takes its time, and tells on stderr when it does."""
-    code = _SLOW.format(name=name, seconds=seconds, plain=plain)
+    code = IMPORTED + _SLOW.format(name=name, seconds=seconds, plain=plain)
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
@@ -257,7 +256,7 @@ def test_too_few_file_descriptors_are_said(case: Case, tmp_path: Path, limit: in
 
 def test_a_run_stopped_at_its_end_tells_what_to_type(case: Case, tmp_path: Path) -> None:
     command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies]
-    returned, _ = stopped_at("commit", 0.1, signal.SIGTERM, command)
+    returned, _ = stopped_at("publish", 0.1, signal.SIGTERM, command)
     assert returned == 143
     done(*command)
     assert len(tree(tmp_path)) == 4
@@ -288,7 +287,7 @@ def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None
     ours, theirs = pty.openpty()
     arguments: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies]
     process = subprocess.Popen(
-        slowly("commit", 0.02, arguments, plain=plain),
+        slowly("publish", 0.02, arguments, plain=plain),
         stdout=subprocess.PIPE,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},

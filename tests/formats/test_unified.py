@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import helpers
 import numpy as np
 import pytest
 from checkpoints import Array, assert_rank_files, numbers, tree, write_file, write_ranks
 from commands import call
+from faulty import Faults, raising
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -18,10 +19,6 @@ from reshard import HuggingFaceSet, Layout, MindSporeSet, Selection, Strategy
 from reshard.errors import SourceError, UsageError
 from reshard.formats.sets import read_index
 from reshard.plan import budget
-from reshard.storage.local import LocalStore
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROWS, COLUMNS = Layout.of([4], [0, -1]), Layout.of([4], [-1, 0])
 SHAPES = {"a": (8, 8), "b": (16, 8), "c": (4, 4), "moments.a": (8, 8)}
@@ -125,31 +122,17 @@ def test_names_in_hugging_faces_style(source: reshard.Checkpoint, tmp_path: Path
             assert opened.metadata()["format"] == "pt"  # transformers refuses "ms"
 
 
-def test_the_index_gets_its_name_last(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named: list[str] = []
-    commit = LocalStore.commit
-
-    def watching(self: LocalStore, path: str, *, sync: bool) -> None:
-        commit(self, path, sync=sync)
-        named.append(path.rpartition("/")[2])
-
-    monkeypatch.setattr(LocalStore, "commit", watching)
+def test_the_index_gets_its_name_last(source: reshard.Checkpoint, tmp_path: Path, faults: Faults) -> None:
     for style, index in INDEXES.items():
-        named.clear()
+        faults.clear()
         unified(source, tmp_path / style, style, 300)
+        named = [Path(call.path).name for call in faults.of("publish")]
         assert len(named) > 3
         assert named[-1] == index
 
 
-def test_a_failed_run_leaves_no_index(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_self: LocalStore, _path: str, _offset: int, _view: memoryview) -> None:
-        raise OSError("gone")
-
-    monkeypatch.setattr(LocalStore, "write_at", broken)
+def test_a_failed_run_leaves_no_index(source: reshard.Checkpoint, tmp_path: Path, faults: Faults) -> None:
+    faults.every(raising(OSError("gone")), "write_at")
     with pytest.raises(Exception, match="gone"):
         unified(source, tmp_path / "set", "huggingface", 300)
     assert not (tmp_path / "set").exists() or not tree(tmp_path / "set")
@@ -178,21 +161,17 @@ def test_selected_and_cast_tensors_make_smaller_sets(source: reshard.Checkpoint,
     assert all(np.array_equal(found[f"model.{name}"], FULL[name].astype(np.float16)) for name in "abc")
 
 
-def test_a_file_larger_than_all_buffers_is_written_in_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_larger_than_all_buffers_is_written_in_bands(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """256 KB in one file, by threads that may hold 4 KB each."""
     full = numbers({"w": (256, 256)})
     strategy = Strategy.of({"w": COLUMNS})
     source = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
     monkeypatch.setattr(budget, "BAND_BYTES", 4096)
-    largest: list[int] = []
-    read_into = LocalStore.read_into
-
-    def watching(self: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
-        largest.append(len(buffer))
-        read_into(self, path, offset, buffer)
-
-    monkeypatch.setattr(LocalStore, "read_into", watching)
+    faults.clear()
     root = unified(source, tmp_path / "set", "mindspore", 1 << 30)
+    largest = [call.nbytes for call in faults.of("read_into")]
     assert max(largest) <= 4096
     assert sum(largest) == full["w"].nbytes
     assert np.array_equal(load_file(root / "part0.safetensors")["w"], full["w"])

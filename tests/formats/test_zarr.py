@@ -30,6 +30,8 @@ from reshard.plan.zarr import provenance
 from reshard.source.zarr import clipped
 
 if TYPE_CHECKING:
+    from faulty import Faults
+
     from reshard.run.run import Progress
 
 __all__ = ["source", "tasks"]  # fixtures, for pytest to find
@@ -250,22 +252,12 @@ def test_a_copy_that_differs_between_the_ranks_is_that_of_the_first(tmp_path: Pa
     assert reshard.open(tmp_path / "z")["state"].compute().tolist() == [0, 1, 2, 3]
 
 
-def test_slices_read_their_bytes_only(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_read_their_bytes_only(source: reshard.Checkpoint, tmp_path: Path, faults: Faults) -> None:
     source.to_zarr(tmp_path / "z")
     own = reshard.open(tmp_path / "z")
-    read = 0
-    real = reshard.storage.local.LocalStore.read_into
-
-    def counted(self: object, path: str, offset: int, buffer: memoryview) -> None:
-        nonlocal read
-        read += len(buffer)
-        real(self, path, offset, buffer)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(reshard.storage.local.LocalStore, "read_into", counted)
+    faults.clear()
     assert_same(own["layers.0.wq"][2:4].compute(), FULL["layers.0.wq"][2:4])
-    assert read == 2 * 6 * 4
+    assert sum(call.nbytes for call in faults.of("read_into")) == 2 * 6 * 4
 
 
 def test_a_store_takes_no_strategy_and_is_not_converted(source: reshard.Checkpoint, tmp_path: Path) -> None:

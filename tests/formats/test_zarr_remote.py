@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import zarr
 from checkpoints import tree, write_file, write_ranks
+from faulty import Faults, raising
 from remotes import Requests, changing, get, put
 from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source
 
@@ -19,8 +20,8 @@ from reshard import Layout, Strategy, ZarrGroup
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.plan import budget
 from reshard.plan.partition import owned
-from reshard.storage import remote_store
-from reshard.storage.remote_store import LEAST_PART_BYTES
+from reshard.storage import remote
+from reshard.storage.remote import LEAST_PART_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,7 +108,7 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
     source: reshard.Checkpoint,
     root: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     compression: str | None,
     overwrite: bool,
 ) -> None:
@@ -119,30 +120,23 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
         plan.run(store)
         with pytest.raises(TargetError, match="already; choose another"):
             plan.run(store)
-    written: list[str] = []
-    real = remote_store.RemoteStore.stream
-    fails_at = 0
-
-    def stream(self: Any, path: str, size: int) -> Any:
-        assert "zarr.json" not in get(store)
-        written.append(path)
-        if len(written) == fails_at:
-            raise TargetError("the network is gone")
-        return real(self, path, size)
-
-    monkeypatch.setattr(remote_store.RemoteStore, "stream", stream)
     for share in (0.1, 0.5, 1):
-        written.clear()
-        fails_at = round(share * len(plan.files))
+        faults.clear()
+        faults.every(lambda _call: none_yet(store), "create")
+        faults.nth(round(share * len(plan.files)) - 1, raising(TargetError("the network is gone")), "create")
         with pytest.raises(TargetError, match="the network is gone"):
             plan.run(store, overwrite=overwrite, scheduler="synchronous")
         with pytest.raises(SourceError, match="is not there|has no checkpoint"):
             reshard.open(store)
         assert get(store) == {}
-    assert written[-1] == f"{store}/zarr.json"
-    monkeypatch.undo()
+    assert faults.of("create")[-1].path == f"{store}/zarr.json"
+    faults.clear()
     plan.run(store)
     assert get(store) == tree(tmp_path / "local")
+
+
+def none_yet(store: str) -> None:
+    assert "zarr.json" not in get(store)
 
 
 def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str) -> None:
@@ -171,7 +165,7 @@ def test_large_chunks_are_sent_in_parts(
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     strategy = Strategy.of({"w": Layout.of([2], [-1, 0])})
     local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
-    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
     plan = reshard.plan(local, files=ZarrGroup(shard_bytes=0))
     plan.run(f"{bucket}/z")
     assert asked.operations.count("CompleteMultipartUpload") == 2
@@ -199,15 +193,15 @@ def test_what_reading_at_urls_takes_is_predicted_and_within_the_budget(tmp_path:
     """Fewer threads request less at once; no budget is met that has no room for one."""
     path = write_file(tmp_path / "a.safetensors", {"w": np.zeros((256, 256), np.float32)})
     put(tmp_path, "memory://predicted")
-    local, remote = reshard.open(path), reshard.open("memory://predicted/a.safetensors")
-    more = reshard.plan(remote, threads=1).stats.peak_memory - reshard.plan(local, threads=1).stats.peak_memory
-    assert more >= remote_store.LIBRARY_BYTES + 2 * remote_store.FETCH_BYTES
+    here, there = reshard.open(path), reshard.open("memory://predicted/a.safetensors")
+    more = reshard.plan(there, threads=1).stats.peak_memory - reshard.plan(here, threads=1).stats.peak_memory
+    assert more >= remote.LIBRARY_BYTES + 2 * remote.FETCH_BYTES
     with pytest.raises(BudgetError, match="the least that works is") as caught:
-        reshard.plan(remote, memory=100_000_000, threads=4)
+        reshard.plan(there, memory=100_000_000, threads=4)
     least = int(str(caught.value).split("the least that works is ")[1].split(":")[0])
-    assert reshard.plan(local, memory=100_000_000, threads=4)
-    assert reshard.plan(remote, memory=least, threads=4).threads == 1
-    assert reshard.plan(remote, memory=least, threads=4).stats.peak_memory <= least
+    assert reshard.plan(here, memory=100_000_000, threads=4)
+    assert reshard.plan(there, memory=least, threads=4).threads == 1
+    assert reshard.plan(there, memory=least, threads=4).stats.peak_memory <= least
 
 
 def test_the_commands(source: reshard.Checkpoint, root: str, tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import reference
+from faulty import Faults, forget, install, raising
 from fuzzing import SECONDS, Fuzzer, WrongError, done, error_of, require, reshard
 from reference import Held, Read, Side, Tensor, Wishes
 
 from reshard.plan import budget
-from reshard.storage import local as store
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -464,22 +464,15 @@ def run_again(case: Case, root: Path, words: list[str], rng: Random) -> Told:
 
 def stopped(case: Case, root: Path, words: list[str], rng: Random) -> Told:
     """Stop after some writes, by a full disk, look that nothing unfinished has a final name, and go on."""
-    left = rng.randint(0, 20)
-    original = store.LocalStore.write_at
-
-    def write_at(self: store.LocalStore, path: str, offset: int, buffer: memoryview) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(28, "No space left on device", path)
-        original(self, path, offset, buffer)
-
+    left, faults = rng.randint(0, 20), Faults()
+    faults.nth(left, raising(OSError(28, "No space left on device")), "write_at", after=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store.LocalStore, "write_at", write_at)
+        install(faults, patch)
         result = reshard(*words)
+    forget()
     if result.exit_code == 4 and "stands for" in result.stderr:
         return None
-    if left < 0:
+    if len(faults.of("write_at")) > left:
         require(result.exit_code == 5, f"a full disk: exit code {result.exit_code}: {error_of(result)}")
         for path in sorted((root / "out").rglob("*")):
             if path.is_file() and ".reshard" not in path.parts and path.suffix in {".ckpt", ".safetensors"}:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
+from faulty import Faults, raising
 from generators import Model, models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from reshard.formats import ckpt
 from reshard.plan import budget
 from reshard.plan import partition as ownership
 from reshard.plan.partition import owned
-from reshard.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,25 +58,22 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most:
         assert max(map(len, alone.groups)) <= most
 
 
-def test_files_are_written_from_first_byte_to_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_from_first_byte_to_last(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(budget, "BAND_BYTES", 512)
     monkeypatch.setattr(ckpt, "PART_BYTES", 101)  # contents in several messages, cut in the middle of an element
     also = {"note": "päd → ✓", "empty": np.zeros((0, 3), np.float32), "step": np.array(7, np.int32)}
     root = write_ranks(tmp_path / "src", FULL, split(8, 0), "ckpt", also=also)
     plan = reshard.plan(reshard.open(root, strategy=split(8, 0)), split(6, 1))
     plan.run(tmp_path / "by_tensor")
-    written: dict[str, list[tuple[int, int]]] = {}
-    write_at = LocalStore.write_at
-
-    def watched(self: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
-        written.setdefault(path, []).append((offset, len(buffer)))
-        write_at(self, path, offset, buffer)
-
-    monkeypatch.setattr(LocalStore, "write_at", watched)
     for drop_cache in (False, True):
-        written.clear()
+        faults.clear()
         plan.run(tmp_path / "by_file", ownership="file", threads=3, restart=True, drop_cache=drop_cache)
         assert tree(tmp_path / "by_file") == tree(tmp_path / "by_tensor")
+        written: dict[str, list[tuple[int, int]]] = {}
+        for call in faults.of("write_at"):
+            written.setdefault(call.path, []).append((call.offset, call.nbytes))
         assert len(written) == 6
         for pieces in written.values():
             assert len(pieces) > 30
@@ -137,19 +134,9 @@ def test_sets_and_links(tmp_path: Path) -> None:
         assert tree(tmp_path / name / "by_file") == tree(tmp_path / name / "by_tensor")
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing(tmp_path: Path, faults: Faults) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", FULL, split(8, 0)), strategy=split(8, 0))
-    count = 0
-    write_at = LocalStore.write_at
-
-    def failing(self: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
-        nonlocal count
-        count += 1
-        if count == 5:
-            raise KeyboardInterrupt
-        write_at(self, path, offset, buffer)
-
-    monkeypatch.setattr(LocalStore, "write_at", failing)
+    faults.nth(4, raising(KeyboardInterrupt()), "write_at")
     with pytest.raises(KeyboardInterrupt):
         reshard.plan(source, split(4, 0)).run(tmp_path / "out", ownership="file", scheduler="synchronous")
     assert tree(tmp_path / "out") == {}

@@ -19,12 +19,13 @@ from reshard.errors import ChangedError, ReshardError, SourceError, TargetError
 from reshard.plan import fingerprint
 from reshard.plan.fingerprint import file_digests
 from reshard.run import session as resume
-from reshard.storage.local import LocalStore
+from reshard.storage.local import local_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.storage.remote import Status
+    from faulty import Call, Faults
+
 
 __all__ = ["command", "small_tasks", "source"]  # fixtures, for pytest to find
 
@@ -56,20 +57,18 @@ def test_a_source_that_was_touched_is_refused(source: reshard.Checkpoint, tmp_pa
 @pytest.mark.parametrize("how", ["gone", "content"])
 @pytest.mark.parametrize("ownership", ["tensor", "file"])
 def test_a_source_that_changes_during_the_run(
-    source: reshard.Checkpoint, tmp_path: Path, how: str, ownership: str, monkeypatch: pytest.MonkeyPatch
+    source: reshard.Checkpoint, tmp_path: Path, how: str, ownership: str, faults: Faults
 ) -> None:
-    real, path, turns = LocalStore.write_at, Path(source.files[1].path), iter(range(20))
+    path = Path(source.files[1].path)
 
-    def write_at(*arguments: Any) -> None:
-        if next(turns, None) == 10:
-            if how == "gone":
-                path.unlink()
-            else:
-                path.write_bytes(bytes(path.stat().st_size))
-                os.utime(path, ns=(0, 0))
-        real(*arguments)
+    def change(_call: Call) -> None:
+        if how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(bytes(path.stat().st_size))
+            os.utime(path, ns=(0, 0))
 
-    monkeypatch.setattr(LocalStore, "write_at", write_at)
+    faults.nth(10, change, "write_at")
     with pytest.raises(ChangedError) as caught:
         reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
     assert str(path) in str(caught.value)
@@ -109,17 +108,11 @@ def test_a_source_that_changes_during_the_run_and_has_its_time_set_back(
     ownership: str,
     change: Callable[[Path], object],
     turn: int,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
     """Blocks of both were written, and called done."""
-    real, path, turns = LocalStore.write_at, Path(source.files[1].path), iter(range(20))
-
-    def write_at(*arguments: Any) -> None:
-        if next(turns, None) == turn:
-            same_time(path, change)
-        real(*arguments)
-
-    monkeypatch.setattr(LocalStore, "write_at", write_at)
+    path = Path(source.files[1].path)
+    faults.nth(turn, lambda _call: same_time(path, change), "write_at")
     with pytest.raises(
         ChangedError, match="changed since it was opened, though its size and time are as they were"
     ) as caught:
@@ -163,7 +156,7 @@ def test_what_travels_has_no_inode_of_this_machine(source: reshard.Checkpoint, t
     assert (there, there.change) == (source.files[0], (0, 0))
     assert source.files[0].change != (0, 0)
     same_time(Path(there.path), in_place)
-    now = LocalStore().status(there.path)
+    now = local_store().status(there.path)
     assert now.is_still(there.status)
     assert not now.is_still(source.files[0].status)
 
@@ -215,21 +208,14 @@ def test_a_header_that_is_shared_is_digested_once(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("ownership", ["tensor", "file"])
 def test_nothing_is_kept_of_a_source_that_is_cut_short_during_the_run(
-    source: reshard.Checkpoint, tmp_path: Path, ownership: str, monkeypatch: pytest.MonkeyPatch
+    source: reshard.Checkpoint, tmp_path: Path, ownership: str, faults: Faults
 ) -> None:
     """What it says is true: whole again, though of another time, the same command makes everything anew."""
     path = Path(source.files[1].path)
-    content, real, turns = path.read_bytes(), LocalStore.write_at, iter(range(20))
-
-    def write_at(*arguments: Any) -> None:
-        if next(turns, None) == 10:
-            os.truncate(path, len(content) // 4)
-        real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "write_at", write_at)
-        with pytest.raises(ReshardError) as caught:
-            reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
+    content = path.read_bytes()
+    faults.nth(10, lambda _call: os.truncate(path, len(content) // 4), "write_at")
+    with pytest.raises(ReshardError) as caught:
+        reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
     said = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert str(path) in said
     assert "resumes" not in said
@@ -242,21 +228,14 @@ def test_nothing_is_kept_of_a_source_that_is_cut_short_during_the_run(
 
 
 def test_finished_files_of_a_source_that_changes_are_told(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: reshard.Checkpoint, tmp_path: Path, faults: Faults
 ) -> None:
     """An earlier run made them: the next one is refused without an option, and the error of this one names it."""
     reshard.plan(source, TARGET, ranks=[0]).run(tmp_path / "out")
-    path, real, turns = Path(source.files[1].path), LocalStore.write_at, iter(range(20))
-
-    def write_at(*arguments: Any) -> None:
-        if next(turns, None) == 4:
-            os.utime(path, ns=(0, 0))
-        real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "write_at", write_at)
-        with pytest.raises(ChangedError) as caught:
-            reshard.plan(source, TARGET).run(tmp_path / "out", threads=1)
+    path = Path(source.files[1].path)
+    faults.nth(4, lambda _call: os.utime(path, ns=(0, 0)), "write_at")
+    with pytest.raises(ChangedError) as caught:
+        reshard.plan(source, TARGET).run(tmp_path / "out", threads=1)
     assert str(caught.value).endswith("start again")
     assert caught.value.__notes__ == ["with restart=True, since files that were made of it before are there"]
     assert len(tree(tmp_path / "out")) == 1
@@ -281,26 +260,23 @@ def test_a_source_that_was_another_for_a_while(source: reshard.Checkpoint, tmp_p
     assert plan.run(tmp_path / "out").resumed == 0
 
 
-def test_a_source_out_of_reach_has_not_changed(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_out_of_reach_has_not_changed(source: reshard.Checkpoint, tmp_path: Path, faults: Faults) -> None:
     """A network file system that is gone for a while: what is written is kept, and the same command goes on."""
     plan = reshard.plan(source, TARGET)
-    real, gone = LocalStore.status, False
+    gone = False
 
-    def status(store: LocalStore, path: str) -> Status:
+    def status(call: Call) -> None:
         if gone:
-            raise SourceError(f"{path}: cannot be read: Stale file handle")
-        return real(store, path)
+            raise SourceError(f"{call.path}: cannot be read: Stale file handle")
 
     def away(event: Any) -> None:
         nonlocal gone
         gone = event.written == event.total
 
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "status", status)
-        with pytest.raises(SourceError, match="Stale file handle") as caught:
-            plan.run(tmp_path / "out", progress=away)
+    faults.every(status, "status")
+    with pytest.raises(SourceError, match="Stale file handle") as caught:
+        plan.run(tmp_path / "out", progress=away)
+    gone = False
     assert not isinstance(caught.value, ChangedError)
     total = plan.stats.bytes_written
     (note,) = caught.value.__notes__

@@ -33,6 +33,8 @@ from reshard.storage.page_cache import cache_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from faulty import Faults
+
 __all__ = ["interruptible"]  # fixtures, for pytest to find
 
 pytest.importorskip("distributed")
@@ -157,7 +159,7 @@ def test_dask_does_not_walk_through_the_plan(
 
 
 def test_workers_of_one_machine_sync_at_the_end(
-    made: reshard.Plan, wired: tuple[Wire, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: reshard.Plan, wired: tuple[Wire, Any], tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every task would wait for the disk, and every file be synced many times; elsewhere nobody else can do it."""
     root = str(tmp_path)
@@ -165,17 +167,15 @@ def test_workers_of_one_machine_sync_at_the_end(
     assert here == cache_of(root) != ""
     monkeypatch.setattr(reshard_cluster, "cache_of", lambda _directory: "this process")
     assert reshard_cluster.check_workers(made, root, wired[1]) == ""
-    synced: list[str] = []
-    monkeypatch.setattr(LocalStore, "sync", lambda _store, path: synced.append(path))
     for cached, waited in ((here, 0), ("another machine", len(made.files)), ("", len(made.files))):
         how = tasks.How(apart=True, cached=cached)
         assert ("sync" in graph.Graph(made, root, how).kinds()) == bool(cached)
         tasks.create_files(made, range(len(made.files)), root, how)
-        assert len(synced) == waited
-        synced.clear()
+        assert len(faults.of("sync")) == waited
+        faults.clear()
         tasks.move_task(made, 0, root, how, None)
-        assert bool(synced) == bool(waited)
-        synced.clear()
+        assert bool(faults.of("sync")) == bool(waited)
+        faults.clear()
 
 
 @pytest.mark.parametrize("ownership", ["tensor", "file"])

@@ -13,7 +13,7 @@ import reshard
 from reshard.errors import TargetError
 from reshard.plan.fingerprint import file_digests
 from reshard.run.journal import DIRECTORY, Journal
-from reshard.storage.local import PARTIAL
+from reshard.storage.base import PARTIAL
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 from checkpoints import tree, write_ranks
+from faulty import IMPORTED, Faults, raising
 from remotes import COLUMNS, FULL, ROWS, get, put, records
 
 import reshard
@@ -18,11 +19,9 @@ from reshard import Layout, Strategy
 from reshard.errors import ChangedError, TargetError
 from reshard.plan.fingerprint import file_digests
 from reshard.run.remote_journal import RemoteJournal
-from reshard.storage import remote_store
 from reshard.view.report import report_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -39,16 +38,10 @@ def undisturbed(source: reshard.Checkpoint, tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def streamed(faults: Faults) -> list[str]:
     """The files that were begun to be written, by their last two names."""
     found: list[str] = []
-    real = remote_store.RemoteStore.stream
-
-    def stream(self: Any, path: str, size: int) -> Any:
-        found.append("/".join(path.split("/")[-2:]))
-        return real(self, path, size)
-
-    monkeypatch.setattr(remote_store.RemoteStore, "stream", stream)
+    faults.every(lambda call: found.append("/".join(call.path.split("/")[-2:])), "create")
     return found
 
 
@@ -89,27 +82,14 @@ def test_finished_files_are_not_written_again(
 
 def test_a_run_that_fails_at_any_write_is_gone_on_with(
     root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str], several_groups: None,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:  # fmt: skip
     """Of files, records, names: whatever fails, no file is wrong, and what is whole is not written again."""
     plan = reshard.plan(source, COLUMNS)
-    stream, store = remote_store._RemoteStream, remote_store.RemoteStore
-    operations = [(stream, "write"), (stream, "finish"), (store, "commit"), (store, "put")]
+    operations, gone = ("write_at", "finish", "publish", "put"), raising(TargetError("the network is gone"))
     count = 0
     for number in range(60):
-        turns = iter(range(number))
-
-        def failing(real: Any, turns: Iterator[int]) -> Any:
-            def operation(*arguments: Any, **options: Any) -> Any:
-                if next(turns, None) is None:
-                    raise TargetError("the network is gone")
-                return real(*arguments, **options)
-
-            return operation
-
-        with monkeypatch.context() as patch:
-            for kind, name in operations:
-                patch.setattr(kind, name, failing(getattr(kind, name), turns))
+        with faults.broken(number, gone, *operations, after=True):
             try:
                 plan.run(f"{root}/out{number}", scheduler="synchronous")
                 break
@@ -128,14 +108,11 @@ def test_a_run_that_fails_at_any_write_is_gone_on_with(
 _KILLED = """
 import os, signal, sys
 from reshard.plan import partition
-from reshard.storage.remote_store import RemoteStore
+from faulty import Faults, MonkeyPatch, install
 partition.STREAMS_AT_ONCE = 1
-real, turns = RemoteStore.put, iter(range(int(sys.argv[2])))
-def put(*arguments):
-    if next(turns, None) is None:
-        os.kill(os.getpid(), int(sys.argv[1]))
-    return real(*arguments)
-RemoteStore.put = put
+faults = Faults()
+faults.nth(int(sys.argv[2]), lambda call: os.kill(os.getpid(), int(sys.argv[1])), "put", after=True)
+install(faults, MonkeyPatch())
 from reshard.cli.main import main
 main(sys.argv[3:])
 """
@@ -150,7 +127,10 @@ def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Pat
     options = [f"--source-strategy={tmp_path}/rows.ckpt", f"--target-strategy={tmp_path}/columns.ckpt", "--threads=1"]
     command = ["transform", f"{tmp_path}/src", f"{bucket}/out", *options]
     stopped = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(int(number)), "4", *command], capture_output=True, text=True, check=False
+        [sys.executable, "-c", IMPORTED + _KILLED, str(int(number)), "4", *command],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     kept = get(f"{bucket}/out")
     assert len(kept) == 2
@@ -294,44 +274,26 @@ def test_an_older_index_goes_first_without_a_journal_too(
     assert index not in get(f"{root}/out")
 
 
-def test_what_a_group_replaces_stays_until_all_of_it_is_sent(
-    source: reshard.Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_group_replaces_stays_until_all_of_it_is_sent(source: reshard.Checkpoint, faults: Faults) -> None:
     """Where a file gets its name after it is sent."""
     plan = reshard.plan(source, COLUMNS)
     url = f"memory://{uuid.uuid4().hex}"
     plan.run(url)
     before = get(url)
-    real, left = remote_store._RemoteStream.finish, iter(range(1))
-
-    def finish(*arguments: Any, **options: Any) -> None:
-        if next(left, None) is None:
-            raise TargetError("the network is gone")
-        real(*arguments, **options)
-
-    monkeypatch.setattr(remote_store._RemoteStream, "finish", finish)
+    faults.clear()
+    faults.nth(1, raising(TargetError("the network is gone")), "finish", after=True)
     with pytest.raises(TargetError, match="the network is gone"):
         plan.run(url, scheduler="synchronous", restart=True)
     assert get(url) == before
 
 
-def test_links_are_gone_on_with(
-    root: str, source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_are_gone_on_with(root: str, source: reshard.Checkpoint, tmp_path: Path, faults: Faults) -> None:
     replicas = Strategy.of({name: Layout.of([4], [-1] * array.ndim) for name, array in FULL.items()})
     plan = reshard.plan(source, replicas, link_replicas=True)
     plan.run(tmp_path / "out")
-    real, left = remote_store.RemoteStore.link, iter(range(1))
-
-    def link(*arguments: Any, **options: Any) -> None:
-        if next(left, None) is None:
-            raise TargetError("the network is gone")
-        real(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(remote_store.RemoteStore, "link", link)
-        with pytest.raises(TargetError, match="the network is gone"):
-            plan.run(f"{root}/out", scheduler="synchronous")
+    gone = raising(TargetError("the network is gone"))
+    with faults.broken(1, gone, "link", after=True), pytest.raises(TargetError, match="the network is gone"):
+        plan.run(f"{root}/out", scheduler="synchronous")
     assert plan.run(f"{root}/out").finished == 2
     assert get(f"{root}/out") == tree(tmp_path / "out")
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_rank_files, numbers, places, tree, write_ranks
 from commands import heed_signals
+from faulty import IMPORTED
 from generators import Model, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,8 +46,8 @@ from reshard.run import journal
 from reshard.run import session as resume
 from reshard.run.journal import Journal
 from reshard.run.session import foreseen
+from reshard.storage.base import PARTIAL
 from reshard.storage.crc32c import crc32c
-from reshard.storage.local import PARTIAL
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan
@@ -304,14 +305,11 @@ def test_no_checksum_is_made_up(source: reshard.Checkpoint, tmp_path: Path) -> N
 _SIGNALLED = """
 import os, sys
 from reshard.plan import budget; from reshard.run import session as resume
-from reshard.storage.local import LocalStore
+from faulty import Faults, MonkeyPatch, install
 budget.TASK_BYTES, budget.BAND_BYTES, resume.FLUSH_SECONDS = 512, 256, 0
-original, count = getattr(LocalStore, sys.argv[2]), iter(range(10**6))
-def method(*arguments, **options):
-    if next(count) == int(sys.argv[3]):
-        os.kill(os.getpid(), int(sys.argv[1]))
-    return original(*arguments, **options)
-setattr(LocalStore, sys.argv[2], method)
+faults = Faults()
+faults.nth(int(sys.argv[3]), lambda call: os.kill(os.getpid(), int(sys.argv[1])), sys.argv[2])
+install(faults, MonkeyPatch())
 from reshard.cli.main import main
 main(sys.argv[4:])
 """
@@ -319,14 +317,17 @@ main(sys.argv[4:])
 
 @pytest.mark.parametrize(
     ("number", "code", "operation", "at"),
-    [(signal.SIGTERM, 143, "write_at", 14), (signal.SIGINT, 130, "commit", 0)],
+    [(signal.SIGTERM, 143, "write_at", 14), (signal.SIGINT, 130, "publish", 0)],
 )
 def test_a_stopped_run_says_how_far_it_is(
     command: list[str | Path], tmp_path: Path, number: int, code: int, operation: str, at: int
 ) -> None:
     total = reshard.plan(reshard.open(tmp_path / "src", strategy=SOURCE), TARGET).stats.bytes_written
     ended = subprocess.run(
-        [sys.executable, "-c", _SIGNALLED, str(number), operation, str(at), *map(str, command), "--threads", "1"],
+        [
+            sys.executable, "-c", IMPORTED + _SIGNALLED,
+            str(number), operation, str(at), *map(str, command), "--threads", "1",
+        ],
         check=False, capture_output=True, text=True, preexec_fn=heed_signals,
     )  # fmt: skip
     assert ended.returncode == code

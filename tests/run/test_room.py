@@ -12,7 +12,7 @@ from stopped_runs import FULL, TARGET, Written, small_tasks, source, stopped, ti
 
 import reshard
 from reshard.errors import BudgetError
-from reshard.storage.local import PARTIAL
+from reshard.storage.base import PARTIAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable

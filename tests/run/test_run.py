@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask
 import helpers
@@ -27,6 +27,9 @@ from reshard.formats.entries import Content
 from reshard.run import graph, tasks
 from reshard.run import reader as move
 from reshard.storage import local as store
+
+if TYPE_CHECKING:
+    from faulty import Faults
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
@@ -77,19 +80,22 @@ def test_bands_are_worked_out_anew_where_they_are_not_kept(
 
 @pytest.mark.parametrize("scheduler", ["synchronous", "threads"])
 def test_files_are_read_in_order(
-    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch, scheduler: str
+    source: reshard.Checkpoint,
+    tmp_path: Path,
+    small_tasks: None,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+    scheduler: str,
 ) -> None:
     """dask alone would take the tasks as they come out of a set, and the disk would wait for each of them."""
     move_task, begun = graph.move_task, []
 
     def noted(plan: Any, number: int, *given: Any) -> tasks.Receipt:
         begun.append(number)
-        assert dropped
+        assert faults.of("drop_glances")
         return move_task(plan, number, *given)
 
-    dropped: list[object] = []
     monkeypatch.setattr(graph, "move_task", noted)
-    monkeypatch.setattr(store.LocalStore, "drop_glances", lambda _, paths: dropped.append(paths))
     made = reshard.plan(source, TARGET)
     made.run(tmp_path / "out", scheduler=scheduler, threads=1)
     assert begun == list(range(len(made.tasks)))

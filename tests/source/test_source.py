@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.errors import SourceError, StrategyError, UsageError
 from reshard.source import probe
+
+if TYPE_CHECKING:
+    from faulty import Faults
 
 ROWS = Layout.of([4], [0, -1])
 FULL = numbers({"w": (8, 4), "b": (4,)})
@@ -35,23 +39,14 @@ def test_blocks_come_from_the_strategy_and_their_places_from_the_headers(root: P
     assert repr(source) == f"<Checkpoint {root}: 3 tensors, {8 * 4 * 4 + 4 * 4 + 4} bytes in 4 files>"
 
 
-def test_contents_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_are_not_read(tmp_path: Path, faults: Faults) -> None:
     full = {"w": np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)}
     strategy = Strategy.of({"w": ROWS})
     for format in ("ckpt", "safetensors"):
         root = write_ranks(tmp_path / format, full, strategy, format)
-        read = 0
-        real = reshard.storage.local.LocalStore.read_into
-
-        def counted(self: object, path: str, offset: int, buffer: memoryview, real: object = real) -> None:
-            nonlocal read
-            read += len(buffer)
-            real(self, path, offset, buffer)
-
-        monkeypatch.setattr(reshard.storage.local.LocalStore, "read_into", counted)
+        faults.clear()
         reshard.open(root, strategy=strategy)
-        monkeypatch.undo()
-        assert read < 200_000  # of 4 MB: headers, and a few samples
+        assert 0 < sum(call.nbytes for call in faults.of("read_into")) < 200_000  # of 4 MB: headers, and a few samples
 
 
 def test_one_file_of_whole_tensors_needs_no_strategy(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import tree
@@ -15,8 +16,13 @@ from stores import read, store
 import reshard
 from reshard.errors import SourceError
 from reshard.run import tasks
-from reshard.storage.local import PARTIAL, LocalStore
+from reshard.storage.base import PARTIAL
 from reshard.storage.page_cache import sync_file_range
+
+if TYPE_CHECKING:
+    from faulty import Faults
+
+    from reshard.storage.local import LocalStore
 
 __all__ = ["small_tasks", "source", "store"]  # fixtures, for pytest to find
 
@@ -108,38 +114,32 @@ def test_a_part_of_a_file_leaves_the_page_cache(store: LocalStore, tmp_path: Pat
 
 def test_writeback_is_started(store: LocalStore, tmp_path: Path) -> None:
     path = str(tmp_path / "a")
-    store.create(path, 1 << 20)
-    store.write_at(path, 0, memoryview(os.urandom(1 << 20)))
+    store.create(store.unfinished(path), 1 << 20)
+    store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(os.urandom(1 << 20)))
     start = sync_file_range()
     assert (start is not None) == (sys.platform == "linux")
     if start is not None:
         with Path(path + PARTIAL).open("rb+") as file:
             assert start(file.fileno(), 0, 0, 2) == 0
-    store.start_writeback(path)
-    store.discard(path)
+    store.start_writeback(store.unfinished(path))
+    store.discard(store.unfinished(path))
 
 
 def test_the_disk_begins_while_more_is_moved(
-    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch
+    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each task that wrote much of its files has them written back; without fsync nobody asks for that."""
-    start_writeback, begun = LocalStore.start_writeback, []
-
-    def noted(self: LocalStore, path: str) -> None:
-        begun.append(Path(path).relative_to(tmp_path))
-        start_writeback(self, path)
-
-    monkeypatch.setattr(LocalStore, "start_writeback", noted)
     made = reshard.plan(source, TARGET)
     made.run(tmp_path / "not asked", fsync=False)
-    assert not begun
+    assert not faults.of("start_writeback")
     made.run(tmp_path / "asked")
-    assert set(begun) == {Path("asked", file.path) for file in made.files}
+    begun = [call.path for call in faults.of("start_writeback")]
+    assert set(begun) == {f"{tmp_path}/asked/{file.path}" for file in made.files}
     assert len(begun) > len(made.files)
     monkeypatch.setattr(tasks, "WRITEBACK_FILES", len(made.files) - 1)
-    begun.clear()
+    faults.clear()
     made.run(tmp_path / "many")
-    assert not begun
+    assert not faults.of("start_writeback")
     monkeypatch.undo()
     monkeypatch.setattr("reshard.storage.page_cache.sync_file_range", lambda: None)  # another system
     made.run(tmp_path / "elsewhere")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import fsspec
 import numpy as np
 import pytest
 from checkpoints import tree, write_file, write_ranks
+from faulty import Faults, raising
 from remotes import COLUMNS, FULL, ROWS, Requests, changing, get, put, records
 
 import reshard
@@ -18,9 +19,9 @@ from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.plan import budget
 from reshard.run import reader
-from reshard.storage import remote_store
-from reshard.storage.remote import RemotePath, as_path
-from reshard.storage.remote_store import joined
+from reshard.storage import remote
+from reshard.storage.places import RemotePath, any_store, as_place, can
+from reshard.storage.remote import joined
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +105,7 @@ def test_a_large_file_is_sent_in_parts(
     bucket: str, asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_file(tmp_path / "model.safetensors", BIG)
-    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
     plan = reshard.plan(reshard.open(path), Strategy.of({"w": Layout.of([1], [-1, -1]), "v": Layout.of([1], [-1, -1])}))
     plan.run(bucket)
     assert asked.operations.count("UploadPart") >= 2
@@ -118,27 +119,24 @@ def test_a_large_file_is_sent_in_parts(
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_a_failure_leaves_nothing_unfinished(
-    root: str, asked: Requests, tmp_path: Path, several_groups: None, journal: bool, monkeypatch: pytest.MonkeyPatch
+    root: str,
+    asked: Requests,
+    tmp_path: Path,
+    several_groups: None,
+    journal: bool,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither unfinished files nor parts of them that cost money; without a journal no complete ones either."""
     before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
-    monkeypatch.setattr(remote_store, "LEAST_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
     monkeypatch.setattr(budget, "BAND_BYTES", 1 << 20)
     monkeypatch.setattr(reader, "FETCH_BYTES", 1 << 20)
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
-    real = remote_store.RemoteStore.fetch
-    count = 0
-
-    def failing(self: Any, ranges: Any) -> None:
-        nonlocal count
-        count += bool(ranges)
-        if count == 8 + 7:  # the first file is complete, five of the second file's eight MB are sent
-            raise SourceError("the network is gone")
-        real(self, ranges)
-
-    monkeypatch.setattr(remote_store.RemoteStore, "fetch", failing)
+    # The first file is complete, five of the second file's eight MB are sent.
+    faults.nth(8 + 6, raising(SourceError("the network is gone")), "read")
     with pytest.raises(SourceError, match="the network is gone") as caught:
         plan.run(f"{root}/out", scheduler="synchronous", journal=journal)
     assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == journal
@@ -213,7 +211,7 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
         reshard.open("gs://b/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    monkeypatch.setattr(reshard.storage.remote, "filesystem", lambda url: (fs, url.removeprefix("s3://")))
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (fs, url.removeprefix("s3://")))
     monkeypatch.setattr(fs, "retries", 1)
     with pytest.raises(SourceError, match=r"s3://b/x.*: cannot be looked at: .*127\.0\.0\.1:9"):
         reshard.open("s3://b/x")
@@ -227,7 +225,7 @@ def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
     plan.run(f"file://{tmp_path}/a")
     plan.run(tmp_path / "b")
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
-    assert as_path("memory://a/b/") == RemotePath("memory://a/b")
+    assert as_place("memory://a/b/") == RemotePath("memory://a/b")
 
 
 def test_ranges_are_joined_and_cut() -> None:
@@ -279,3 +277,74 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     done = command("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
     assert done.returncode == 0, done.stderr
     assert sorted(get(f"{bucket}/ckpt")) == [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(4)]
+
+
+def test_a_batch_is_few_requests(root: str, asked: Requests, tmp_path: Path) -> None:
+    """Ranges that are near are joined, whatever their order; local ones may be among them."""
+    content = np.random.default_rng(0).bytes(1 << 20)
+    (tmp_path / "a").write_bytes(content)
+    put(tmp_path, root)
+    ranges = [(f"{root}/a", offset, 3000) for offset in range(900_000, 0, -4000)]
+    ranges += [(str(tmp_path / "a"), 17, 1000)]
+    wants = [(path, offset, memoryview(bytearray(nbytes))) for path, offset, nbytes in ranges]
+    asked.ranges.clear()
+    any_store().read(wants)
+    assert len(asked.ranges) == 1
+    assert all(buffer == content[offset : offset + len(buffer)] for _, offset, buffer in wants)
+
+
+def test_a_long_range_is_read_in_bounded_batches(asked: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FETCH_BYTES", 1000)
+    fsspec.filesystem("memory").pipe_file("/batches/a", bytes(range(250)) * 10)
+    buffer = memoryview(bytearray(2500))
+    asked.ranges.clear()
+    any_store().read_into("memory://batches/a", 0, buffer)
+    assert bytes(buffer) == bytes(range(250)) * 10
+    assert [(start, end) for _, start, end in asked.ranges] == [(0, 1000), (1000, 2000), (2000, 2500)]
+    with pytest.raises(SourceError, match="a: ends at byte 2500; 1 more bytes were expected"):
+        any_store().read_into("memory://batches/a", 2499, memoryview(bytearray(2)))
+
+
+def test_an_array_at_a_url_is_read_in_as_few_requests_as_it_has_blocks(
+    root: str, asked: Requests, tmp_path: Path
+) -> None:
+    put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
+    lazy = reshard.open(f"{root}/src", strategy=ROWS)["w"]
+    asked.ranges.clear()
+    assert np.array_equal(lazy.compute(), FULL["w"])
+    assert len(asked.ranges) == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "whole"),
+    [("s3://bucket/a", True), ("memory://a", False), ("gs://bucket/a", True), ("sftp://host/a", False)],
+)
+def test_what_a_place_can_do(url: str, whole: bool, tmp_path: Path) -> None:
+    here, there = as_place(tmp_path / "a"), as_place(url)
+    assert there.can == can(url) != here.can == can(str(tmp_path))
+    assert (here.can.positioned, here.can.locks, here.can.waits, here.can.whole) == (True, True, False, False)
+    assert (there.can.positioned, there.can.locks, there.can.waits, there.can.whole) == (False, False, True, whole)
+
+
+def test_both_kinds_of_places_answer_alike(root: str, tmp_path: Path) -> None:
+    for name in ("src/rank_0/a.ckpt", "src/b.json", "src/rank_0/deep/c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    put(tmp_path / "src", f"{root}/src")
+    for base in (as_place(tmp_path / "src"), as_place(f"{root}/src")):
+        base.refresh()
+        assert base.is_dir()
+        assert not base.is_file()
+        assert (base.name, (base / "b.json").suffix, (base / "b.json").stem) == ("src", ".json", "b")
+        assert str((base / "b.json").parent) == str(base)
+        assert sorted(path.name for path in base.iterdir()) == ["b.json", "rank_0"]
+        found = sorted(path.relative_to(base).as_posix() for path in base.files())  # type: ignore[arg-type]
+        assert found == ["b.json", "rank_0/a.ckpt", "rank_0/deep/c"]
+        assert base.existing(["b.json", "rank_0/a.ckpt", "c"]) == ["b.json", "rank_0/a.ckpt"]
+        assert base.existing(["b.json", "c"]) == ["b.json"]
+        assert (base / "nothing").existing(["a"]) == []
+        assert (base / "b.json").read_bytes() == b"src/b.json"
+        assert (base / "b.json").status().nbytes == len("src/b.json")
+        assert (base / "b.json").is_there()
+        assert not (base / "nothing").is_there()
+        assert not base.is_symlink()

@@ -14,7 +14,8 @@ import pytest
 from stores import read, store
 
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.storage.local import PARTIAL, LocalStore, local_store
+from reshard.storage.base import PARTIAL
+from reshard.storage.local import LocalStore, local_store
 
 __all__ = ["store"]  # a fixture, for pytest to find
 
@@ -34,11 +35,11 @@ def listing(directory: Path) -> list[str]:
 
 def test_a_file_is_written_beside_and_appears_whole(store: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "rank_0" / "a.ckpt"  # the directory is made too
-    store.create(str(path), 6)
-    store.write_at(str(path), 3, memoryview(b"def"))
-    store.write_at(str(path), 0, memoryview(b"abc"))
+    store.create(store.unfinished(str(path)), 6)
+    store.sink(store.unfinished(str(path)), sized=True).write_at(3, memoryview(b"def"))
+    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(b"abc"))
     assert listing(path.parent) == ["a.ckpt" + PARTIAL]
-    store.commit(str(path), sync=True)
+    store.publish(store.unfinished(str(path)), str(path), durable=True)
     assert listing(path.parent) == ["a.ckpt"]
     assert path.read_bytes() == b"abcdef"
     assert store.size(str(path)) == 6
@@ -47,18 +48,18 @@ def test_a_file_is_written_beside_and_appears_whole(store: LocalStore, tmp_path:
 
 def test_what_was_not_written_is_zero(store: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "a"
-    store.create(str(path), 4)
-    store.write_at(str(path), 1, memoryview(b"x"))
-    store.commit(str(path), sync=False)
+    store.create(store.unfinished(str(path)), 4)
+    store.sink(store.unfinished(str(path)), sized=True).write_at(1, memoryview(b"x"))
+    store.publish(store.unfinished(str(path)), str(path), durable=False)
     assert path.read_bytes() == b"\0x\0\0"
 
 
 def test_a_discarded_file_is_gone_and_may_be_discarded_twice(store: LocalStore, tmp_path: Path) -> None:
     path = str(tmp_path / "a")
-    store.create(path, 4)
-    store.write_at(path, 0, memoryview(b"abcd"))
-    store.discard(path)
-    store.discard(path)
+    store.create(store.unfinished(path), 4)
+    store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
+    store.discard(store.unfinished(path))
+    store.discard(store.unfinished(path))
     assert listing(tmp_path) == []
 
 
@@ -66,10 +67,10 @@ def test_a_file_that_is_made_again_keeps_what_is_in_it(store: LocalStore, tmp_pa
     # A cluster runs the tasks of a lost worker again, while others go on writing.
     path = tmp_path / "a"
     Path(f"{path}{PARTIAL}").write_bytes(b"remains that are longer")
-    store.create(str(path), 8)
-    store.write_at(str(path), 0, memoryview(b"written"))
-    store.create(str(path), 8)
-    store.commit(str(path), sync=False)
+    store.create(store.unfinished(str(path)), 8)
+    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(b"written"))
+    store.create(store.unfinished(str(path)), 8)
+    store.publish(store.unfinished(str(path)), str(path), durable=False)
     assert path.read_bytes() == b"written" + b" "
 
 
@@ -77,9 +78,9 @@ def test_a_partial_file_that_is_a_link_to_a_finished_one_is_made_anew(store: Loc
     # A run that was killed between linking a replica and giving it its name leaves one.
     (tmp_path / "finished").write_bytes(b"finished")
     os.link(tmp_path / "finished", tmp_path / f"a{PARTIAL}")
-    store.create(str(tmp_path / "a"), 3)
-    store.write_at(str(tmp_path / "a"), 0, memoryview(b"new"))
-    store.commit(str(tmp_path / "a"), sync=False)
+    store.create(store.unfinished(str(tmp_path / "a")), 3)
+    store.sink(store.unfinished(str(tmp_path / "a")), sized=True).write_at(0, memoryview(b"new"))
+    store.publish(store.unfinished(str(tmp_path / "a")), str(tmp_path / "a"), durable=False)
     assert (tmp_path / "a").read_bytes() == b"new"
     assert (tmp_path / "finished").read_bytes() == b"finished"
 
@@ -87,12 +88,12 @@ def test_a_partial_file_that_is_a_link_to_a_finished_one_is_made_anew(store: Loc
 def test_a_partial_file_that_somebody_removed_is_not_written_blindly(store: LocalStore, tmp_path: Path) -> None:
     # A notebook: a run was interrupted, the user removed its folder, the same process runs again.
     path = tmp_path / "a"
-    store.create(str(path), 3)
-    store.write_at(str(path), 0, memoryview(b"old"))
+    store.create(store.unfinished(str(path)), 3)
+    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(b"old"))
     Path(f"{path}{PARTIAL}").unlink()
-    store.create(str(path), 3)
-    store.write_at(str(path), 0, memoryview(b"new"))
-    store.commit(str(path), sync=False)
+    store.create(store.unfinished(str(path)), 3)
+    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(b"new"))
+    store.publish(store.unfinished(str(path)), str(path), durable=False)
     assert path.read_bytes() == b"new"
 
 
@@ -114,9 +115,9 @@ def test_short_reads_and_writes_go_on_where_they_stopped(
     monkeypatch.setattr(os, "pwrite", lambda fd, buffer, at: pwrite(fd, buffer[:2], at))
     path = tmp_path / "a"
     content = bytes(range(100))
-    store.create(str(path), 100)
-    store.write_at(str(path), 0, memoryview(content))
-    store.commit(str(path), sync=False)
+    store.create(store.unfinished(str(path)), 100)
+    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(content))
+    store.publish(store.unfinished(str(path)), str(path), durable=False)
     assert read(store, path, 0, 100) == content
     assert read(store, path, 95, 5) == content[95:]
 
@@ -133,9 +134,9 @@ def test_a_file_that_is_not_there(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="a: cannot be read: No such file or directory"):
         store.size(str(tmp_path / "a"))
     with pytest.raises(TargetError, match=r"a\.partial: cannot be opened: No such file"):
-        store.write_at(str(tmp_path / "a"), 0, memoryview(b"x"))
+        store.sink(store.unfinished(str(tmp_path / "a")), sized=True).write_at(0, memoryview(b"x"))
     with pytest.raises(TargetError, match=r"a\.partial: cannot be given its final name: No such file"):
-        store.commit(str(tmp_path / "a"), sync=False)
+        store.publish(store.unfinished(str(tmp_path / "a")), str(tmp_path / "a"), durable=False)
 
 
 def test_a_directory_is_no_file(store: LocalStore, tmp_path: Path) -> None:
@@ -143,20 +144,20 @@ def test_a_directory_is_no_file(store: LocalStore, tmp_path: Path) -> None:
         read(store, tmp_path, 0, 1)
     (tmp_path / f"a{PARTIAL}").mkdir()
     with pytest.raises(TargetError, match=r"a\.partial: cannot be made: Is a directory"):
-        store.create(str(tmp_path / "a"), 1)
+        store.create(store.unfinished(str(tmp_path / "a")), 1)
 
 
 def test_a_file_where_a_directory_should_be(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(b"")
     with pytest.raises(TargetError, match=r"cannot be made: (Not a directory|File exists)"):
-        store.create(str(tmp_path / "rank_0" / "a"), 1)
+        store.create(store.unfinished(str(tmp_path / "rank_0" / "a")), 1)
 
 
 def test_a_link_is_not_followed(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "precious").write_bytes(b"precious")
     (tmp_path / f"a{PARTIAL}").symlink_to(tmp_path / "precious")
     with pytest.raises(TargetError, match="cannot be made"):
-        store.create(str(tmp_path / "a"), 1)
+        store.create(store.unfinished(str(tmp_path / "a")), 1)
     assert (tmp_path / "precious").read_bytes() == b"precious"
 
 
@@ -173,28 +174,28 @@ def test_a_full_disk_is_found_at_once_and_nothing_is_left(
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", fail(code))
     with pytest.raises(BudgetError, match=r"a\.partial: no room for 4096 more bytes .* free space"):
-        store.create(str(tmp_path / "a"), 4096)
+        store.create(store.unfinished(str(tmp_path / "a")), 4096)
     assert listing(tmp_path) == []
 
 
 def test_a_real_file_system_refuses_what_it_cannot_hold(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(BudgetError):
-        store.create(str(tmp_path / "a"), 1 << 61)
+        store.create(store.unfinished(str(tmp_path / "a")), 1 << 61)
     assert listing(tmp_path) == []
 
 
 def test_a_disk_that_fills_while_writing(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "a")
-    store.create(path, 4)
+    store.create(store.unfinished(path), 4)
     monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
     with pytest.raises(BudgetError, match="no room for 4 more bytes"):
-        store.write_at(path, 0, memoryview(b"abcd"))
+        store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
     monkeypatch.setattr(os, "pwrite", fail(errno.EIO))
     with pytest.raises(TargetError, match="cannot be written: Input/output error"):
-        store.write_at(path, 0, memoryview(b"abcd"))
+        store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
     monkeypatch.setattr(os, "fsync", fail(errno.EIO))
     with pytest.raises(TargetError, match="cannot be written: Input/output error"):
-        store.sync(path)
+        store.sync(store.unfinished(path))
     assert not (tmp_path / "a").exists()
 
 
@@ -203,7 +204,7 @@ def test_a_file_system_without_allocation_sets_the_size(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", fail(code))
-    store.create(str(tmp_path / "a"), 4096)
+    store.create(store.unfinished(str(tmp_path / "a")), 4096)
     assert (tmp_path / f"a{PARTIAL}").stat().st_size == 4096
 
 
@@ -228,9 +229,9 @@ def test_many_threads_and_files_share_few_handles(tmp_path: Path) -> None:
         number = step * 7 % 40
         assert read(store, paths[number], step % 60, 4) == bytes([number]) * 4
         target = tmp_path / f"t{step}"
-        store.create(str(target), 8)
-        store.write_at(str(target), 0, memoryview(step.to_bytes(8, "big")))
-        store.commit(str(target), sync=False)
+        store.create(store.unfinished(str(target)), 8)
+        store.sink(store.unfinished(str(target)), sized=True).write_at(0, memoryview(step.to_bytes(8, "big")))
+        store.publish(store.unfinished(str(target)), str(target), durable=False)
         with lock:
             most = max(most, open_files(tmp_path))
 
@@ -255,15 +256,15 @@ def test_discarding_while_somebody_writes_closes_the_file_after_him(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "a")
-    store.create(path, 4)
+    store.create(store.unfinished(path), 4)
     pwrite = os.pwrite
 
     def slow(fd: int, buffer: memoryview, at: int) -> int:
-        store.discard(path)
+        store.discard(store.unfinished(path))
         return pwrite(fd, buffer, at)  # the handle is still good
 
     monkeypatch.setattr(os, "pwrite", slow)
-    store.write_at(path, 0, memoryview(b"abcd"))
+    store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
     assert listing(tmp_path) == []
     assert open_files(tmp_path) == 0
 

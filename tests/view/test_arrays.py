@@ -25,13 +25,14 @@ from reshard.formats.entries import Content, Entry, Extent, FileIndex
 from reshard.layout.block import Block
 from reshard.plan.plan import Held
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
-from reshard.storage.local import local_store
 from reshard.view import arrays
 from reshard.view.arrays import RankArrays, TensorArray, guard, sub_array, tensor_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
+
+    from faulty import Faults
 
     from reshard.layout.block import Shape
 
@@ -81,16 +82,10 @@ def stored(
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def reads(faults: Faults) -> list[int]:
     """The sizes of all reads, in bytes."""
     sizes: list[int] = []
-
-    class Counting:
-        def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-            sizes.append(len(buffer))
-            local_store().read_into(path, offset, buffer)
-
-    monkeypatch.setattr(arrays, "store_of", lambda _: Counting())
+    faults.every(lambda call: sizes.append(call.nbytes), "read_into")
     return sizes
 
 

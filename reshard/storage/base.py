@@ -1,0 +1,316 @@
+"""What a place for bytes is, and what one can do: the words that all stores share.
+
+A path or URL becomes a `Place` once (`places.as_place`), and a place knows its store. What a store can do are its
+`Capabilities`; nobody else asks whether a string is a URL. A store that decrypts or decodes is one *around* a store
+(`Around`), which reads through it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from reshard.errors import TargetError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from reshard.errors import ReshardError
+
+PARTIAL = ".partial"
+"""What the name of an unfinished target file ends with."""
+
+Want = tuple[str, int, memoryview]
+"""A path, where a range of bytes begins in the file, and the buffer that it fills."""
+
+
+class Status(NamedTuple):
+    """What tells one state of a file from another.
+
+    Attributes:
+        nbytes: its size.
+        mtime_ns: when it last changed, in nanoseconds; of a file at a URL a number that stands for its entity tag or
+            whatever else its file system has.
+        change: of a local file, when anything of it last changed (ctime) and the number of its inode: whoever sets the
+            time back does not set these. No copy has them, and no other machine need see the same.
+    """
+
+    nbytes: int
+    mtime_ns: int
+    change: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Status:
+        """Return what the system says of a local file."""
+        return cls(status.st_size, status.st_mtime_ns, (status.st_ctime_ns, status.st_ino))
+
+    def is_still(self, before: Status) -> bool:
+        """Return whether a file is as it was before, as far as both are known."""
+        return self[:2] == before[:2] and ((0, 0) in {self.change, before.change} or self.change == before.change)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can do.
+
+    Attributes:
+        positioned: an unfinished file can be written anywhere, by several tasks, and read again to resume it; without,
+            a file is written by one task from its first byte to its last.
+        whole: a file appears under its name when its last byte is there, and not before: it needs no unfinished name.
+        appends: a file can be appended to.
+        locks: a file can be locked.
+        requests: how many requests at once pay; 1 where a read costs no more than its bytes.
+        library_bytes: resident memory of what it imports.
+    """
+
+    positioned: bool
+    whole: bool
+    appends: bool
+    locks: bool
+    requests: int
+    library_bytes: int
+
+    @property
+    def waits(self) -> bool:
+        """Each request takes its time, whatever its size: few large ones are better, and many at once."""
+        return self.requests > 1
+
+
+class Readable(Protocol):
+    """Ranges of bytes to be read, by path. Offsets and sizes are in bytes."""
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file; `SourceError` where that ends before the buffer is full."""
+
+
+class ReadStore(Readable, Protocol):
+    """What reads the files of checkpoints: plain, decrypted or decoded."""
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers from files, many at once where that pays."""
+
+    def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
+        """Return whether a file has certain bytes at certain offsets."""
+
+    def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
+        """Leave nothing of a file, or of its bytes from `first` to `last`, in a page cache."""
+
+    def close(self) -> None:
+        """Close every file that nobody uses."""
+
+
+class Around:
+    """A store around another, which reads what that has."""
+
+    def __init__(self, inner: ReadStore) -> None:
+        self.inner = inner
+
+    def size(self, path: str) -> int:
+        """Return the size of a file."""
+        return self.inner.size(path)
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill buffers from files, one after the other."""
+        for want in wants:
+            self.read_into(*want)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill one buffer."""
+        self.inner.read_into(path, offset, buffer)
+
+    def holds(self, path: str, pieces: Iterable[tuple[int, bytes]]) -> bool:
+        """Return whether a file has certain bytes at certain offsets."""
+        for offset, piece in pieces:
+            found = bytearray(len(piece))
+            self.read_into(path, offset, memoryview(found))
+            if found != piece:
+                return False
+        return True
+
+    def drop_cache(self, path: str, first: int = 0, last: int | None = None) -> None:
+        """Leave nothing of a file, or of a part of it, in the page cache."""
+        self.inner.drop_cache(path, first, last)
+
+    def close(self) -> None:
+        """Close every file that nobody uses."""
+        self.inner.close()
+
+
+class Ahead(Around):
+    """Reads ranges all at once, before each of them is asked for by itself."""
+
+    def __init__(self, inner: ReadStore) -> None:
+        super().__init__(inner)
+        self._found: dict[tuple[str, int, int], memoryview] = {}
+
+    def fetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Read ranges (path, offset, number of bytes), and hold them until the next call."""
+        self._found = {each: memoryview(bytearray(each[2])) for each in ranges}
+        self.inner.read([(path, offset, buffer) for (path, offset, _), buffer in self._found.items()])
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with a range that is held, or else from the file."""
+        found = self._found.get((path, offset, len(buffer)))
+        if found is None:
+            self.inner.read_into(path, offset, buffer)
+        else:
+            buffer[:] = found
+
+
+class Coding(Protocol):
+    """How source files have other bytes than the tensors' own: encrypted, compressed."""
+
+    def store(self) -> ReadStore:
+        """Return what reads the tensors' own."""
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take for it."""
+
+    def __hash__(self) -> int:
+        """Tell codings apart: there is one store for each."""
+
+
+class TargetCoding(Protocol):
+    """How target files get other bytes than the tensors' own: compressed."""
+
+    def of(self, path: str) -> str | None:
+        """Return what tells how a file is coded, by its path below the target directory; None of one that is not."""
+
+    def sink(self, path: str, into: Sink) -> Sink:
+        """Return what takes a file's contents and writes the file, whose size is known only then."""
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take for it."""
+
+
+class Sink(Protocol):
+    """A target file that is being written."""
+
+    @property
+    def ended(self) -> bool:
+        """The file is complete: nothing more comes."""
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write bytes at an offset of the file."""
+
+    def finish(self, *, durable: bool) -> None:
+        """End the file, on the disk if `durable`; raise `TargetError` where something of it did not come."""
+
+    def abort(self) -> None:
+        """Give up; never raises."""
+
+
+class Sinks(dict[str, Sink]):
+    """The files that a task writes, by their paths; those that are not there yet are opened with the first byte."""
+
+    def __init__(self, opened: Callable[[str], Sink]) -> None:
+        super().__init__()
+        self._opened = opened
+
+    def __missing__(self, path: str) -> Sink:
+        sink = self[path] = self._opened(path)
+        return sink
+
+    def open(self, paths: Iterable[str]) -> None:
+        """Open files of which nothing need come."""
+        for path in paths:
+            self[path] = self._opened(path)
+
+    def write_at(self, path: str, offset: int, data: memoryview | bytes) -> None:
+        """Write bytes into a file; of one that is complete then, nothing is held any more."""
+        sink = self[path]
+        sink.write_at(offset, data)
+        if sink.ended:
+            del self[path]
+
+    def finish(self, *, durable: bool) -> None:
+        """End every file."""
+        for path, sink in list(self.items()):
+            sink.finish(durable=durable)
+            del self[path]
+
+    def abort(self) -> None:
+        """Give up what is not ended."""
+        for sink in self.values():
+            sink.abort()
+
+
+class Ordered:
+    """A file that is written from its first byte to its last; what comes before its turn waits in memory.
+
+    Args:
+        begin: opens what is written in order, when the first byte can be.
+        path: for messages.
+        size: of the file; None where that is not known.
+        room: how many bytes may wait, but for constant ones.
+        ends: the file ends with its last byte; without, when it is told to.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Sink], path: str, size: int | None, *, room: int = 0, ends: bool = False
+    ) -> None:
+        self.ended = False
+        self._begin, self._path, self._size, self._room, self._ends = begin, path, size, room, ends
+        self._into: Sink | None = None
+        self._position = 0
+        self._waiting: dict[int, bytes | memoryview] = {}
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write what comes next in the file, or have it wait; bytes that cannot change are not copied."""
+        if offset != self._position:
+            if not memoryview(data).readonly:
+                data = bytes(data)
+                self._room -= len(data)
+                assert self._room >= 0, "bytes come about in the order of their files"  # noqa: S101
+            self._waiting[offset] = data
+            return
+        self._append(data)
+        while (more := self._waiting.pop(self._position, None)) is not None:
+            self._append(more)
+        if self._ends and self._position == self._size:
+            self.finish(durable=False)
+
+    def _append(self, data: memoryview | bytes) -> None:
+        if self._into is None:
+            self._into = self._begin()
+        self._into.write_at(self._position, data)
+        self._position += len(data)
+
+    def finish(self, *, durable: bool) -> None:
+        """End the file.
+
+        Raises:
+            TargetError: something of it did not come, or it cannot be written.
+        """
+        if self._waiting or self._size not in {None, self._position}:
+            raise TargetError(
+                f"{self._path}: not all of it came; expected {self._size} bytes, found {self._position} in order; "
+                "internal error, please report"
+            )
+        self._into = self._into or self._begin()
+        self._into.finish(durable=durable)
+        self.ended = True
+
+    def abort(self) -> None:
+        """Give up."""
+        if self._into is not None:
+            self._into.abort()
+
+
+@contextmanager
+def reading(error: type[ReshardError], path: object = None) -> Iterator[None]:
+    """Turn what the system refuses (permissions, loops of links, names that are too long) into an error of a kind.
+
+    Args:
+        error: the kind.
+        path: what is read, where the system does not say.
+    """
+    try:
+        yield
+    except OSError as failed:
+        raise error(f"{failed.filename or path or 'a file'}: cannot be read: {failed.strerror}") from failed

@@ -1,0 +1,131 @@
+"""Sinks: a local file is written anywhere, in pieces; one that is sent takes bytes in about their order."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from stores import store
+
+from reshard.errors import TargetError
+from reshard.storage.base import Ordered, Sinks
+from reshard.storage.local import WRITE_BYTES, LocalStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["store"]  # a fixture, for pytest to find
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self.content = b""
+        self.pieces = 0
+        self.state = "begun"
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        assert offset == len(self.content)
+        self.content += bytes(data)
+        self.pieces += 1
+
+    def finish(self, *, durable: bool) -> None:
+        self.state = "durable" if durable else "finished"
+
+    def abort(self) -> None:
+        self.state = "aborted"
+
+
+def test_what_comes_early_waits() -> None:
+    kept = Kept()
+    sink = Ordered(lambda: kept, "a", 9, room=3)
+    sink.write_at(3, b"def")  # constant: waits, and takes no room
+    buffer = bytearray(b"ghi")
+    sink.write_at(6, memoryview(buffer))
+    buffer[:] = b"???"  # a mover's buffer is used again
+    assert kept.pieces == 0
+    sink.write_at(0, memoryview(bytearray(b"abc")))
+    assert (kept.content, kept.state) == (b"abcdefghi", "begun")
+    sink.finish(durable=True)
+    assert (kept.state, sink.ended) == ("durable", True)
+
+
+def test_no_more_waits_than_there_is_room_for() -> None:
+    sink = Ordered(Kept, "a", 100, room=2)
+    with pytest.raises(AssertionError, match="in the order of their files"):
+        sink.write_at(50, memoryview(bytearray(3)))
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 4), (1, 3), (0, 2)])
+def test_a_file_of_which_something_is_missing_is_not_finished(offset: int, size: int) -> None:
+    kept = Kept()
+    sink = Ordered(lambda: kept, "rank_0/a", size, room=9)
+    sink.write_at(offset, memoryview(bytearray(b"abc")[: 3 - offset]))
+    if offset == 0 and size == 2:
+        sink.write_at(9, b"x")  # beyond the end
+    with pytest.raises(TargetError, match="rank_0/a: not all of it came; .* internal error, please report"):
+        sink.finish(durable=False)
+    assert not sink.ended
+
+
+def test_one_that_ends_by_itself_is_not_held_any_more() -> None:
+    kept = Kept()
+    sinks = Sinks(lambda path: Ordered(lambda: kept, path, 4, ends=True))
+    sinks.write_at("a", 0, b"ab")
+    assert list(sinks) == ["a"]
+    sinks.write_at("a", 2, b"cd")
+    assert not sinks
+    assert (kept.content, kept.state) == (b"abcd", "finished")
+
+
+def test_an_empty_file_is_begun_and_finished() -> None:
+    kept = Kept()
+    Ordered(lambda: kept, "a", 0).finish(durable=False)
+    assert kept.state == "finished"
+
+
+def test_giving_up_gives_up_what_is_begun() -> None:
+    begun = Kept()
+    sinks = Sinks(lambda path: Ordered(lambda: begun, path, 4))
+    sinks.open(["not begun"])
+    sinks.write_at("begun", 0, b"ab")
+    sinks.abort()
+    assert begun.state == "aborted"
+
+
+@pytest.mark.parametrize("shift", [0, 1000])
+def test_long_writes_are_cut_at_multiples(
+    store: LocalStore, tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With large folios, one that is longer takes several times as long."""
+    path = str(tmp_path / "a")
+    content = os.urandom(2 * WRITE_BYTES + 5)
+    pwrite, pieces = os.pwrite, []
+
+    def noted(fd: int, data: memoryview, offset: int) -> int:
+        pieces.append((offset, len(data)))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    sink = store.create(store.unfinished(path), shift + len(content))
+    sink.write_at(shift, memoryview(content))
+    store.publish(store.unfinished(path), path, durable=False)
+    assert (tmp_path / "a").read_bytes() == bytes(shift) + content
+    assert len(pieces) == 3
+    assert all(offset // WRITE_BYTES == (offset + nbytes - 1) // WRITE_BYTES for offset, nbytes in pieces)
+
+
+def test_a_file_of_unknown_size_ends_with_its_last_byte(store: LocalStore, tmp_path: Path) -> None:
+    """Another task, whose worker was lost, may have written more."""
+    path = str(tmp_path / "a")
+    store.create(store.unfinished(path), None).write_at(0, b"longer than it should be")
+    sink = store.create(store.unfinished(path), None)
+    sink.write_at(2, b"cd")
+    sink.write_at(0, b"ab")
+    sink.finish(durable=True)
+    store.publish(store.unfinished(path), path, durable=True)
+    assert (tmp_path / "a").read_bytes() == b"abcd"
