@@ -22,17 +22,18 @@ from reshard.plan.select import Selection, globs, select
 from reshard.source.assemble import join_whole
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.open import read_headers
+from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reshard.plan.plan import Plan
     from reshard.source.checkpoint import SourceFile
-    from reshard.storage.places import Place
+    from reshard.storage.places import AnyName, Place
 
 
 def plan_convert(
-    path: Place,
+    path: AnyName,
     format: str,  # noqa: A002 -- the word of every such tool
     *,
     name: str | None = None,
@@ -61,6 +62,7 @@ def plan_convert(
         SourceError: no files, or files that are not sound.
         UsageError: a unified set, whose index goes by the names of its files.
     """
+    path = as_place(path)
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind:
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")

@@ -7,6 +7,7 @@ the same bytes everywhere outside of contents, has the same index: to compare ta
 
 from __future__ import annotations
 
+import threading
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,6 +41,7 @@ class Headers:
         self._known: dict[int, _Header] = {}
         self._entries: dict[int, list[FileIndex]] = {}  # with all distinct entries, by how many these are
         self._headers = count()
+        self._lock = threading.Lock()  # headers at URLs are read side by side
 
     def index(self, path: str) -> FileIndex:
         """Return what a file holds; `SourceError` where it is not sound, as `index_file`."""
@@ -47,20 +49,21 @@ class Headers:
         known = self._known.get(size)
         if known is not None and known.is_of(path, self._store):
             return known.found
-        index = self._with_shared_entries(index_file(path, store=self._store))
+        index = self.shared(index_file(path, store=self._store))
         runs = gaps(index, size)
         if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
             reader = RangeReader(path, store=self._store, window=0)
             self._known[size] = _Header(index, [(offset, reader.read(offset, nbytes)) for offset, nbytes in runs])
         return index
 
-    def _with_shared_entries(self, index: FileIndex) -> FileIndex:
-        """Let files that differ in their notes alone, such as a CRC, share what takes the memory."""
-        alike = self._entries.setdefault(len(index.entries), [])
-        known = next((one for one in alike if one.entries == index.entries), None)
-        if known is None:
-            known = index._replace(header=next(self._headers))
-            alike.append(known)
+    def shared(self, index: FileIndex) -> FileIndex:
+        """Return an index with the number of its entries; files that differ in their notes alone share these."""
+        with self._lock:
+            alike = self._entries.setdefault(len(index.entries), [])
+            known = next((one for one in alike if one.entries == index.entries), None)
+            if known is None:
+                known = index._replace(header=next(self._headers))
+                alike.append(known)
         return index._replace(entries=known.entries, header=known.header)
 
 

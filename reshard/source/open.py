@@ -372,10 +372,10 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[St
         # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         if empty:
-            return status, FileIndex("ckpt", {}, header=-1)
+            return status, headers.shared(FileIndex("ckpt", {}))
         try:
             if path.can.waits:  # to look whether its header is one that is known is a request too
-                return status, index_file(str(path), store=store)
+                return status, headers.shared(index_file(str(path), store=store))
             return status, headers.index(str(path))
         except SourceError as error:
             if cipher is None or cipher.has_tag or "with this key" in str(error):
