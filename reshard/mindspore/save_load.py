@@ -20,9 +20,8 @@ from reshard.dtypes import INT4, STR
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats import by_name, index_file
 from reshard.formats.entries import Content, Entry
-from reshard.mindspore.foreign import is_array
 from reshard.mindspore.network import load_param_into_net, parameters_of
-from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, qint4x2
+from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, is_array, qint4x2
 from reshard.mindspore.write import FileContents, TensorContents, named_crc, write_file
 from reshard.storage.cipher import Cipher, DecryptingStore
 from reshard.storage.local import local_store
