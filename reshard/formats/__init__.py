@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, UsageError
 from reshard.formats.entries import RangeReader
+from reshard.storage.cipher import DecryptingStore
 from reshard.storage.remote import is_url
 
 if TYPE_CHECKING:
@@ -53,8 +54,18 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
         store: what reads it; by default this process's.
 
     Raises:
-        SourceError: the file is of no known format, cut short or corrupt.
+        SourceError: the file is of no known format, cut short or corrupt, or was decrypted with the wrong key.
     """
+    try:
+        return _index(path, store)
+    except SourceError as error:
+        if isinstance(store, DecryptingStore) and "key" not in str(error):
+            # A wrong key passes the padding of a CBC block once in 256 times; what comes out is then no checkpoint.
+            raise SourceError(f"{error}; decrypted, so it may be that the key is wrong") from error
+        raise
+
+
+def _index(path: str, store: Readable | None) -> FileIndex:
     reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if is_url(path) else 4096)
     # A first request that has most headers whole: to ask a second time takes longer than a megabyte does.
     start = reader.upto(0, _REMOTE_HEADER if is_url(path) else 64)[:64]
