@@ -24,9 +24,8 @@ from reshard.cli.options import (
     target_options,
 )
 from reshard.cli.terminal import Command, called_as, print_json, say, say_notices, wrote
-from reshard.cli.words import left_out_words, option, reading_words, selection_words, strategy_words
 from reshard.cli.write import KEYS, carry_out
-from reshard.cli.written import found_by
+from reshard.cli.written import found_by, left_out_words, option, reading_words, selection_words, strategy_words
 from reshard.errors import SourceError, UsageError
 from reshard.storage.remote import as_path
 from reshard.storage.small import refuse_existing

@@ -301,6 +301,3 @@ def called_as() -> str:
     if called.name == "reshard" and Path(shutil.which("reshard") or "").resolve() != called.resolve():
         return shlex.quote(str(called))
     return "reshard"
-
-
-# --- progress ---------------------------------------------------------------------------------------------------
