@@ -92,8 +92,8 @@ def plan(
     holds no weights and no key. TARGET, a path below the directory in which it is run, may be given then too.
     """
     from reshard.plan import planfile as plan_file
-    from reshard.view import report
-    from reshard.view.plans import plan_text
+    from reshard.view.data import report_data
+    from reshard.view.text import plan_text
 
     if overwrite and output is None:
         raise UsageError("--overwrite is about the file of -o; give it too")
@@ -116,7 +116,7 @@ def plan(
         say_notices(made.notices)
     directory = "TARGET" if target is None else str(target)
     if as_json:
-        print_json(report.report_data(made, directory))
+        print_json(report_data(made, directory))
     elif not quiet:
         click.echo(plan_text(made, directory))
         if output is not None:

@@ -386,7 +386,8 @@ def carry_out(
         result: what was asked for, where that is a file in the target directory.
     """
     from reshard.plan.partition import owned
-    from reshard.view import report
+    from reshard.view.data import report_data
+    from reshard.view.text import report_text
 
     _check_manifest_place(running.write_manifest, overwrite=running.overwrite)
     _check_manifest(running.write_manifest, plan, target)
@@ -427,23 +428,23 @@ def carry_out(
         once = ["--deduplicated"] if is_silently_deduplicated(plan) else []
         verify = verify_command(place, target_strategy, options, source, [*once, *asked])
     if running.as_json:
-        print_json(report.report_data(plan, str(target), done, verify, check))
+        print_json(report_data(plan, str(target), done, verify, check))
     else:
-        click.echo(report.report_text(plan, done, verify, made, check))
+        click.echo(report_text(plan, done, verify, made, check))
         if there.found:
             say(f"to look at it: {inspect_command(place, target_strategy, options)}")
 
 
 def _report_plan(plan: Plan, target: AnyPath, running: Running) -> None:
     """Report what a run would do, and what it would find."""
-    from reshard.view import report
-    from reshard.view.plans import plan_text
+    from reshard.view.data import report_data
+    from reshard.view.text import plan_text
 
     found = _foreseen(plan, target, running)
     if not running.quiet:
         say_notices(found)
     if running.as_json:
-        print_json(report.report_data(plan, str(target)))
+        print_json(report_data(plan, str(target)))
     else:
         click.echo(plan_text(plan, str(target)))
 
@@ -466,7 +467,7 @@ def _client(running: Running) -> Iterator[Any]:
 def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
     """Tell what a run would find of its target files, and which option it would need."""
     from reshard.run.session import foreseen
-    from reshard.view.words import count_text
+    from reshard.view.text import count_text
 
     there = foreseen(plan, str(target), overwrite=running.overwrite, restart=running.restart)
     begun = [record for _, record in there.begun if record.wrote]
@@ -482,7 +483,7 @@ def _foreseen(plan: Plan, target: AnyPath, running: Running) -> list[str]:
 
 def _touched(count: int, kept: str) -> str:
     """Tell of finished files whose sources may have changed since; or they were copied, and nothing is wrong."""
-    from reshard.view.words import count_text
+    from reshard.view.text import count_text
 
     return (
         f"{kept} {count_text(count, 'target file')} that an earlier run finished before source files were "
@@ -522,7 +523,7 @@ def _check_manifest(path: Path | None, plan: Plan, target: AnyPath) -> None:
 
 def _write_manifest(path: Path, report: Report, *, overwrite: bool) -> str:
     """Write the manifest of a run that is done, and return what to say of it."""
-    from reshard.view.words import count_text  # not on every start
+    from reshard.view.text import count_text  # not on every start
 
     try:
         count = report.write_manifest(path, overwrite=overwrite)

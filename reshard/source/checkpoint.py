@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reshard.storage.remote import RemotePath
     from reshard.strategy.strategy import Strategy
     from reshard.view.groups import Groups
-    from reshard.view.picture import Picture
+    from reshard.view.svg import Picture
 
 _NUMBER = re.compile("[0-9]+")
 
