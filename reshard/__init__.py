@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # to import `typing` takes longer than all of this, and whoever starts the command waits for it
 
-# The homes of all names, imported on first use: `cli.entry` takes hold of interrupts before anything slow begins.
+# The homes of all names, imported on first use: `__main__` takes hold of interrupts before anything slow begins.
 _HOMES = {
     "Block": "layout.block",
     "Checkpoint": "source.checkpoint",

@@ -21,7 +21,7 @@ from reshard.plan.make import plan
 from reshard.source.open import open as open_checkpoint
 from reshard.strategy.files import read_strategy
 from reshard.strategy.proto import message_class
-from reshard.view.words import bytes_text, count_text
+from reshard.view.text import bytes_text, count_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

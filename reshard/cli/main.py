@@ -80,7 +80,8 @@ def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading
     all that the row stands for. Without a strategy, several ranks are shown as their files are.
     """
     from reshard.source.open import has_several_ranks, read_headers
-    from reshard.view.checkpoints import checkpoint_data, checkpoint_text, rank_files_data, rank_files_text
+    from reshard.view.data import checkpoint_data, rank_files_data
+    from reshard.view.text import checkpoint_text, rank_files_text
 
     found_by = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
@@ -118,7 +119,7 @@ def demo(directory: Path) -> None:
     with numpy slices of the whole tensors. It then tells what to type next.
     """
     from reshard.cli.demo import demo as run_demo
-    from reshard.view.words import printable
+    from reshard.view.text import printable
 
     wrote()  # file after file
     run_demo(directory, lambda line: click.echo(printable(line, keep="\n")), command=called_as())

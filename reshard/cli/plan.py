@@ -24,9 +24,8 @@ from reshard.cli.options import (
     target_options,
 )
 from reshard.cli.terminal import Command, called_as, print_json, say, say_notices, wrote
-from reshard.cli.words import left_out_words, option, reading_words, selection_words, strategy_words
 from reshard.cli.write import KEYS, carry_out
-from reshard.cli.written import found_by
+from reshard.cli.written import found_by, left_out_words, option, reading_words, selection_words, strategy_words
 from reshard.errors import SourceError, UsageError
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing
@@ -94,8 +93,8 @@ def plan(
     holds no weights and no key. TARGET, a path below the directory in which it is run, may be given then too.
     """
     from reshard.plan import planfile as plan_file
-    from reshard.view import report
-    from reshard.view.plans import plan_text
+    from reshard.view.data import report_data
+    from reshard.view.text import plan_text
 
     if overwrite and output is None:
         raise UsageError("--overwrite is about the file of -o; give it too")
@@ -118,7 +117,7 @@ def plan(
         say_notices(made.notices)
     directory = "TARGET" if target is None else str(target)
     if as_json:
-        print_json(report.report_data(made, directory))
+        print_json(report_data(made, directory))
     elif not quiet:
         click.echo(plan_text(made, directory))
         if output is not None:

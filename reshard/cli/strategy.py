@@ -46,7 +46,8 @@ tensors: name, stage, layout.
 @json_option
 def show_strategy(path: Path, as_json: bool) -> None:
     """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
-    from reshard.view.strategies import strategy_data, strategy_text
+    from reshard.view.data import strategy_data
+    from reshard.view.text import strategy_text
 
     found = reshard.read_strategy(path)
     if as_json:
@@ -175,9 +176,7 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
 
 
 def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
-    from reshard.view.folding import fold
-    from reshard.view.strategies import layout_text
-    from reshard.view.words import count_text, printable
+    from reshard.view.text import count_text, fold, layout_text, printable
 
     if a.ranks != b.ranks:
         yield f"A is for {count_text(len(a.ranks), 'rank')}, B for {len(b.ranks)}"
@@ -203,7 +202,7 @@ def _stage(strategy: Strategy, stage: int) -> str:
 
 
 def _diff_data(a: Strategy, b: Strategy, found: Diff) -> dict[str, object]:
-    from reshard.view.strategies import layout_data
+    from reshard.view.data import layout_data
 
     def changes(some: Iterable[Change]) -> list[dict[str, object]]:
         return [{"name": c.name, "stage": c.stage, "a": layout_data(c.a), "b": layout_data(c.b)} for c in some]
@@ -240,8 +239,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     """
     from reshard.source.open import read_headers
     from reshard.strategy.diff import check
-    from reshard.view.checkpoints import looked_text
-    from reshard.view.words import count_text, printable
+    from reshard.view.text import count_text, looked_text, printable
 
     wanted = reshard.read_strategy(strategy_file)
     own: Strategy | Path | None = source_strategy
@@ -256,7 +254,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
 
 
 def _say_written(written: Strategy, output: Path) -> None:
-    from reshard.view.words import count_text, printable
+    from reshard.view.text import count_text, printable
 
     wrote()
     click.echo(

@@ -248,7 +248,7 @@ def _told(error: BaseException) -> tuple[str, int]:
 
 def say(text: str) -> None:
     """Write talk to stderr, with what a terminal would obey escaped."""
-    from reshard.view.words import printable
+    from reshard.view.text import printable
 
     lines = spelled(text, OPTIONS).split("\n")
     lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines]
@@ -301,6 +301,3 @@ def called_as() -> str:
     if called.name == "reshard" and Path(shutil.which("reshard") or "").resolve() != called.resolve():
         return shlex.quote(str(called))
     return "reshard"
-
-
-# --- progress ---------------------------------------------------------------------------------------------------

@@ -170,7 +170,8 @@ def verify(
     """
     from reshard.verify.verify import opened
     from reshard.verify.verify import verify as verified
-    from reshard.view.verdict import summary, verdict_data, verdict_text
+    from reshard.view.data import verdict_data
+    from reshard.view.text import summary, verdict_text
 
     _check_usage(source, manifest, write_manifest, reading, source_strategy, sample)
     if deduplicated and (manifest or write_manifest):
@@ -243,7 +244,7 @@ def _make(
     from reshard.storage.small import refuse_existing, refuse_inputs
     from reshard.verify.manifest import write_manifest
     from reshard.verify.verify import make_manifest
-    from reshard.view.words import count_text
+    from reshard.view.text import count_text
 
     refuse_existing(path, overwrite=overwrite)  # before everything is read
     if os.path.lexists(path) or os.path.lexists(f"{path}.partial"):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli import manifest as cli_manifest
 from reshard.cli.options import (
     NAME_MAP,
     READ_PLACE,
@@ -27,28 +26,37 @@ from reshard.cli.options import (
     target_options,
 )
 from reshard.cli.terminal import Command, print_json, refuse_to_write, say, say_notices, wrote
-from reshard.cli.words import (
+from reshard.cli.written import (
+    Beside,
+    beside,
+    found_by,
     inspect_command,
+    is_a_share,
+    is_silently_deduplicated,
     manifest_command,
     option,
     reading_words,
     selection_words,
     strategy_words,
+    told_apart,
     verify_command,
 )
-from reshard.cli.written import Beside, beside, found_by, is_a_share, is_silently_deduplicated, told_apart
-from reshard.errors import TargetError, UsageError
+from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.select import Selection
-from reshard.storage.small import is_within
+from reshard.source.open import files_read
+from reshard.storage.small import is_within, refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from reshard.formats.target_files import TargetFiles
     from reshard.plan.plan import Plan
+    from reshard.run.run import Report
     from reshard.storage.places import AnyName, Place
+
 
 KEYS = """
 The object of --json has the keys dry_run, source, target, format, ranks,
@@ -104,7 +112,7 @@ def transform(
     words = [*strategy_words("source", source_strategy), *reading_words(reading)]
     if via_zarr is not None:
         _check_apart(via_zarr, source, target, running.write_manifest)
-        cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
+        _check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
         if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading, words):
             return
         source, source_strategy, reading, words = via_zarr, None, {}, []
@@ -378,10 +386,11 @@ def carry_out(
         result: what was asked for, where that is a file in the target directory.
     """
     from reshard.plan.partition import owned
-    from reshard.view import report
+    from reshard.view.data import report_data
+    from reshard.view.text import report_text
 
-    cli_manifest.check_place(running.write_manifest, overwrite=running.overwrite)
-    cli_manifest.check_plan(running.write_manifest, plan, target)
+    _check_manifest_place(running.write_manifest, overwrite=running.overwrite)
+    _check_manifest(running.write_manifest, plan, target)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
     there = beside(plan, target) if result in {None, target} else Beside()
     plan = owned(replace(plan, notices=(*plan.notices, *there.warnings)), running.ownership, str(target))
@@ -410,7 +419,7 @@ def carry_out(
     if running.write_manifest is not None:
         from reshard.verify.verify import manifest_can_check  # not on every start
 
-        made = cli_manifest.write(running.write_manifest, done, overwrite=running.overwrite)
+        made = _write_manifest(running.write_manifest, done, overwrite=running.overwrite)
         if manifest_can_check(place):
             check = manifest_command(place, running.write_manifest)
     if running.quiet and not running.as_json:
@@ -421,23 +430,23 @@ def carry_out(
         once = ["--deduplicated"] if is_silently_deduplicated(plan) else []
         verify = verify_command(place, target_strategy, options, source, [*once, *asked])
     if running.as_json:
-        print_json(report.report_data(plan, str(target), done, verify, check))
+        print_json(report_data(plan, str(target), done, verify, check))
     else:
-        click.echo(report.report_text(plan, done, verify, made, check))
+        click.echo(report_text(plan, done, verify, made, check))
         if there.found:
             say(f"to look at it: {inspect_command(place, target_strategy, options)}")
 
 
 def _report_plan(plan: Plan, target: Place, running: Running) -> None:
     """Report what a run would do, and what it would find."""
-    from reshard.view import report
-    from reshard.view.plans import plan_text
+    from reshard.view.data import report_data
+    from reshard.view.text import plan_text
 
     found = _foreseen(plan, target, running)
     if not running.quiet:
         say_notices(found)
     if running.as_json:
-        print_json(report.report_data(plan, str(target)))
+        print_json(report_data(plan, str(target)))
     else:
         click.echo(plan_text(plan, str(target)))
 
@@ -460,7 +469,7 @@ def _client(running: Running) -> Iterator[Any]:
 def _foreseen(plan: Plan, target: Place, running: Running) -> list[str]:
     """Tell what a run would find of its target files, and which option it would need."""
     from reshard.run.session import foreseen
-    from reshard.view.words import count_text
+    from reshard.view.text import count_text
 
     there = foreseen(plan, str(target), overwrite=running.overwrite, restart=running.restart)
     begun = [record for _, record in there.begun if record.wrote]
@@ -476,10 +485,51 @@ def _foreseen(plan: Plan, target: Place, running: Running) -> list[str]:
 
 def _touched(count: int, kept: str) -> str:
     """Tell of finished files whose sources may have changed since; or they were copied, and nothing is wrong."""
-    from reshard.view.words import count_text
+    from reshard.view.text import count_text
 
     return (
         f"{kept} {count_text(count, 'target file')} that an earlier run finished before source files were "
         "changed, or copied or touched, with the size and time that they had; --restart starts over, and "
         "`reshard verify --against` compares them"
     )
+
+
+def _check_manifest_place(path: Path | None, *, overwrite: bool) -> None:
+    """Refuse a manifest that could not be written, before anything is.
+
+    Raises:
+        TargetError: the manifest is there already, or a directory is.
+    """
+    if path is not None:
+        refuse_existing(path, overwrite=overwrite)
+
+
+def _check_manifest(path: Path | None, plan: Plan, target: Place) -> None:
+    """Refuse a manifest that would stand in place of a file of the run, or that no files are for.
+
+    Raises:
+        UsageError: the target is a zarr store.
+        TargetError: the manifest's path is that of a target file or of a source file.
+    """
+    if path is None:
+        return
+    if plan.alone:
+        raise UsageError(
+            f"--write-manifest is of checkpoint files, and {target} becomes a zarr store; leave it out, and compare "
+            "the store with its source by `reshard verify --against`"
+        )
+    advice = "choose another name for the manifest"
+    refuse_inputs([path], files_read(plan.source.root, plan.source.files), "one of the source files", advice)
+    refuse_inputs([path], [f"{target}/{file.path}" for file in plan.files], "one of the target files", advice)
+
+
+def _write_manifest(path: Path, report: Report, *, overwrite: bool) -> str:
+    """Write the manifest of a run that is done, and return what to say of it."""
+    from reshard.view.text import count_text  # not on every start
+
+    try:
+        count = report.write_manifest(path, overwrite=overwrite)
+    except ReshardError as error:
+        error.add_note("the target files are complete; the same command, without --restart, makes the manifest alone")
+        raise
+    return f"{path}, {count_text(count, 'checksum')} of {count_text(len(report.files), 'file')}"

@@ -1,13 +1,19 @@
-"""What a command wrote: with which options it is found again, and what else lies there and is found with it."""
+"""What a command wrote: what else lies there, and what to type next.
+
+The options of a command are put back into words, for the commands that its report proposes. Values stand behind an
+equals sign, so that none is taken for an option, wherever it comes from.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
 from contextlib import suppress
+from glob import escape
 from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.cli.words import option
+from reshard.cli.terminal import called_as
 from reshard.errors import SourceError, names
 from reshard.formats.ckpt import NAME as CKPT
 from reshard.formats.directories import DIRECTORY_FORMATS, RUNS
@@ -17,7 +23,11 @@ from reshard.formats.target_files import NamedFile, RankFiles
 from reshard.formats.zarr_files import is_store
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
     from reshard.plan.plan import Plan
+    from reshard.plan.select import Selection
+    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
 
@@ -135,3 +145,93 @@ def _other_ranks(plan: Plan, target: Place) -> list[str]:
     pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
     files = [path for rank, paths in every_file(target, pattern).items() if rank not in ranks for path in paths]
     return [path.relative_to(target).as_posix() for path in files]  # type: ignore[arg-type]  # of one kind
+
+
+_MOST_NAMES = 40  # that somebody would type
+
+
+def option(name: str, value: object) -> list[str]:
+    """Return an option that was given, as one word; nothing for None.
+
+    >>> option("suffix", "-1_2"), option("suffix", None)
+    (['--suffix=-1_2'], [])
+    """
+    return [] if value is None else [f"--{name}={value}"]
+
+
+def reading_words(reading: Mapping[str, Any]) -> list[str]:
+    """Return the options of `cli.options.source_options` that were given, but for the strategy."""
+    pattern = reading["rank_pattern"]
+    return [
+        *option("rank-pattern", None if pattern == RANK_PATTERN else pattern),
+        *option("suffix", reading["suffix"]),
+        *[word for name, rule in reading["layouts"].items() for word in option("layout", f"{name}={rule}")],
+        *option("stage", reading["stage"]),
+        *(["--partial"] if reading["partial"] else []),
+    ]
+
+
+def selection_words(selection: Selection, name_map: str | None) -> list[str]:
+    """Return the options of `cli.options.selection_options` that were given; a map of names is in a file.
+
+    >>> from reshard.plan.select import Selection
+    >>> selection_words(Selection(include=("a*",), cast={"float32": "bfloat16"}), None)
+    ['--include=a*', '--cast=float32=bfloat16']
+    """
+    return [
+        *[word for glob in selection.include for word in option("include", glob)],
+        *[word for glob in selection.exclude for word in option("exclude", glob)],
+        *(["--weights-only"] if selection.weights_only else []),
+        *option("name-map", (name_map or "FILE") if selection.names else None),
+        *[word for old, new in selection.cast.items() for word in option("cast", f"{old}={new}")],
+        *[word for glob in selection.drop for word in option("drop", glob)],
+        *[word for glob in selection.allow_missing for word in option("allow-missing", glob)],
+    ]
+
+
+def left_out_words(source: Checkpoint, selection: Selection) -> list[str] | None:
+    """Return the options that leave out what `Checkpoint.sel` did; None where that takes too many.
+
+    Args:
+        source: the checkpoint of some tensors.
+        selection: what was asked for beside it.
+    """
+    if not source.left_out:
+        return []
+    every: dict[str, Collection[str]] = {"include": {**source.tensors, **source.unreadable}, "exclude": source.left_out}
+    if selection.include:
+        del every["include"]
+    which, chosen = min(every.items(), key=lambda item: len(item[1]))
+    return None if len(chosen) > _MOST_NAMES else [f"--{which}={escape(name)}" for name in sorted(chosen)]
+
+
+def strategy_words(side: str, path: object) -> list[str]:
+    """Return the option of a strategy file; nothing where there is none."""
+    return [] if path is None else [f"--{side}-strategy", str(path)]
+
+
+def verify_command(
+    target: Place, target_strategy: object, found_by: Sequence[str], source: object, asked: Sequence[str]
+) -> str:
+    """Write the command that compares a target with its source, for a shell.
+
+    Args:
+        target: where the target files are.
+        target_strategy: its strategy file, or None.
+        found_by: the options with which the files are found there, as those of a source.
+        source: the checkpoint that was read.
+        asked: the options that said how to read it, and what to take of it.
+    """
+    there = [*strategy_words("target", target_strategy), *(f"--target-{word[2:]}" for word in found_by)]
+    return f"{called_as()} {shlex.join(['verify', str(target), *there, '--against', str(source), *asked])}"
+
+
+def manifest_command(target: Place, manifest: object) -> str:
+    """Write the command that compares target files with a manifest."""
+    return f"{called_as()} {shlex.join(['verify', str(target), '--manifest', str(manifest)])}"
+
+
+def inspect_command(target: Place, target_strategy: object, found_by: Sequence[str]) -> str:
+    """Write the command that shows what was written."""
+    words = ["inspect", str(target), *strategy_words("source", target_strategy), *found_by]
+    return f"{called_as()} {shlex.join(words)}"

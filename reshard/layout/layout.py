@@ -31,7 +31,7 @@ from reshard.upward import upward
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reshard.view.picture import Picture
+    from reshard.view.svg import Picture
 
 Axes = tuple[int, ...]
 

@@ -16,13 +16,19 @@ Parameter (name=weight, shape=(1, 2), dtype=Float32, requires_grad=True)
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
 
 # The home of each public name. They are imported on first use, so that a script that only merges strategies does
 # not wait for dask.
 _HOMES = {
-    "communication": (),
-    "context": (),
     "convert": ("ckpt_to_safetensors", "safetensors_to_ckpt"),
     "launch": (
         "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "get_group_size", "get_rank", "init",
@@ -33,7 +39,6 @@ _HOMES = {
         "Parameter", "Tensor", "bfloat16", "bool_", "complex64", "float16", "float32", "float64", "float8_e4m3fn",
         "float8_e5m2", "int16", "int32", "int64", "int8", "qint4x2", "uint16", "uint32", "uint64", "uint8",
     ),
-    "parallel": (),
     "save_load": ("load_checkpoint", "load_checkpoint_async", "save_checkpoint"),
     "slices": ("merge_sliced_parameter",),
     "strategy": (
@@ -51,18 +56,47 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_HOME_OF)  # noqa: PLE0605 -- one list of names, above
 
+# MindSpore's own modules: each has some of the names.
+_MODULES = {
+    "communication": ("get_group_size", "get_rank", "init"),
+    "context": (
+        "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "reset_auto_parallel_context", "set_auto_parallel_context",
+        "set_context",
+    ),
+    "parallel": (
+        "merge_sliced_parameter", "build_searched_strategy", "merge_pipeline_strategys", "restore_group_info_list",
+        *_HOMES["transform"], *_HOMES["unified"],
+    ),
+}  # fmt: skip
 
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return import_module(f"reshard.mindspore.{name}")
-    if name in _HOME_OF:
-        value = getattr(import_module(f"reshard.mindspore.{_HOME_OF[name]}"), name)
-        globals()[name] = value
-        return value
-    from reshard.mindspore.absent import missing  # an error's words; not in dir()
 
-    raise missing(__name__, name, __all__)
+def _getter(module: str, here: Sequence[str]) -> Callable[[str], object]:
+    """Return the `__getattr__` of a module that has these names."""
+
+    def get(name: str) -> object:
+        if name in here:
+            value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+            setattr(sys.modules[module], name, value)
+            return value
+        from reshard.mindspore.launch import missing  # an error's words
+
+        raise missing(module, name, here)
+
+    return get
+
+
+def _module(name: str, here: Sequence[str]) -> ModuleType:
+    """Make one of MindSpore's modules, so that it can be imported."""
+    full_name = f"{__name__}.{name}"
+    made = sys.modules[full_name] = module_from_spec(ModuleSpec(full_name, None))
+    made.__doc__ = f"MindSpore's `mindspore.{name}`, as far as checkpoint scripts use it."
+    vars(made).update(__all__=sorted(here), __getattr__=_getter(full_name, here))
+    return made
+
+
+__getattr__ = _getter(__name__, __all__)
+globals().update({name: _module(name, here) for name, here in _MODULES.items()})
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF, *_HOMES})
+    return sorted({*globals(), *_HOME_OF})

@@ -1,31 +1,47 @@
-"""Arguments as MindSpore's functions take them: strategies in all their forms, paths, numbers, formats."""
+"""What MindSpore's functions on whole checkpoints have in common.
+
+1. Arguments as they take them: strategies in all their forms, paths, numbers, formats.
+2. A source opened as they open one, and what is refused of it.
+3. A plan carried out, with what it leaves out or lacks in the log.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.errors import PYTHON, SourceError, StrategyError, UsageError, Words, spelled
+from reshard.errors import PYTHON, Faults, SourceError, StrategyError, Text, UsageError, Words, names, spelled
 from reshard.mindspore.strategy import any_layout, layout_of
+from reshard.plan.select import all_states
+from reshard.run.run import run
+from reshard.source.open import open as open_source
+from reshard.source.open import read_headers
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files
+from reshard.strategy.names import is_training_state
+from reshard.strategy.needed import lacking_ranks
 from reshard.strategy.strategy import MERGED_NAME, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
+    from reshard.source.checkpoint import Checkpoint
+
 
 PathLike = str | os.PathLike[str]
 StrategyLike = PathLike | Strategy | Mapping[str, Any]
+
+_log = logging.getLogger("reshard.mindspore")
 
 FORMATS = ("ckpt", "safetensors")
 
@@ -46,7 +62,7 @@ class DirectoryError(SourceError, NotADirectoryError):
     """What should be a directory is none; NotADirectoryError is what MindSpore raises."""
 
 
-def refuse_strategies(planned: Plan, target: Path, *given: StrategyLike | None) -> None:
+def _refuse_strategies(planned: Plan, target: Path, given: Iterable[StrategyLike | None]) -> None:
     """Raise `TargetError` where a file that is to be written is a strategy file that was given."""
     paths = [as_place(strategy) for strategy in given if isinstance(strategy, str | os.PathLike)]
     some = [strategy_files(path) if path.is_dir() else [path] for path in paths]
@@ -201,3 +217,272 @@ def own_words() -> Iterator[None]:
         yield
     except SourceError as error:
         raise type(error)(spelled(error.text, WORDS)) from error.__cause__
+
+
+_MOST_NAMED = 20
+_MOST_TARGET_RANKS = 64  # of more, an error does not tell what each lacks
+
+
+def open_ranks(
+    path: Path,
+    before: Strategy | None,
+    after: Strategy | None,
+    *,
+    stage: int | Literal["own"] = "own",
+    suffix: str | None = None,
+) -> Checkpoint:
+    """Open a directory of rank directories; ranks that are missing are told with the target ranks that need them.
+
+    As in MindSpore, ranks may be missing whose blocks others have.
+
+    Raises:
+        SourceError: no files, both formats, a rank that is needed is missing, headers that contradict the strategy.
+    """
+    checked_format(path)
+    if before is None:
+        return open_whole(path, suffix)
+    try:
+        with own_words():
+            return open_source(path, strategy=before, stage=stage, suffix=suffix)
+    except SourceError as error:
+        if isinstance(error.__cause__, OSError):
+            raise  # a directory that cannot be read is none without files
+        source = before if stage == "own" else before.of_stage(stage)
+        present = present_ranks(path)
+        absent = set(source.ranks) - present
+        if not absent or not present:
+            raise
+        if after is not None:
+            kept = {name: places for name, places in source.tensors.items() if name in after.tensors}
+            source = replace(source, tensors=kept)
+        faults = Faults(str(path))
+        target_ranks = list(after.ranks)[:_MOST_TARGET_RANKS] if after else [0]
+        lacking = {rank: lacking_ranks(source, after, rank, present) for rank in target_ranks}
+        for rank, needing in lacking_ranks(source, None, 0, present).items():
+            by = [target for target, ranks in lacking.items() if rank in ranks]
+            faults.add(f"source rank {rank}", f"has no file; {needed_text(needing, by)}")
+        faults.raise_if_any(SourceError)
+        with own_words():
+            opened = open_source(path, strategy=before, stage=stage, suffix=suffix, partial=True)
+        _log.warning(
+            "%s: source rank %s has no file; other ranks hold all that is needed, if the strategy is the right one",
+            path,
+            names(sorted(absent)),
+        )
+        return opened
+
+
+def check_all_stages(path: Path, source: Checkpoint) -> None:
+    """Refuse a strategy of one stage of a pipeline where the files of others are there: their tensors would be lost.
+
+    Raises:
+        StrategyError: it is one.
+    """
+    if source.part is not None and present_ranks(path) - set(source.ranks):
+        raise StrategyError(
+            f"{path}: src_strategy_file is that of stage {source.part} of a pipeline, and files of other stages are "
+            "there; give that of all, which merge_pipeline_strategys makes"
+        )
+
+
+def check_target_stages(argument: str, source: Checkpoint, after: Strategy | None) -> None:
+    """Refuse a target strategy of one stage of a pipeline for a whole model: the weights of other stages would be lost.
+
+    Raises:
+        StrategyError: it is one, and does not name weights of the source.
+    """
+    if after is None or not after.others or source.part is not None:
+        return
+    states = all_states(source, after)
+    lost = [n for n, t in source.tensors.items() if not (n in after.tensors or n in states or is_training_state(n, t))]
+    if lost:
+        raise StrategyError(
+            f"{source.root}: {argument} is that of stage {after.stages.start} of a pipeline, and names none of "
+            f"{_counted(lost)}; give that of all stages, which merge_pipeline_strategys makes"
+        )
+
+
+def own_stage(after: Strategy | None) -> int | None:
+    """Return the stage that a target strategy is known to be of, where a pipeline has others."""
+    return after.stages.start if after is not None and after.others else None
+
+
+def check_model(source: Checkpoint, after: Strategy | None) -> None:
+    """Refuse strategies that name nothing of a checkpoint: they are of another model.
+
+    Raises:
+        StrategyError: one is; some names of both sides are listed.
+    """
+    before = source.strategy
+    for strategy, which in ((before, "source"), (after, "target")):
+        if strategy is not None and source.tensors and not any(name in strategy.tensors for name in source.tensors):
+            raise StrategyError(
+                f"{source.root}: the {which} strategy names none of the tensors; it has {names(strategy.tensors)}, "
+                f"the files {names(source.tensors)}; is it of another model?"
+            )
+
+
+def carry_out(
+    planned: Plan,
+    target: Path,
+    after: Strategy | None,
+    strategies: Iterable[StrategyLike | None],
+    *,
+    rank: int | None = None,
+    threads: int | None = None,
+) -> None:
+    """Write the files of a plan; those that exist are replaced.
+
+    Args:
+        planned: the plan.
+        target: the directory of its files.
+        after: the target strategy.
+        strategies: the strategies as they were given; a target file may not be one of their files.
+        rank: the target rank that is written, if it is one.
+        threads: how many work.
+
+    Raises:
+        SourceError: something may be lost of what a de-duplicated source keeps on a rank whose file is not there.
+        TargetError: a target file would be one of the source files, or of the strategy files.
+    """
+    _check_complete(planned, after, rank)
+    warn_of(planned, after, rank)
+    _refuse_strategies(planned, target, strategies)
+    run(planned, target, threads=threads, overwrite=True, journal=False)
+
+
+def _check_complete(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
+    """Refuse to lose what a de-duplicated source keeps on a rank whose file is not there.
+
+    Raises:
+        SourceError: something may be there.
+    """
+    source = planned.source
+    if source.strategy is None:
+        return
+    others = set(source.strategy.ranks) - set(source.ranks)
+    lost = [name for name in _missing(planned, after, rank) if name in source.strategy.tensors]
+    if lost and others and (len(lost) > 1 or _is_deduplicated(source)):
+        raise SourceError(
+            f"{source.root}: {_counted(lost)} are in none of the files that are there, as in a de-duplicated source; "
+            f"source rank {names(sorted(others))} is not there and may have them"
+        )
+
+
+def _is_deduplicated(source: Checkpoint) -> bool:
+    """Tell a source that stores replicas once: by its mark or, as `.ckpt` has none, by what is not everywhere."""
+    if any(file.index.deduplicated for file in source.files):
+        return True
+    strategy = source.strategy
+    for name in source.tensors if strategy else ():
+        stages = strategy.stages_of(name)[:1] if strategy else ()
+        here = [n for n, rank in enumerate(source.ranks) if strategy and strategy.stage_of(rank) in stages]
+        holders = [n for n in here if name in source.files[n].index.entries]
+        if 0 < len(holders) < len(here):
+            return True
+    return False
+
+
+def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
+    """Tell in the log what a plan leaves out or lacks, and what else was noticed."""
+    for notice in planned.notices:
+        _log.warning("%s: %s", planned.source.root, spelled(notice, WORDS))
+    dropped = [name for name in planned.dropped if name not in planned.source.unreadable]
+    for name, reason in planned.source.unreadable.items():
+        _log.warning("%s: %r %s; it is left out", planned.source.root, name, reason)
+    if dropped:
+        _log.warning(
+            "%s: left out, as the target strategy does not name it: %s",
+            planned.source.root, names(dropped, most=_MOST_NAMED),
+        )  # fmt: skip
+    missing = _missing(planned, after, rank)
+    if missing:
+        _log.warning(
+            "%s: left out, as it is in the strategy and in no file: %s",
+            planned.source.root, names(missing, most=_MOST_NAMED),
+        )  # fmt: skip
+
+
+def warn_of_others(path: Path, ranks: range) -> None:
+    """Tell in the log of files in a target directory that are of ranks which the target does not have."""
+    others = sorted(present_ranks(path) - set(ranks))
+    if others:
+        _log.warning(
+            "%s: has files of rank %s too, which the target strategy does not have; remove them if they are of an "
+            "older target",
+            path, names(others),
+        )  # fmt: skip
+
+
+def checked_format(path: Path) -> str | None:
+    """Return the format of the files in rank directories by their names; None where there are none.
+
+    Raises:
+        SourceError: there are both.
+    """
+    found = {file.suffix.removeprefix(".") for file in _rank_files(path)}
+    if len(found) > 1:
+        raise SourceError(f"{path}: its rank directories hold both .ckpt and .safetensors files; expected one kind")
+    return found.pop() if found else None
+
+
+def present_ranks(path: Path) -> set[int]:
+    """Return the ranks that have files."""
+    return {int(file.parent.name.removeprefix("rank_")) for file in _rank_files(path)}
+
+
+def _rank_files(path: Path) -> list[Path]:
+    """Return the checkpoint files in the rank directories, whatever they are."""
+    return [
+        file
+        for file in path.glob("rank_[0-9]*/*")
+        if file.suffix.removeprefix(".") in FORMATS and file.parent.name.removeprefix("rank_").isdecimal()
+    ]
+
+
+@own_words()
+def open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> Checkpoint:
+    """Open a source without a strategy: every rank holds all of it. MindSpore reads rank 0 and compares nothing."""
+    ranks = set(path) if isinstance(path, Mapping) else set(read_headers(path, suffix=suffix)[1])
+    if len(ranks) == 1:
+        return open_source(path, suffix=suffix)
+    try:
+        source = open_source(path, layouts={"*": "whole"}, suffix=suffix, partial=True)
+    except SourceError as error:
+        raise SourceError(
+            Text(
+                f"without src_strategy_file each of the {len(ranks)} source ranks must hold the same whole tensors; "
+                "give src_strategy_file if each has a part; ",
+                error.text,
+            )
+        ) from error
+    tensors = {name: tensor._replace(listed=False) for name, tensor in source.tensors.items()}
+    return replace(source, tensors=tensors, strategy=None)
+
+
+def _missing(planned: Plan, after: Strategy | None, rank: int | None) -> list[str]:
+    """Return what a plan lacks, of one target rank or of all; what other stages of the source have is none."""
+    source = planned.source
+    own = None if source.part is None or source.strategy is None else source.strategy.tensors
+    missing = [name for name in planned.missing if own is None or name in own]
+    if after is None or rank is None:
+        return missing
+    return [name for name in missing if after.stage_of(rank) in after.stages_of(name)]
+
+
+def _counted(some: Collection[str]) -> str:
+    """Write how many tensors, and which.
+
+    >>> _counted(["a"]), _counted(["a", "b", "c", "d"])
+    ('1 tensor: a', '4 tensors: a, b, c and 1 more')
+    """
+    return f"{len(some)} tensor{'s' * (len(some) != 1)}: {names(some, most=3)}"
+
+
+def needed_text(needing: Collection[str], by: Collection[int]) -> str:
+    """Write what a source rank is needed for.
+
+    >>> needed_text(["w", "b"], [0, 1])
+    'it is needed for target rank 0, 1 (2 tensors: w, b)'
+    """
+    return f"it is needed for target rank {names(by)} ({_counted(needing)})"

@@ -1,6 +1,7 @@
 """`ckpt_to_safetensors` and `safetensors_to_ckpt`: the same tensors in the other format, rank by rank.
 
-Contents are copied a few MB at a time, so a file may be larger than memory; MindSpore loads each whole.
+It is one run: files get their names when all are complete. Contents are copied a few MB at a time, so that a file may
+be larger than memory; MindSpore loads each whole.
 
 Source: MindSpore 2.10 `train/serialization.py` (`_convert_checkpoint_file`, `_gather_all_tasks`).
 """
@@ -10,19 +11,23 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.formats import by_name
-from reshard.formats.entries import Content
-from reshard.mindspore.save_load import read_index, source_store
-from reshard.mindspore.write import FileContents, write_file
+from reshard.errors import SourceError, UsageError, names
+from reshard.plan.convert import plan_files
+from reshard.plan.select import Selection
+from reshard.run.run import run
+from reshard.source.checkpoint import Checkpoint
+from reshard.source.open import indexed
 from reshard.storage.cipher import Cipher
-from reshard.storage.threads import results
+from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
+
+    from reshard.source.checkpoint import SourceFile
 
 _log = logging.getLogger("reshard.mindspore")
 
@@ -49,7 +54,7 @@ def ckpt_to_safetensors(
         name_map: old name to new name; those of other tensors stay. All apply at once, so two may be swapped. (That of
             `load_distributed_checkpoint` goes from the network's name to the file's.)
         file_name_regex: convert only files whose name it is found in.
-        processes_num: how many files are converted at once: threads here, because copying releases the interpreter.
+        processes_num: how many threads (MindSpore: processes) work.
         dec_key: the key of encrypted files, with the `crypto` extra; not in MindSpore.
         dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
 
@@ -78,58 +83,6 @@ def safetensors_to_ckpt(
     _convert(file_path, save_path, name_map, file_name_regex, processes_num, "ckpt", None)
 
 
-def convert_file(
-    source_path: str,
-    target_path: str,
-    format: str,  # noqa: A002 -- the word of every such tool
-    *,
-    name_map: Mapping[str, str] | None = None,
-    cipher: Cipher | None = None,
-) -> set[str]:
-    """Write the tensors of one checkpoint file to another, in any format; return the names that are in the source.
-
-    Args:
-        source_path: the file to read, whose format is told by its content.
-        target_path: the file to write.
-        format: `ckpt` or `safetensors`.
-        name_map: old name to new name.
-        cipher: the key of the source, if it is encrypted.
-
-    Raises:
-        UsageError: the name map gives one name to two tensors, or a dtype does not exist in the format.
-        SourceError: the source is corrupt, encrypted, or not with this key.
-    """
-    store = source_store(cipher)
-    index = read_index(source_path, store)
-    for name, reason in index.unreadable:
-        _log.warning("%s: %r %s; it is left out", source_path, name, reason)
-    old_names = {new: old for old, new in _renamed(index.entries, name_map or {}, source_path).items()}
-    if index.format != "ckpt":
-        old_names = dict(sorted(old_names.items(), key=lambda item: item[1]))
-    entries = {new: index.entries[old] for new, old in old_names.items()}
-    contents = [Content(name, entry.dtype, entry.shape, entry.text) for name, entry in entries.items()]
-    layout = by_name(format).lay_out(contents, {"format": "ms", **dict(index.metadata)})
-    write_file(target_path, layout, FileContents(source_path, entries, store))
-    return set(index.entries)
-
-
-def _renamed(old_names: Iterable[str], name_map: Mapping[str, str], path: str) -> dict[str, str]:
-    """Return the new name of every tensor.
-
-    Raises:
-        UsageError: two tensors would have one name.
-    """
-    found: dict[str, list[str]] = {}
-    for old in old_names:
-        found.setdefault(name_map.get(old, old), []).append(old)
-    faults = Faults(path)
-    for new, olds in found.items():
-        if len(olds) > 1:
-            faults.add(f"name {new!r}", f"is that of {names(map(repr, olds))} after the name map; expected one")
-    faults.raise_if_any(UsageError)
-    return {olds[0]: new for new, olds in found.items()}
-
-
 def _convert(
     file_path: str | os.PathLike[str],
     save_path: str | os.PathLike[str] | None,
@@ -146,21 +99,45 @@ def _convert(
     except re.error as error:
         raise UsageError(f"file_name_regex {file_name_regex!r} is no regular expression: {error}") from None
     if source.is_dir():
-        pairs = _pairs(source, Path(save_path or source), pattern, extension, f".{format}")
+        places = _places(source, Path(save_path or source), pattern, extension, f".{format}")
     else:
         if source.suffix != extension:
             raise UsageError(f"{source}: does not end with {extension}")
         if not pattern.search(os.fspath(file_path)):
             raise UsageError(f"{source}: file_name_regex {file_name_regex!r} is not found in its name")
-        pairs = [(source, Path(save_path or source.parent) / f"{source.stem}.{format}")]
-
-    def convert(pair: tuple[Path, Path]) -> set[str]:
-        return convert_file(str(pair[0]), str(pair[1]), format, name_map=name_map, cipher=cipher)
-
-    found = set[str]().union(*results(convert, pairs, processes_num))
+        places = {Path(save_path or source.parent): {f"{source.stem}.{format}": source}}
+    found: set[str] = set()
+    for directory, sources in places.items():
+        files, ranks = indexed(dict(enumerate([as_place(path)] for path in sources.values())), cipher)
+        files = tuple(_in_order(file) for file in files)
+        for file in files:
+            found.update(file.index.entries)
+            for name, reason in file.index.unreadable:
+                _log.warning("%s: %r %s; it is left out", file.path, name, reason)
+        planned = plan_files(
+            Checkpoint(str(source), {}, files, ranks, cipher=cipher),
+            list(sources),
+            format,
+            selections=[_selection(file, name_map or {}) for file in files],
+            threads=processes_num,
+        )
+        run(planned, directory, threads=processes_num, overwrite=True, journal=False)
     unused = [old for old in name_map or {} if old not in found]
     if unused:
         _log.warning("name_map: no file has %s", names(map(repr, unused)))
+
+
+def _in_order(file: SourceFile) -> SourceFile:
+    """Return a file with its tensors in MindSpore's order: in a safetensors file they are in that of their names."""
+    if file.index.format == "ckpt":
+        return file
+    return replace(file, index=file.index._replace(entries=dict(sorted(file.index.entries.items()))))
+
+
+def _selection(file: SourceFile, name_map: Mapping[str, str]) -> Selection:
+    """Return everything in a file, under new names; the map names each, as optimizer states do not follow weights."""
+    new_names = {old: name_map.get(old, old) for old in file.index.entries} if name_map else {}
+    return Selection(names=new_names, drop=("*",))
 
 
 def _check(source: Path, save_path: object, name_map: object, processes_num: object) -> None:
@@ -180,20 +157,23 @@ def _check(source: Path, save_path: object, name_map: object, processes_num: obj
         raise UsageError(f"processes_num is {processes_num!r}; expected a number from 1 on")
 
 
-def _pairs(source: Path, target: Path, pattern: re.Pattern[str], old: str, new: str) -> list[tuple[Path, Path]]:
-    """Return the files of the rank directories that are to be converted, and what they become."""
+def _places(source: Path, target: Path, pattern: re.Pattern[str], old: str, new: str) -> dict[Path, dict[str, Path]]:
+    """Return the files of the rank directories that are to be converted: directory, what a file becomes there, file.
+
+    A rank directory may be a link to another place, and what is written there is below another directory.
+    """
     ranks = sorted(path for path in source.iterdir() if path.name.startswith("rank") and path.is_dir())
     if not ranks:
         raise SourceError(f"{source}: has no directories whose names begin with 'rank'; expected rank_0 and so on")
-    pairs = [
-        (path, target / rank.name / f"{path.stem}{new}")
-        for rank in ranks
-        for path in sorted(rank.iterdir())
-        if path.suffix == old and pattern.search(path.name)
-    ]
-    if not pairs:
+    found: dict[Path, dict[str, Path]] = {}
+    for rank in ranks:
+        place = (target / rank.name).resolve()
+        for path in sorted(rank.iterdir()):
+            if path.suffix == old and pattern.search(path.name):
+                found.setdefault(place.parent, {})[f"{place.name}/{path.stem}{new}"] = path
+    if not found:
         raise SourceError(
             f"{source}: its {len(ranks)} rank directories have no file to convert; expected names that end with {old}"
             + (f" and contain {pattern.pattern!r}" if pattern.pattern else "")
         )
-    return pairs
+    return found

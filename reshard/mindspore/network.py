@@ -18,8 +18,7 @@ import numpy as np
 
 from reshard.dtypes import INT4, DType
 from reshard.errors import ReshardError, UsageError, names
-from reshard.mindspore.foreign import as_mindspore, as_torch, kind_of
-from reshard.mindspore.parameter import Parameter, Tensor, as_tensor, qint4x2
+from reshard.mindspore.parameter import Parameter, Tensor, as_mindspore, as_tensor, as_torch, kind_of, qint4x2
 
 _log = logging.getLogger("reshard.mindspore")
 

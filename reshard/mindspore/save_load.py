@@ -11,6 +11,7 @@ import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +20,27 @@ import numpy as np
 from reshard.dtypes import INT4, STR
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats import by_name, index_file
-from reshard.formats.entries import Content, Entry
-from reshard.mindspore.foreign import is_array
+from reshard.formats.entries import Content
 from reshard.mindspore.network import load_param_into_net, parameters_of
-from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, qint4x2
-from reshard.mindspore.write import FileContents, TensorContents, named_crc, write_file
-from reshard.storage.cipher import Cipher, DecryptingStore
+from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, is_array, qint4x2
+from reshard.storage.cipher import Cipher
 from reshard.storage.local import local_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
-    from reshard.formats.entries import FileIndex
+    from reshard.formats.entries import Entry, FileIndex, FileLayout, Runs
     from reshard.storage.base import Readable
 
 _log = logging.getLogger("reshard.mindspore")
 
 _FORMATS = ("ckpt", "safetensors")
 _TRAILER_BYTES = 17
+_MOST_ZEROS = 1 << 32
+
+PIECE_BYTES = 4 << 20
+"""How much of a file is held at once to sum it up."""
 
 
 def load_checkpoint(
@@ -86,7 +89,7 @@ def load_checkpoint(
     _expect("crc_check", crc_check, bool)
     _expect("remove_redundancy", remove_redundancy, bool)
     path, store = _opened(ckpt_file_name, format, cipher)
-    index = read_index(path, store)
+    index = index_file(path, store=store)
     if crc_check:
         _check_crc(path, index, store)
     if index.deduplicated:
@@ -118,12 +121,12 @@ def load_parts(
         SourceError: two files have different contents of one name; they are two checkpoints, not parts of one.
     """
     prefixes = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
-    store = source_store(_cipher(dec_key, dec_mode, "ckpt", "dec"))
+    store = _source_store(_cipher(dec_key, dec_mode, "ckpt", "dec"))
     loaded: dict[str, Any] = {}
     found_in: dict[str, str] = {}
     for path in [os.fspath(path) for path in paths]:
         if Path(path).stat().st_size:
-            index = read_index(path, store)
+            index = index_file(path, store=store)
             part = _loaded(path, index, store, lambda name: _is_wanted(name, *prefixes, choice_func))
             for name in part:
                 if name in loaded and not _are_same(loaded[name], part[name]):
@@ -243,32 +246,105 @@ def save_checkpoint(
     metadata = {"format": "ms"} if contents else {}
     if remove_redundancy is not None:
         metadata["remove_redundancy"] = str(remove_redundancy)
-    source = TensorContents(tensors)
+    raw = {name: tensor.array.reshape(-1).view("u1").data for name, tensor in tensors.items()}
     if crc_check and format == "safetensors":
-        entries = {name: Entry(t.kind, t.shape, ((0, t.nbytes),)) for name, t in tensors.items()}
-        metadata["crc_num"] = str(named_crc(entries, source))
+        listed = [(content, [raw[content.name]]) for content in contents if content.text is None]
+        metadata["crc_num"] = str(_named_crc(listed))
     layout = by_name(format).lay_out(contents, metadata)
-    write_file(path, layout, source, crc=crc_check and format == "ckpt", cipher=cipher)
+    _write(path, layout, raw, crc=crc_check and format == "ckpt", cipher=cipher)
 
 
-def read_index(path: str, store: Readable) -> FileIndex:
-    """Return what a file holds; nothing is written before this is back.
+def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc: bool, cipher: Cipher | None) -> None:
+    """Write a file from its first byte to its last, as a CRC and a cipher need it; a failure leaves nothing.
+
+    Args:
+        path: the file, which gets its name when it is on the disk, and is replaced if it is there.
+        layout: where everything goes.
+        raw: the contents of the tensors.
+        crc: end the file with the CRC-32 of all before it, as `.ckpt` files may (inside the encryption).
+        cipher: encrypts the file.
 
     Raises:
-        SourceError: the file is corrupt, or was decrypted with the wrong key.
+        BudgetError: the disk is full.
+        TargetError: the file cannot be written.
     """
+    parts: list[tuple[int, bytes | memoryview]] = list(layout.literals)
+    for content in layout.contents:
+        begin = 0
+        for offset, nbytes in content.runs:
+            parts.append((offset, raw[content.name][begin : begin + nbytes]))
+            begin += nbytes
+    pieces: Iterable[bytes | memoryview] = [part for _, part in sorted(parts, key=itemgetter(0))]
+    size = layout.size
+    if crc:
+        pieces = _with_trailer(pieces)
+        size += _TRAILER_BYTES
+    if cipher is not None:
+        pieces = cipher.encrypt(pieces)
+        size = cipher.encrypted_size(size)
+    store = local_store()
+    unfinished = store.unfinished(path)
+    sink = store.create(unfinished, size)
     try:
-        return index_file(path, store=store)
-    except SourceError as error:
-        if isinstance(store, DecryptingStore) and "key" not in str(error):
-            # A wrong key passes the padding of a CBC block once in 256 times; what comes out is then no checkpoint.
-            raise SourceError(f"{error}; decrypted, so it may be that the key is wrong") from error
+        position = 0
+        for piece in pieces:
+            sink.write_at(position, piece)
+            position += len(piece)
+        sink.finish(durable=True)
+        store.publish(unfinished, path, durable=True)
+    except BaseException:
+        store.discard(unfinished)
         raise
 
 
-def source_store(cipher: Cipher | None) -> Readable:
+def _with_trailer(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+        yield piece
+    yield b"crc_num" + crc.to_bytes(10, "big")
+
+
+def _pieces(path: str, runs: Runs, store: Readable) -> Iterator[memoryview]:
+    """Yield some bytes of a file, a few MB at a time; a piece is good until the next one is asked for."""
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    for offset, nbytes in runs:
+        for start in range(0, nbytes, PIECE_BYTES):
+            view = buffer[: min(PIECE_BYTES, nbytes - start)]
+            store.read_into(path, offset + start, view)
+            yield view
+
+
+def _named_crc(tensors: Iterable[tuple[Content, Iterable[memoryview]]], *, as_mindspore: bool = True) -> int:
+    """Return the CRC-32 over names and contents in name order, which safetensors files carry in their metadata.
+
+    MindSpore has Python make bytes of every array. Of an integer array without dimensions that makes as many zeros as
+    the number says (`bytes(np.array(5))` is five zeros), so that is what its CRC covers; and as it compares the same
+    wrong thing when it loads, so must a file that it shall load.
+
+    Args:
+        tensors: the tensors, each with its contents in pieces.
+        as_mindspore: take integers without dimensions as MindSpore does; else by their bytes, like all others.
+    """
+    crc = 0
+    for tensor, contents in sorted(tensors, key=lambda one: one[0].name):
+        crc = zlib.crc32(tensor.name.encode(), crc)
+        pieces = contents
+        if as_mindspore and not tensor.shape and tensor.dtype.name.startswith(("int", "uint")):
+            number = b"".join(contents)
+            zeros = int.from_bytes(number, "little", signed=tensor.dtype.name.startswith("int"))
+            if 0 <= zeros <= _MOST_ZEROS:  # of others MindSpore cannot make bytes
+                pieces = (memoryview(bytes(min(PIECE_BYTES, zeros - n))) for n in range(0, zeros, PIECE_BYTES))
+            else:
+                pieces = [memoryview(number)]
+        for piece in pieces:
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _source_store(cipher: Cipher | None) -> Readable:
     """Return what reads a file: as it is, or decrypted."""
-    return local_store() if cipher is None else DecryptingStore(cipher)
+    return local_store() if cipher is None else cipher.store()
 
 
 class _InMemory:
@@ -301,7 +377,7 @@ def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, Read
         raise UsageError(f"load_checkpoint: {path} does not end with {format!r}; give format= as its name ends")
     if not Path(path).exists():
         raise SourceError(f"{path}: does not exist")
-    return os.path.realpath(path), source_store(cipher)
+    return os.path.realpath(path), _source_store(cipher)
 
 
 def _loaded(path: str, index: FileIndex, store: Readable, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
@@ -333,16 +409,24 @@ def _check_crc(path: str, index: FileIndex, store: Readable) -> None:
         _log.warning("%s: carries no CRC to check", path)
         return
     if index.format == "ckpt":
-        whole = Entry(STR, (), ((0, store.size(path) - _TRAILER_BYTES),))
         found = 0
-        for piece in FileContents(path, {"": whole}, store).read("", 0, whole.nbytes):
+        for piece in _pieces(path, ((0, store.size(path) - _TRAILER_BYTES),), store):
             found = zlib.crc32(piece, found)
-        is_sound = found == index.crc
+        is_right = found == index.crc
     else:
-        entries = {name: entry for name, entry in index.entries.items() if entry.text is None}
-        contents = FileContents(path, entries, store)
-        is_sound = any(index.crc == named_crc(entries, contents, as_mindspore=way) for way in (True, False))
-    if not is_sound:
+        is_right = any(
+            index.crc
+            == _named_crc(
+                (
+                    (Content(name, entry.dtype, entry.shape), _pieces(path, entry.runs, store))
+                    for name, entry in index.entries.items()
+                    if entry.text is None
+                ),
+                as_mindspore=way,
+            )
+            for way in (True, False)
+        )
+    if not is_right:
         raise SourceError(f"{path}: its contents do not have the CRC that it carries ({index.crc}); it is damaged")
 
 

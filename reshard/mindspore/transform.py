@@ -15,51 +15,47 @@ Source: MindSpore 2.10 `parallel/checkpoint_transform.py`, `parallel/transform_s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.errors import Faults, SourceError, StrategyError, Text, UsageError, names, spelled
+from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.formats.target_files import NamedFile
 from reshard.mindspore.arguments import (
     FORMATS,
-    WORDS,
     DirectoryError,
+    carry_out,
     check_format,
+    check_model,
     check_order,
     check_rank,
+    check_target_stages,
+    checked_format,
+    needed_text,
+    open_ranks,
+    open_whole,
+    own_stage,
     own_words,
     path_of,
-    refuse_strategies,
     strategy_of,
     target_directory,
     thread_count,
+    warn_of_others,
 )
 from reshard.mindspore.network import load_param_into_net
 from reshard.mindspore.save_load import load_parts
 from reshard.plan.make import plan
-from reshard.plan.select import all_states
-from reshard.run.run import run
 from reshard.source.open import open as open_source
-from reshard.source.open import read_headers
-from reshard.strategy.names import is_training_state
 from reshard.strategy.needed import lacking_ranks, needed_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
     from pathlib import Path
 
     from reshard.mindspore.arguments import PathLike, StrategyLike
-    from reshard.plan.plan import Plan
-    from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.strategy import Strategy
 
-_log = logging.getLogger("reshard.mindspore")
 
 _STATES = ("accu_grads", "adam_m", "adam_v")  # what MindSpore leaves out when it compares the names of two strategies
-_MOST_NAMED = 20
-_MOST_TARGET_RANKS = 64  # of more, an error does not tell what each lacks
 
 
 def transform_checkpoints(
@@ -130,10 +126,7 @@ def transform_checkpoints(
         allow_missing=["*"],
         threads=threads,
     )
-    check_complete(planned, after)
-    warn_of(planned, after)
-    refuse_strategies(planned, target_dir, src_strategy_file, dst_strategy_file)
-    run(planned, target_dir, threads=threads, overwrite=True, journal=False)
+    carry_out(planned, target_dir, after, [src_strategy_file, dst_strategy_file], threads=threads)
     warn_of_others(target_dir, after.ranks if after else range(1))
 
 
@@ -193,12 +186,12 @@ def transform_checkpoint_by_rank(
                 f"{before.ranks.stop - 1}; give the strategy of all stages (merge_pipeline_strategys), or those ranks"
             )
         for rank, needing in lacking_ranks(before, after, rank_id, files).items():
-            faults.add(f"source rank {rank}", f"is not there; {_needed(needing, [rank_id])}")
+            faults.add(f"source rank {rank}", f"is not there; {needed_text(needing, [rank_id])}")
         faults.raise_if_any(SourceError)
         with own_words():
             source = open_source(files, strategy=before, stage="own", partial=True)
     else:
-        source = _open_whole(files)
+        source = open_whole(files)
     check_model(source, after)
     planned = plan(
         source,
@@ -210,10 +203,7 @@ def transform_checkpoint_by_rank(
         drop=["*"],
         allow_missing=["*"],
     )
-    check_complete(planned, after, rank_id)
-    warn_of(planned, after, rank_id)
-    refuse_strategies(planned, target.parent, src_strategy_file, dst_strategy_file)
-    run(planned, target.parent, overwrite=True, journal=False)
+    carry_out(planned, target.parent, after, [src_strategy_file, dst_strategy_file], rank=rank_id)
 
 
 def rank_list_for_transform(
@@ -340,246 +330,7 @@ def load_segmented_checkpoints(
     return loaded
 
 
-# --- what these and `unified` have in common ---
-
-
-def open_ranks(
-    path: Path,
-    before: Strategy | None,
-    after: Strategy | None,
-    *,
-    stage: int | Literal["own"] = "own",
-    suffix: str | None = None,
-) -> Checkpoint:
-    """Open a directory of rank directories; ranks that are missing are told with the target ranks that need them.
-
-    As in MindSpore, ranks may be missing whose blocks others have.
-
-    Raises:
-        SourceError: no files, both formats, a rank that is needed is missing, headers that contradict the strategy.
-    """
-    checked_format(path)
-    if before is None:
-        return _open_whole(path, suffix)
-    try:
-        with own_words():
-            return open_source(path, strategy=before, stage=stage, suffix=suffix)
-    except SourceError as error:
-        if isinstance(error.__cause__, OSError):
-            raise  # a directory that cannot be read is none without files
-        source = before if stage == "own" else before.of_stage(stage)
-        present = present_ranks(path)
-        absent = set(source.ranks) - present
-        if not absent or not present:
-            raise
-        if after is not None:
-            kept = {name: places for name, places in source.tensors.items() if name in after.tensors}
-            source = replace(source, tensors=kept)
-        faults = Faults(str(path))
-        target_ranks = list(after.ranks)[:_MOST_TARGET_RANKS] if after else [0]
-        lacking = {rank: lacking_ranks(source, after, rank, present) for rank in target_ranks}
-        for rank, needing in lacking_ranks(source, None, 0, present).items():
-            by = [target for target, ranks in lacking.items() if rank in ranks]
-            faults.add(f"source rank {rank}", f"has no file; {_needed(needing, by)}")
-        faults.raise_if_any(SourceError)
-        with own_words():
-            opened = open_source(path, strategy=before, stage=stage, suffix=suffix, partial=True)
-        _log.warning(
-            "%s: source rank %s has no file; other ranks hold all that is needed, if the strategy is the right one",
-            path,
-            names(sorted(absent)),
-        )
-        return opened
-
-
-def check_all_stages(path: Path, source: Checkpoint) -> None:
-    """Refuse a strategy of one stage of a pipeline where the files of others are there: their tensors would be lost.
-
-    Raises:
-        StrategyError: it is one.
-    """
-    if source.part is not None and present_ranks(path) - set(source.ranks):
-        raise StrategyError(
-            f"{path}: src_strategy_file is that of stage {source.part} of a pipeline, and files of other stages are "
-            "there; give that of all, which merge_pipeline_strategys makes"
-        )
-
-
-def check_target_stages(argument: str, source: Checkpoint, after: Strategy | None) -> None:
-    """Refuse a target strategy of one stage of a pipeline for a whole model: the weights of other stages would be lost.
-
-    Raises:
-        StrategyError: it is one, and does not name weights of the source.
-    """
-    if after is None or not after.others or source.part is not None:
-        return
-    states = all_states(source, after)
-    lost = [n for n, t in source.tensors.items() if not (n in after.tensors or n in states or is_training_state(n, t))]
-    if lost:
-        raise StrategyError(
-            f"{source.root}: {argument} is that of stage {after.stages.start} of a pipeline, and names none of "
-            f"{_counted(lost)}; give that of all stages, which merge_pipeline_strategys makes"
-        )
-
-
-def own_stage(after: Strategy | None) -> int | None:
-    """Return the stage that a target strategy is known to be of, where a pipeline has others."""
-    return after.stages.start if after is not None and after.others else None
-
-
-def check_model(source: Checkpoint, after: Strategy | None) -> None:
-    """Refuse strategies that name nothing of a checkpoint: they are of another model.
-
-    Raises:
-        StrategyError: one is; some names of both sides are listed.
-    """
-    before = source.strategy
-    for strategy, which in ((before, "source"), (after, "target")):
-        if strategy is not None and source.tensors and not any(name in strategy.tensors for name in source.tensors):
-            raise StrategyError(
-                f"{source.root}: the {which} strategy names none of the tensors; it has {names(strategy.tensors)}, "
-                f"the files {names(source.tensors)}; is it of another model?"
-            )
-
-
-def check_complete(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
-    """Refuse to lose what a de-duplicated source keeps on a rank whose file is not there.
-
-    Raises:
-        SourceError: something may be there.
-    """
-    source = planned.source
-    if source.strategy is None:
-        return
-    others = set(source.strategy.ranks) - set(source.ranks)
-    lost = [name for name in _missing(planned, after, rank) if name in source.strategy.tensors]
-    if lost and others and (len(lost) > 1 or _is_deduplicated(source)):
-        raise SourceError(
-            f"{source.root}: {_counted(lost)} are in none of the files that are there, as in a de-duplicated source; "
-            f"source rank {names(sorted(others))} is not there and may have them"
-        )
-
-
-def _is_deduplicated(source: Checkpoint) -> bool:
-    """Tell a source that stores replicas once: by its mark or, as `.ckpt` has none, by what is not everywhere."""
-    if any(file.index.deduplicated for file in source.files):
-        return True
-    strategy = source.strategy
-    for name in source.tensors if strategy else ():
-        stages = strategy.stages_of(name)[:1] if strategy else ()
-        here = [n for n, rank in enumerate(source.ranks) if strategy and strategy.stage_of(rank) in stages]
-        holders = [n for n in here if name in source.files[n].index.entries]
-        if 0 < len(holders) < len(here):
-            return True
-    return False
-
-
-def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
-    """Tell in the log what a plan leaves out or lacks, and what else was noticed."""
-    for notice in planned.notices:
-        _log.warning("%s: %s", planned.source.root, spelled(notice, WORDS))
-    dropped = [name for name in planned.dropped if name not in planned.source.unreadable]
-    for name, reason in planned.source.unreadable.items():
-        _log.warning("%s: %r %s; it is left out", planned.source.root, name, reason)
-    if dropped:
-        _log.warning(
-            "%s: left out, as the target strategy does not name it: %s",
-            planned.source.root, names(dropped, most=_MOST_NAMED),
-        )  # fmt: skip
-    missing = _missing(planned, after, rank)
-    if missing:
-        _log.warning(
-            "%s: left out, as it is in the strategy and in no file: %s",
-            planned.source.root, names(missing, most=_MOST_NAMED),
-        )  # fmt: skip
-
-
-def warn_of_others(path: Path, ranks: range) -> None:
-    """Tell in the log of files in a target directory that are of ranks which the target does not have."""
-    others = sorted(present_ranks(path) - set(ranks))
-    if others:
-        _log.warning(
-            "%s: has files of rank %s too, which the target strategy does not have; remove them if they are of an "
-            "older target",
-            path, names(others),
-        )  # fmt: skip
-
-
-def checked_format(path: Path) -> str | None:
-    """Return the format of the files in rank directories by their names; None where there are none.
-
-    Raises:
-        SourceError: there are both.
-    """
-    found = {file.suffix.removeprefix(".") for file in _rank_files(path)}
-    if len(found) > 1:
-        raise SourceError(f"{path}: its rank directories hold both .ckpt and .safetensors files; expected one kind")
-    return found.pop() if found else None
-
-
-def present_ranks(path: Path) -> set[int]:
-    """Return the ranks that have files."""
-    return {int(file.parent.name.removeprefix("rank_")) for file in _rank_files(path)}
-
-
-def _rank_files(path: Path) -> list[Path]:
-    """Return the checkpoint files in the rank directories, whatever they are."""
-    return [
-        file
-        for file in path.glob("rank_[0-9]*/*")
-        if file.suffix.removeprefix(".") in FORMATS and file.parent.name.removeprefix("rank_").isdecimal()
-    ]
-
-
 def _is_sub_network(before: Strategy, after: Strategy) -> bool:
     """Tell MindSpore's rule for a source that is one stage of a pipeline."""
     own, wanted = ({name for name in strategy.tensors if not name.startswith(_STATES)} for strategy in (before, after))
     return len(before.stages) == len(after.stages) == 1 and own < wanted
-
-
-@own_words()
-def _open_whole(path: Path | Mapping[int, Path], suffix: str | None = None) -> Checkpoint:
-    """Open a source without a strategy: every rank holds all of it. MindSpore reads rank 0 and compares nothing."""
-    ranks = set(path) if isinstance(path, Mapping) else set(read_headers(path, suffix=suffix)[1])
-    if len(ranks) == 1:
-        return open_source(path, suffix=suffix)
-    try:
-        source = open_source(path, layouts={"*": "whole"}, suffix=suffix, partial=True)
-    except SourceError as error:
-        raise SourceError(
-            Text(
-                f"without src_strategy_file each of the {len(ranks)} source ranks must hold the same whole tensors; "
-                "give src_strategy_file if each has a part; ",
-                error.text,
-            )
-        ) from error
-    tensors = {name: tensor._replace(listed=False) for name, tensor in source.tensors.items()}
-    return replace(source, tensors=tensors, strategy=None)
-
-
-def _missing(planned: Plan, after: Strategy | None, rank: int | None) -> list[str]:
-    """Return what a plan lacks, of one target rank or of all; what other stages of the source have is none."""
-    source = planned.source
-    own = None if source.part is None or source.strategy is None else source.strategy.tensors
-    missing = [name for name in planned.missing if own is None or name in own]
-    if after is None or rank is None:
-        return missing
-    return [name for name in missing if after.stage_of(rank) in after.stages_of(name)]
-
-
-def _counted(some: Collection[str]) -> str:
-    """Write how many tensors, and which.
-
-    >>> _counted(["a"]), _counted(["a", "b", "c", "d"])
-    ('1 tensor: a', '4 tensors: a, b, c and 1 more')
-    """
-    return f"{len(some)} tensor{'s' * (len(some) != 1)}: {names(some, most=3)}"
-
-
-def _needed(needing: Collection[str], by: Collection[int]) -> str:
-    """Write what a source rank is needed for.
-
-    >>> _needed(["w", "b"], [0, 1])
-    'it is needed for target rank 0, 1 (2 tensors: w, b)'
-    """
-    return f"it is needed for target rank {names(by)} ({_counted(needing)})"

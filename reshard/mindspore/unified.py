@@ -26,36 +26,32 @@ from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
 from reshard.formats.sets import MindSporeSet, read_index, share_of
 from reshard.formats.target_files import NamedFile, Stored
 from reshard.mindspore.arguments import (
+    carry_out,
+    check_all_stages,
     check_format,
+    check_model,
     check_order,
     check_rank,
+    check_target_stages,
     check_whole,
+    checked_format,
+    open_ranks,
+    own_stage,
     own_words,
     path_of,
-    refuse_strategies,
+    present_ranks,
     strategy_of,
     target_directory,
     thread_count,
+    warn_of,
+    warn_of_others,
 )
 from reshard.mindspore.launch import get_rank
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, qint4x2
-from reshard.mindspore.transform import (
-    check_all_stages,
-    check_complete,
-    check_model,
-    check_target_stages,
-    checked_format,
-    open_ranks,
-    own_stage,
-    present_ranks,
-    warn_of,
-    warn_of_others,
-)
 from reshard.plan.budget import THREADS
 from reshard.plan.make import plan
 from reshard.plan.select import Selection
-from reshard.run.run import run
 from reshard.source.open import open as open_source
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place
@@ -151,10 +147,7 @@ def unified_safetensors(
     )
     missing = tuple(name for name in (before.tensors if before else ()) if name not in opened.tensors)
     planned = replace(planned, missing=missing)
-    check_complete(planned, None)
-    warn_of(planned, None)
-    refuse_strategies(planned, target_dir, src_strategy_file)
-    run(planned, target_dir, threads=threads, overwrite=True, journal=False)
+    carry_out(planned, target_dir, None, [src_strategy_file], threads=threads)
 
 
 def load_distributed_checkpoint(
@@ -250,9 +243,7 @@ def load_distributed_checkpoint(
         if ranks is None:
             check_target_stages("predict_strategy", source, after)
         planned = _planned(source, after, new_names, format=output_format, files=NamedFile(name), ranks=ranks)
-        warn_of(planned, after, rank_id)
-        refuse_strategies(planned, target_dir, predict_strategy)
-        run(planned, target_dir, threads=threads, overwrite=True, journal=False)
+        carry_out(planned, target_dir, after, [predict_strategy], rank=rank_id, threads=threads)
         if after is not None:
             warn_of_others(target_dir, after.ranks)
         return True

@@ -25,7 +25,7 @@ from reshard.source.open import read_headers
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from reshard.plan.plan import Plan
     from reshard.source.checkpoint import SourceFile
@@ -42,7 +42,7 @@ def plan_convert(
     drop: Iterable[str] = (),
     threads: int | None = None,
 ) -> Plan:
-    """Plan how every file of a checkpoint is written anew in another format.
+    """Plan how every file of a checkpoint is written again in another format.
 
     A file keeps its place below the directory and its name, but for the extension.
 
@@ -67,24 +67,51 @@ def plan_convert(
     if kind:
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
     files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
-    selection = Selection(drop=globs(drop))
-    written = by_name(format)
-    source = Checkpoint(str(path), {}, files, ranks, notices=tuple(notices))
+    if name is not None:
+        NamedFile(name).volumes([], "")  # refuses what is not a name
+    extension = by_name(format).EXTENSION
+    return plan_files(
+        Checkpoint(str(path), {}, files, ranks, notices=tuple(notices)),
+        [name or f"{_below(path, file)}{extension}" for file in files],
+        format,
+        selections=[Selection(drop=globs(drop))] * len(files),
+        threads=threads,
+    )
+
+
+def plan_files(
+    source: Checkpoint,
+    paths: Sequence[str],
+    format: str,  # noqa: A002 -- as above
+    *,
+    selections: Sequence[Selection],
+    threads: int | None = None,
+) -> Plan:
+    """Plan how each of some files is written again in another format, as one of whole tensors wherever it lies.
+
+    Args:
+        source: the files; it needs no tensors.
+        paths: what each becomes, below the target directory.
+        format: `safetensors` or `ckpt`.
+        selections: which tensors of each, and under which names.
+        threads: the most threads that a run may have.
+
+    Raises:
+        SourceError: entries cannot be converted that a selection does not drop.
+        UsageError: two tensors of a file would have one name, or a dtype does not exist in the format.
+    """
     items: list[list[Item]] = []
     dropped: dict[str, None] = {}
-    for number, file in enumerate(files):
-        tensors = join_whole(file.path, files, ranks, [number])
+    for number, (file, selection) in enumerate(zip(source.files, selections, strict=True)):
+        tensors = join_whole(file.path, source.files, source.ranks, [number])
         one = Checkpoint(file.path, tensors, (file,), (0,), unreadable=dict(file.index.unreadable))
         selected = select(one, None, selection)
         items.append([Item(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
         dropped.update(dict.fromkeys(selected.dropped))
-    paths = [name or f"{_below(path, file)}{written.EXTENSION}" for file in files]
-    if name is not None:
-        NamedFile(name).volumes([], written.EXTENSION)  # refuses what is not a name
-    destination = SameFiles(source, items, paths, written)
+    destination = SameFiles(source, items, paths, by_name(format))
     every = [item for some in items for item in some]
     limit = budget(source, every, destination, threads=threads)
-    made = build(source, every, destination, limit, Faults(str(path)))
+    made = build(source, every, destination, limit, Faults(source.root))
     return replace(made, dropped=tuple(dropped), notices=source.notices)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.errors import UsageError, names
 from reshard.formats.entries import Extent
 from reshard.layout.block import Block
-from reshard.plan.select import Selection
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.view.arrays import RankArrays
-    from reshard.view.picture import Picture
+    from reshard.view.svg import Picture
 
 
 class TargetFile(NamedTuple):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.view.groups import Groups
-    from reshard.view.picture import Picture
+    from reshard.view.svg import Picture
 
 _NUMBER = re.compile("[0-9]+")
 

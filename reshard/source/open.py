@@ -149,7 +149,7 @@ def reopen(
     Raises:
         SourceError: a file is not sound, or headers contradict the strategy.
     """
-    files, ranks = _indexed(paths, cipher)
+    files, ranks = indexed(paths, cipher)
     joined = join(root, files, ranks, strategy, partial=partial)
     tensors = {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in joined.items()}
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
@@ -201,7 +201,7 @@ def read_headers(
             if len(chosen) == 1:
                 refuse_one_of_several(file)
             refuse_directory(file.parent, [file.name], besides=[PARTS])
-        return *_indexed({rank: [file] for rank, file in chosen.items()}, cipher), notices
+        return *indexed({rank: [file] for rank, file in chosen.items()}, cipher), notices
     root = as_place(path)
     root.refresh()
     if is_store(root):
@@ -211,9 +211,9 @@ def read_headers(
         return store.files, store.ranks, list(store.notices)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
-        return *_indexed(rank_files(root, rank_pattern, suffix, notices), cipher), notices
+        return *indexed(rank_files(root, rank_pattern, suffix, notices), cipher), notices
     paths, weight_map = unified
-    files, ranks = _indexed({0: paths}, cipher)
+    files, ranks = indexed({0: paths}, cipher)
     held = {paths[number].name: file.index.entries for number, file in enumerate(files)}
     faults = Faults(str(root))
     for name, file_name in weight_map.items():
@@ -347,10 +347,14 @@ def _left_out(strategy: Strategy, ranks: int) -> str:
     )
 
 
-def _indexed(
+def indexed(
     chosen: Mapping[int, Sequence[Place]], cipher: Cipher | None
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
-    """Index every file."""
+    """Return the files of each rank, indexed, and the rank of each file.
+
+    Raises:
+        SourceError: a file is not sound, or says of itself that it has blocks of tensors.
+    """
     # One name for each file everywhere: what is held open of it goes by name.
     paths = [path.absolute() for of_rank in chosen.values() for path in of_rank]
     files = [

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.strategy.operators import OperatorStrategy
     from reshard.strategy.rules import Options, Rule
-    from reshard.view.picture import Picture
+    from reshard.view.svg import Picture
 
 
 MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)

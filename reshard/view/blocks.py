@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING
 from reshard.errors import LayoutError, UsageError, names
 from reshard.layout.block import Block, shape_text
 from reshard.plan.bands import is_grid
-from reshard.view.folding import ranges_text
-from reshard.view.markup import Markup, join, tag
-from reshard.view.picture import Drawn, Picture, colour, fitting, hatch, label, text_width, wrapped
-from reshard.view.words import count_text
+from reshard.view.svg import Drawn, Markup, Picture, colour, fitting, hatch, join, label, tag, text_width, wrapped
+from reshard.view.text import count_text, ranges_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING
 
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
-from reshard.view.folding import fold_members, ranges_text
-from reshard.view.markup import Markup, join, tag
-from reshard.view.picture import Picture, colour, label, text_width
-from reshard.view.words import bytes_text, count_text, printable, shortened
+from reshard.view.svg import Markup, Picture, colour, join, label, tag, text_width
+from reshard.view.text import bytes_text, count_text, fold_members, printable, ranges_text, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError, names
 from reshard.source.checkpoint import Checkpoint
-from reshard.view.folding import fold_members
-from reshard.view.words import bytes_text, printable, table_lines
+from reshard.view.text import bytes_text, fold_members, printable, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,7 +79,7 @@ class Groups(Mapping[str, Checkpoint]):
         return "\n".join(table_lines((self.by, "count", "bytes", "dtype"), rows))
 
     def _repr_html_(self) -> str:
-        from reshard.view.notebook import groups_html
+        from reshard.view.html import groups_html
 
         return groups_html(self)
 

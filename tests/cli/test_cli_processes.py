@@ -212,7 +212,7 @@ def test_an_interrupt_at_any_import(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_time(case: Case, tmp_path: Path) -> None:
-    """Before `reshard.cli.entry` is there, Python itself says what it says."""
+    """Before `reshard.__main__` is there, Python itself says what it says."""
     for number in range(40):
         command = ["transform", case.source, tmp_path / f"{number}", *case.strategies]
         process = subprocess.Popen(

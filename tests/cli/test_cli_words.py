@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.cli.options import selection_options, source_options
-from reshard.cli.words import inspect_command, reading_words, selection_words, verify_command
+from reshard.cli.written import inspect_command, reading_words, selection_words, verify_command
 from reshard.plan.select import Selection
 
 READING = {"rank_pattern": "rank_{rank}/*", "suffix": None, "layouts": {}, "stage": None, "partial": False}

@@ -30,7 +30,6 @@ from reshard import mindspore
 from reshard.cli.main import cli
 from reshard.cli.terminal import OPTIONS
 from reshard.errors import spelled
-from reshard.mindspore.convert import convert_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +45,10 @@ API: dict[str, Callable[..., object]] = {
     "transform_with_prefix": lambda source, out, strategy, prefix: mindspore.transform_checkpoints(
         source, out, prefix, strategy, strategy
     ),
-    "convert_file": lambda path, out: convert_file(path, out, "ckpt"),
+    "convert_file": lambda path, out: {
+        ".ckpt": mindspore.ckpt_to_safetensors,
+        ".safetensors": mindspore.safetensors_to_ckpt,
+    }[Path(path).suffix](path, out),
     "read_strategy": reshard.read_strategy,
     "rank_list_for_transform": lambda source, target: mindspore.rank_list_for_transform(0, source, target),
     "merge_pipeline_strategys": mindspore.merge_pipeline_strategys,

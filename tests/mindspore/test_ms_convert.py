@@ -70,13 +70,30 @@ def test_one_file_is_converted(ranks: Path, tmp_path: Path) -> None:
     assert list(ms.load_checkpoint(tmp_path / "new/a-0.ckpt")) == ["note", "v", "z"]
 
 
+def test_a_rank_directory_may_be_a_link_to_another_place(ranks: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (ranks / "rank_1").rename(tmp_path / "elsewhere/node")
+    (ranks / "rank_1").symlink_to(tmp_path / "elsewhere/node")
+    ms.ckpt_to_safetensors(ranks)
+    for rank in range(2):
+        loaded = ms.load_checkpoint(ranks / f"rank_{rank}/b-{rank}.safetensors", format="safetensors")
+        assert loaded["w"].asnumpy().tolist() == [rank] * 3
+
+
+def test_no_file_has_its_name_before_all_are_converted(ranks: Path, tmp_path: Path) -> None:
+    (ranks / "rank_1/b-1.ckpt").write_bytes((ranks / "rank_1/b-1.ckpt").read_bytes()[:-1])
+    with pytest.raises(SourceError, match="cut short"):
+        ms.ckpt_to_safetensors(ranks, tmp_path / "st")
+    assert not (tmp_path / "st").exists()
+
+
 def test_names_may_be_swapped_but_not_collide(ranks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = ranks / "rank_1/a-1.ckpt"
     ms.ckpt_to_safetensors(source, tmp_path / "st", {"w": "v", "v": "w", "x": "y"})
     loaded = ms.load_checkpoint(tmp_path / "st/a-1.safetensors", format="safetensors")
     assert (loaded["v"].asnumpy().tolist(), loaded["w"].asnumpy().tolist()) == ([1, 1, 1], [11, 11])
     assert "no file has 'x'" in caplog.text
-    with pytest.raises(UsageError, match="name 'v': is that of 'w', 'v' after the name map"):
+    with pytest.raises(UsageError, match="name 'v': is given to w, v; every tensor needs a name of its own"):
         ms.ckpt_to_safetensors(source, tmp_path / "no", {"w": "v"})
     assert not (tmp_path / "no").exists()
 

@@ -19,7 +19,7 @@ from reshard import Layout, Strategy
 from reshard.errors import ChangedError, TargetError
 from reshard.plan.fingerprint import file_digests
 from reshard.run.remote_journal import RemoteJournal
-from reshard.view.report import report_text
+from reshard.view.text import report_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ from reshard.layout.layout import Layout
 from reshard.storage.local import LocalStore
 from reshard.strategy.strategy import Strategy
 from reshard.view import arrays
-from reshard.view.checkpoints import checkpoint_text
+from reshard.view.text import checkpoint_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,7 +29,7 @@ from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, Ten
 from reshard.strategy.strategy import Strategy
 from reshard.view import flow
 from reshard.view.blocks import Side, draw
-from reshard.view.markup import Markup, tag
+from reshard.view.svg import Markup, tag
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -188,7 +188,7 @@ def test_whatever_is_no_markup_is_escaped() -> None:
 
 @given(st.text(max_size=40))
 def test_any_text_comes_through_as_it_is_printed(text: str) -> None:
-    from reshard.view.words import printable
+    from reshard.view.text import printable
 
     element = ET.fromstring(tag("p", text, title=text))
     assert (element.text or "") == element.get("title") == printable(text)

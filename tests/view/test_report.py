@@ -14,7 +14,8 @@ from checkpoints import numbers, write_ranks
 import reshard
 from reshard import Layout, Strategy
 from reshard.storage.crc32c import crc32c
-from reshard.view.report import report_data, report_text
+from reshard.view.data import report_data
+from reshard.view.text import report_text
 
 if TYPE_CHECKING:
     from reshard.run.run import Report

@@ -18,11 +18,17 @@ from reshard.layout.block import Block
 from reshard.layout.layout import Layout
 from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
 from reshard.strategy.strategy import Strategy
-from reshard.view.checkpoints import checkpoint_text, rank_files_data, rank_files_text
-from reshard.view.folding import fold
-from reshard.view.plans import plan_data, plan_text
-from reshard.view.strategies import layout_text, strategy_data, strategy_text
-from reshard.view.words import bytes_text, printable
+from reshard.view.data import plan_data, rank_files_data, strategy_data
+from reshard.view.text import (
+    bytes_text,
+    checkpoint_text,
+    fold,
+    layout_text,
+    plan_text,
+    printable,
+    rank_files_text,
+    strategy_text,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

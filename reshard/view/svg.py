@@ -1,21 +1,87 @@
-"""Pictures as SVG: the type that a notebook shows, and the colours, labels and hatches that all of them share.
+"""Pictures as SVG, and pieces of markup in which nothing that comes from a file can be taken for markup.
 
-A picture is drawn in the colour of the text around it (`currentColor`), so that it suits light and dark pages; what is
-filled has colours that people who see fewer of them can tell apart too, and labels that stand out from each.
+Every element of HTML and SVG is made by `tag`, which escapes whatever is not the result of another `tag`. What comes
+out is HTML and XML alike, has no script, and asks for nothing from elsewhere; its styles hold inside `class="reshard"`
+only, and take their colours from the page around it, so that light and dark themes both suit.
+
+A picture is drawn in the colour of the text around it (`currentColor`); what is filled has colours that people who see
+fewer of them can tell apart too, and labels that stand out from each.
 """
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from reshard.view.markup import Markup, join, page, tag
-from reshard.view.words import printable
+from reshard.view.text import printable, shortened
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
+
+
+_LONGEST = 300
+"""The most characters of one piece of text: a name may be of any length."""
+
+
+class Markup(str):
+    """Text that is markup already; any other is escaped when it comes into an element."""
+
+    __slots__ = ()
+
+
+def tag(name: str, *children: str, **attributes: str | float) -> Markup:
+    """Return an element.
+
+    Args:
+        name: what element it is.
+        children: `Markup`, which is left as it is, and any other text, which is escaped and cut if it is very long.
+        attributes: `class_` stands for `class`, `stroke_width` for `stroke-width`.
+
+    >>> print(tag("p", "a < b ", tag("b", "!"), class_="x"))
+    <p class="x">a &lt; b <b>!</b></p>
+    """
+    told = "".join(f' {_attribute(key)}="{_value(value)}"' for key, value in attributes.items())
+    inside = "".join(child if isinstance(child, Markup) else _escaped(child) for child in children)
+    return Markup(f"<{name}{told}>{inside}</{name}>" if inside or name not in _EMPTY else f"<{name}{told}/>")
+
+
+_EMPTY = frozenset({"rect", "path", "line"})
+
+
+def _attribute(key: str) -> str:
+    return key.removesuffix("_").replace("_", "-")
+
+
+def _value(value: str | float) -> str:
+    if isinstance(value, Markup):
+        return value
+    return f"{value:.6g}" if isinstance(value, float) else _escaped(str(value))
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(shortened(text, _LONGEST)))
+
+
+def join(children: Iterable[Markup]) -> Markup:
+    """Return elements one after the other."""
+    return Markup("".join(children))
+
+
+@lru_cache(maxsize=1)
+def _style() -> Markup:
+    css = files("reshard.view").joinpath("style.css").read_text(encoding="utf-8")
+    return Markup(f"<style>{css}</style>")
+
+
+def page(*children: Markup) -> str:
+    """Return what a notebook shows for one object."""
+    return tag("div", _style(), *children, class_="reshard")
+
 
 # Paul Tol's "light" scheme (personal.sron.nl/~pault), made for filled cells with dark labels.
 _FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#dddddd")

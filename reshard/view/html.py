@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import LayoutError
 from reshard.layout.block import shape_text
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
-from reshard.view.checkpoints import layouts_of, shards_text
+from reshard.view.data import groups_of, layouts_of
 from reshard.view.flow import plan_picture
-from reshard.view.folding import fold, fold_members, ranges_text
-from reshard.view.markup import Markup, details, heading, join, page, table, tag, tiles
-from reshard.view.picture import colour
-from reshard.view.strategies import LEGEND, groups_of, layout_text
-from reshard.view.words import bytes_text, count_text
+from reshard.view.svg import Markup, colour, join, page, tag
+from reshard.view.text import (
+    LEGEND,
+    bytes_text,
+    count_text,
+    fold,
+    fold_members,
+    layout_text,
+    ranges_text,
+    shards_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +40,41 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.view.groups import Groups
-    from reshard.view.picture import Picture
+    from reshard.view.svg import Picture
+
+
+def heading(kind: str, title: str, *also: str) -> Markup:
+    """Return the first line: what it is, its name, and facts beside it."""
+    facts = [tag("span", fact, class_="fact") for fact in also]
+    return tag("div", tag("span", kind, class_="kind"), tag("span", title, class_="title"), *facts, class_="head")
+
+
+def tiles(*items: tuple[str, str, str]) -> Markup:
+    """Return numbers side by side: what each is, how much, and a remark (or an empty one)."""
+    return tag(
+        "div",
+        *(
+            tag("div", tag("div", what, class_="what"), tag("b", much), tag("div", more, class_="more"), class_="tile")
+            for what, much, more in items
+        ),
+        class_="tiles",
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> Markup:
+    """Return a table; columns whose titles are in `right` hold numbers."""
+    sides = ["n" if title in set(right) else "t" for title in header]
+    head = tag("tr", *(tag("th", title, class_=side) for title, side in zip(header, sides, strict=True)))
+    body = [tag("tr", *(tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True))) for row in rows]
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
+
+
+def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
+    """Return a part that is folded away, with a remark beside its title."""
+    attributes = {"open": "open"} if opened else {}
+    summary = tag("summary", tag("span", title), " ", tag("span", more, class_="more"))
+    return tag("details", summary, *children, **attributes)
+
 
 _MOST_ROWS = 240
 _MOST_FILES = 24

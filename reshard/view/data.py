@@ -1,0 +1,247 @@
+"""What is shown, as plain data for JSON. Nothing is folded there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from reshard.formats.entries import Entry
+    from reshard.layout.layout import Layout
+    from reshard.plan.plan import Plan
+    from reshard.run.run import Report
+    from reshard.source.checkpoint import Checkpoint, Looked, Sharding, SourceFile, Tensor
+    from reshard.strategy.strategy import Strategy
+    from reshard.verify.difference import Difference
+    from reshard.verify.verify import Verification
+
+
+def layout_data(layout: Layout) -> dict[str, object]:
+    """Return a layout in the words of a JSON strategy file; the entries of the map are lists of axes."""
+    return {
+        "dev_matrix": list(layout.dev_matrix),
+        "tensor_map": [list(axes) for axes in layout.tensor_map],
+        "opt_weight_shard_size": layout.opt_weight_shard_size,
+        "opt_weight_shard_step": layout.opt_weight_shard_step,
+        "param_split_shape": list(layout.param_split_shape),
+        "field": layout.field,
+    }
+
+
+def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
+    """Return the tensors of each layout, by stage."""
+    groups: dict[tuple[int, Layout], list[str]] = {}
+    for name, placed in strategy.by_stage():
+        groups.setdefault((placed.stage, placed.layout), []).append(name)
+    return groups
+
+
+def strategy_data(strategy: Strategy) -> dict[str, object]:
+    """Return a strategy as plain data; a tensor has one item for each stage that holds it."""
+    return {
+        "ranks": list(strategy.ranks),
+        "stages": list(strategy.stages),
+        "devices_per_stage": strategy.devices,
+        "merged": strategy.merged,
+        "tensors": [
+            {"name": name, "stage": placed.stage, "layout": layout_data(placed.layout)}
+            for name, places in strategy.tensors.items()
+            for placed in places
+        ],
+    }
+
+
+def looked_data(looked: Looked | None) -> dict[str, int] | None:
+    """Return how much of the contents was looked at, as plain data."""
+    return None if looked is None else looked._asdict()
+
+
+def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
+    """Return the layouts of a tensor by stage; none of one that no strategy names."""
+    if checkpoint.strategy is None or not tensor.listed:
+        return []
+    return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
+
+
+def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return a checkpoint as plain data; nothing is folded there."""
+    ranks = checkpoint.ranks
+    holders: dict[Sharding, list[dict[str, object]]] = {}
+    return {
+        **_files_data(checkpoint.root, checkpoint.files, ranks),
+        "nbytes": checkpoint.nbytes,
+        "notices": list(checkpoint.notices),
+        "sampled": looked_data(checkpoint.looked),
+        "unreadable": dict(checkpoint.unreadable),
+        "tensors": [
+            {
+                "name": tensor.spec.name,
+                "dtype": tensor.spec.dtype.name,
+                "shape": list(tensor.spec.shape),
+                "nbytes": tensor.spec.nbytes,
+                "layouts": [
+                    {"stage": stage, **layout_data(layout)} for stage, layout in layouts_of(checkpoint, tensor)
+                ],
+                "shards": _shards_data(tensor.sharding, ranks, holders),
+            }
+            for tensor in checkpoint.tensors.values()
+        ],
+    }
+
+
+def _shards_data(
+    sharding: Sharding, ranks: Sequence[int], known: dict[Sharding, list[dict[str, object]]]
+) -> list[dict[str, object]]:
+    if sharding not in known:
+        known[sharding] = [
+            {"start": list(block.start), "stop": list(block.stop), "ranks": [ranks[at.file] for at in replicas]}
+            for block, replicas in zip(sharding.blocks, sharding.replicas, strict=True)
+        ]
+    return known[sharding]
+
+
+def _files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> dict[str, object]:
+    return {
+        "source": title,
+        "ranks": sorted(set(ranks)),
+        "files": [
+            {"rank": rank, "path": file.path, "format": file.index.format, "nbytes": file.nbytes}
+            for file, rank in zip(files, ranks, strict=True)
+        ],
+    }
+
+
+def rank_files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> dict[str, object]:
+    """Return what each rank's files hold, as plain data."""
+    return {
+        **_files_data(title, files, ranks),
+        "groups": [
+            {
+                "ranks": alike,
+                "tensors": [
+                    {
+                        "name": name,
+                        "dtype": entry.dtype.name,
+                        "shape": list(entry.shape),
+                        "nbytes": entry.nbytes,
+                    }
+                    for name, entry in entries.items()
+                ],
+            }
+            for alike, entries in ranks_alike(files, ranks)
+        ],
+    }
+
+
+def ranks_alike(files: Sequence[SourceFile], ranks: Sequence[int]) -> list[tuple[list[int], Mapping[str, Entry]]]:
+    """Group ranks whose files hold tensors of equal names, dtypes and shapes, in order of the first of each group.
+
+    Ranks mostly share their index (`source.headers` sees to that), so each distinct one is looked through once.
+    """
+    by_rank: dict[int, list[SourceFile]] = {}
+    for file, rank in zip(files, ranks, strict=True):
+        by_rank.setdefault(rank, []).append(file)
+    of_index: dict[tuple[int, ...], tuple[Hashable, Mapping[str, Entry]]] = {}
+    groups: dict[Hashable, tuple[list[int], Mapping[str, Entry]]] = {}
+    for rank, held in sorted(by_rank.items()):
+        key = tuple(file.index.header for file in held)
+        if key not in of_index:
+            entries: Mapping[str, Entry] = {name: entry for file in held for name, entry in file.index.entries.items()}
+            contents = frozenset((name, entry.dtype, entry.shape) for name, entry in entries.items())
+            of_index[key] = contents, entries
+        contents_of_rank, entries = of_index[key]
+        groups.setdefault(contents_of_rank, ([], entries))[0].append(rank)
+    return list(groups.values())
+
+
+def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[str, object]:
+    """Return a plan, and what came of it, as plain data: the same keys before a run (`seconds` is null) and after."""
+    stats = plan.stats._asdict()
+    if report is not None:
+        stats["bytes_read"] = report.bytes_read
+    return {
+        "dry_run": report is None,
+        "source": plan.source.root,
+        "target": directory,
+        "format": plan.format,
+        "ranks": list(plan.ranks),
+        **stats,
+        "ownership": "file" if plan.groups else "tensor",
+        "read_amplification": plan.stats.read_amplification,
+        "seconds": None if report is None else report.seconds,
+        "dropped": list(plan.dropped),
+        "missing": list(plan.missing),
+        "notices": list(plan.notices),
+        "sampled": looked_data(plan.source.looked),
+        "files": [{"rank": file.rank, "path": file.path, "nbytes": file.layout.size} for file in plan.files],
+    }
+
+
+def report_data(
+    plan: Plan, directory: str, report: Report | None = None, verify: str | None = None, check: str | None = None
+) -> dict[str, object]:
+    """Return a plan and the report of its run as plain data; the keys are the same before a run (null) and after.
+
+    The two commands are those of `report_text`.
+    """
+    data = plan_data(plan, directory, report)
+    data["replicas"] = plan.replicas
+    data["links"] = sum(file.link is not None for file in plan.files)
+    data["measured_memory"] = report and report.peak_memory
+    data["checksums"] = report and _checksums_data(report)
+    data["resumed"] = report and report.resumed
+    data["finished"] = report and report.finished
+    data["verify"] = report and verify
+    data["manifest"] = report and check
+    return data
+
+
+def _checksums_data(report: Report) -> dict[str, dict[str, str]] | None:
+    if report.checksums is None:
+        return None
+    return {
+        path: {name: f"{checksum:08x}" for name, checksum in tensors.items()}
+        for path, tensors in report.checksums.items()
+    }
+
+
+def verdict_data(found: Verification) -> dict[str, object]:
+    """Return what was verified as plain data."""
+    return {
+        "target": found.target,
+        "against": found.against,
+        "equal": found.equal,
+        "ranks": list(found.ranks),
+        "files": found.files,
+        "tensors": found.tensors,
+        "copies": found.copies,
+        "bytes_read": found.bytes_read,
+        "total_bytes": found.total_bytes,
+        "sample": found.sample,
+        "seed": found.seed,
+        "seconds": found.seconds,
+        "dropped": list(found.dropped),
+        "left_out": list(found.left_out),
+        "notices": list(found.notices),
+        "unchecked": list(found.unchecked),
+        "differences": [_difference_data(one) for one in found.differences],
+    }
+
+
+def _difference_data(one: Difference) -> dict[str, object]:
+    return {
+        "kind": one.kind,
+        "told": one.told,
+        "tensor": one.name,
+        "side": one.side,
+        "rank": one.rank,
+        "path": one.path,
+        "block": None if one.block is None else {"start": list(one.block.start), "stop": list(one.block.stop)},
+        "index": None if one.index is None else list(one.index),
+        "index_in_block": None if one.index_in_block is None else list(one.index_in_block),
+        "count": one.count,
+        "found": one.found,
+        "expected": one.expected,
+        "reference": one.reference,
+    }

@@ -1,0 +1,595 @@
+"""What is shown, in words that fit on a terminal.
+
+1. Pieces: sizes, counts, runs of numbers, tables, names that are safe to print. Names come from files that nobody
+   vouches for, so every one goes through `printable` before it may reach a terminal.
+2. Names that repeat, folded: equal layers become one row (`layers.{0-31}.wq.weight`). Without it a table of ten
+   thousand tensors says nothing.
+3. Strategies, checkpoints, plans, reports of runs and verdicts of verifications.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from reshard.errors import PYTHON, LayoutError, Option, Text, names, spelled
+from reshard.layout.block import shape_text
+from reshard.view.data import groups_of, layouts_of, ranks_alike
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from reshard.errors import Words
+    from reshard.layout.block import Shape
+    from reshard.layout.layout import Layout
+    from reshard.plan.plan import Plan
+    from reshard.run.run import Report
+    from reshard.source.checkpoint import Checkpoint, Looked, Sharding, SourceFile, Tensor
+    from reshard.strategy.strategy import Strategy
+    from reshard.verify.difference import Difference
+    from reshard.verify.verify import Verification
+
+
+_MOST_NAMES = 10
+_LEAST_NAME = 24
+_WIDEST_NAME = 256  # every row of a table is as wide as its longest name
+_RIGHT = frozenset({"count", "bytes", "bytes in all"})  # columns of numbers
+
+
+def printable(text: object, *, keep: str = "") -> str:
+    r"""Escape what a terminal would obey instead of showing: control characters, bidirectional marks, lone bytes.
+
+    >>> print(printable("w\x1b[2J\n"), printable("a\nb", keep="\n").count("\n"), printable("größe"))
+    w\x1b[2J\n 1 größe
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def bytes_text(nbytes: float) -> str:
+    """Write a size in decimal units, as disks and networks are sold by.
+
+    >>> bytes_text(0), bytes_text(999), bytes_text(1_500_000), bytes_text(999_999), bytes_text(2e15)
+    ('0 B', '999 B', '1.5 MB', '1.0 MB', '2000.0 TB')
+    """
+    size = float(nbytes)
+    unit = "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.5 or (unit != "B" and size < 999.95):
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Write how many of something there are.
+
+    >>> count_text(1, "file"), count_text(12_000, "tensor")
+    ('1 file', '12,000 tensors')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def table_lines(
+    header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None, *, below: int = 0
+) -> list[str]:
+    """Return the lines of a table, numbers to the right.
+
+    Args:
+        header: the titles; the first column is that of names.
+        rows: the cells.
+        width: how long lines may be, if not as long as they are: names are cut in the middle.
+        below: so many columns, the last ones, go to a line of their own where the width does not suffice.
+    """
+    lines = [tuple(header), *((shortened(name, _WIDEST_NAME), *more) for name, *more in rows)]
+    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if width is None or sum(sizes) + 2 * len(sizes) - 2 <= width:
+        return _columns(header, lines)
+    kept = len(header) - below
+    room = max(_LEAST_NAME, width - sum(sizes[1:kept]) - 2 * (kept - 1))
+    above = _columns(header[:kept], [(shortened(line[0], room), *line[1:kept]) for line in lines])
+    return [
+        text
+        for line, first in zip(lines, above, strict=True)
+        for text in (first, *(["    " + "  ".join(line[kept:])] if below else []))
+    ]
+
+
+def shortened(name: str, room: int) -> str:
+    """Cut a name in its middle.
+
+    >>> shortened("model.layers.{0-31}.attention.wq.weight", 24)
+    'model.layer....wq.weight'
+    """
+    if len(name) <= room:
+        return name
+    tail = (room - 3) // 2
+    return f"{name[: room - 3 - tail]}...{name[-tail:]}"
+
+
+def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return [
+        "  ".join(
+            cell.rjust(width) if title in _RIGHT else cell.ljust(width)
+            for cell, width, title in zip(line, widths, header, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def list_text(found: Sequence[str]) -> str:
+    """Return how many names there are, and the first few of them, folded."""
+    return f"{count_text(len(found), 'name')}: {_folded(found, _MOST_NAMES)}"
+
+
+def _folded(found: Iterable[str], most: int) -> str:
+    """Return names, folded, the first few of many."""
+    folded = [printable(name) for name, _, _ in fold((name, None) for name in found)]
+    more = f" and {len(folded) - most:,} more" if len(folded) > most else ""
+    return f"{', '.join(folded[:most])}{more}"
+
+
+_INTEGER = re.compile(r"([0-9]{1,18})")  # longer runs of digits are cut, because int() of a huge one is slow
+_MOST_NUMBERS = 16  # of a name; the work grows with their square
+_MOST_RUNS = 8
+
+KindT = TypeVar("KindT", bound="Hashable")
+
+
+def ranges_text(numbers: Iterable[int | str]) -> str:
+    """Write ascending integers as runs, the first few of many.
+
+    >>> ranges_text([0, 1, 2, 5, 7, 8]), ranges_text(["08", "09", "10"]), ranges_text(range(0, 40, 2))
+    ('0-2,5,7-8', '08-10', '0,2,4,6,8,10,12,14,...')
+    """
+    runs: list[tuple[int | str, int | str]] = []
+    for number in numbers:
+        if runs and int(number) == int(runs[-1][1]) + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:_MOST_RUNS]]
+    return ",".join([*shown, "..."] if len(runs) > _MOST_RUNS else shown)
+
+
+def fold(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, int]]:
+    """Fold names that differ in nothing but integers, where everything else about them (their kind) is equal.
+
+    Args:
+        items: names, each with its kind.
+
+    Returns:
+        for each folded name, its kind and how many names it stands for, in order of first appearance. A row with
+        several ranges stands for all their combinations, so that nothing is shown that is not there.
+
+    >>> names = [f"h.{i}.{w}" for i in range(3) for w in ("wq", "wk")] + ["h.7.wq", "ln"]
+    >>> fold((name, None) for name in names)
+    [('h.{0-2,7}.wq', None, 4), ('h.{0-2}.wk', None, 3), ('ln', None, 1)]
+    """
+    return [(name, kind, len(members)) for name, kind, members in fold_members(items)]
+
+
+def fold_members(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, list[str]]]:
+    """Fold names, and return with each folded one and its kind the names that it stands for.
+
+    >>> fold_members([("h.0.w", None), ("h.1.w", None), ("ln", None)])
+    [('h.{0-1}.w', None, ['h.0.w', 'h.1.w']), ('ln', None, ['ln'])]
+    """
+    groups: dict[tuple[tuple[str, ...], KindT], list[tuple[str, ...]]] = {}
+    for name, kind in items:
+        parts = _INTEGER.split(name, _MOST_NUMBERS)
+        groups.setdefault((tuple(parts[::2]), kind), []).append(tuple(parts[1::2]))
+    return [
+        (
+            _joined(texts, [values[0] if len(values) == 1 else f"{{{ranges_text(values)}}}" for values in box]),
+            kind,
+            [_joined(texts, point) for point in product(*box)],
+        )
+        for (texts, kind), numbers in groups.items()
+        for box in _boxes(numbers)
+    ]
+
+
+def _joined(texts: Sequence[str], between: Sequence[str]) -> str:
+    return "".join(a + b for a, b in zip(texts, [*between, ""], strict=True))
+
+
+def _boxes(numbers: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
+    """Join points of a lattice into boxes, axis after axis from the last; each point is in exactly one."""
+    boxes: list[tuple[tuple[str, ...], ...]] = [tuple((number,) for number in point) for point in numbers]
+    for axis in reversed(range(len(numbers[0]))):
+        joined: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+        for box in boxes:
+            joined.setdefault((*box[:axis], *box[axis + 1 :]), []).extend(box[axis])
+        boxes = [
+            (*rest[:axis], tuple(sorted(values, key=lambda value: (int(value), value))), *rest[axis:])
+            for rest, values in joined.items()
+        ]
+    return boxes
+
+
+LEGEND = """\
+layout: [extents of the device axes] map [the axis that cuts each dimension:
+0 is the last, -1 none] opt N: rows are cut once more for the optimizer, into
+N pieces or, with -1, into one for each rank that would hold the same"""
+"""What the text of a layout means."""
+
+
+def layout_text(layout: Layout) -> str:
+    """Write a layout on one line: the numbers of the strategy file, and what they do to the tensor.
+
+    >>> from reshard.layout.layout import Layout
+    >>> layout_text(Layout.of([2, 4], [1, -1])), layout_text(Layout.of([4], [-1]))
+    ('[2, 4] map [1, -1]: 2 x 1 blocks, each on 4 ranks', '[4] map [-1]: whole on 4 ranks')
+    """
+    text = str(layout)
+    if layout.param_split_shape:
+        text += f" rows {shape_text(layout.param_split_shape)}"
+    if layout.field:
+        text += f" field {layout.field}"
+    try:
+        splits = layout.splits
+    except LayoutError as error:
+        return f"{text}: not possible: {error}"
+    copies = layout.devices // prod(splits)
+    where = count_text(copies, "rank")
+    if prod(splits) == 1:
+        return f"{text}: whole on {where}"
+    return f"{text}: {' x '.join(map(str, splits))} blocks, each on {where}"
+
+
+def strategy_text(strategy: Strategy, title: str) -> str:
+    """Write a strategy: its devices, stages and ranks, and the tensors of each layout, folded.
+
+    >>> from reshard.layout.layout import Layout
+    >>> from reshard.strategy.strategy import Strategy
+    >>> print(strategy_text(Strategy.of({f"h.{i}.w": Layout.of([2], [0, -1]) for i in range(4)}), "s.ckpt"))
+    s.ckpt: 4 tensors over 2 ranks (0-1): 1 stage of 2 devices
+    <BLANKLINE>
+    [2] map [0, -1]: 2 x 1 blocks, each on 1 rank
+      h.{0-3}.w  (4 tensors)
+    <BLANKLINE>
+    layout: [extents of the device axes] map [the axis that cuts each dimension:
+    0 is the last, -1 none] opt N: rows are cut once more for the optimizer, into
+    N pieces or, with -1, into one for each rank that would hold the same
+    """
+    stages = count_text(len(strategy.stages), "stage")
+    if strategy.others:
+        stages = f"stage {strategy.stages.start} of a longer pipeline,"
+    lines = [
+        (
+            f"{printable(title)}: {count_text(len(strategy.tensors), 'tensor')} over "
+            f"{count_text(len(strategy.ranks), 'rank')} ({ranges_text(strategy.ranks)}): "
+            f"{stages} of {count_text(strategy.devices, 'device')}"
+        )
+    ]
+    several = len(strategy.stages) > 1
+    for (stage, layout), found in groups_of(strategy).items():
+        lines += ["", f"stage {stage}: {layout_text(layout)}" if several else layout_text(layout)]
+        for name, _, count in fold((name, None) for name in found):
+            lines.append(f"  {printable(name)}" + (f"  ({count_text(count, 'tensor')})" if count > 1 else ""))
+    return "\n".join([*lines, "", *LEGEND.splitlines()])
+
+
+def files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> str:
+    """Write what files a checkpoint has, on one line."""
+    formats = sorted({file.index.format for file in files})
+    distinct = sorted(set(ranks))
+    return (
+        f"{printable(title)}: {count_text(len(files), 'file')} ({', '.join(formats)}), "
+        f"{count_text(len(distinct), 'rank')} ({ranges_text(distinct)}), "
+        f"{bytes_text(sum(file.nbytes for file in files))}"
+    )
+
+
+def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
+    """Write a checkpoint as a table of its tensors, repeated layers folded, with sums.
+
+    Args:
+        checkpoint: what is shown.
+        width: how many columns the terminal has; None for any number.
+    """
+    counted: dict[Sharding, str] = {}
+    rows = [
+        (tensor.spec.name, _kind(checkpoint, tensor, shards_text(tensor, counted)))
+        for tensor in checkpoint.tensors.values()
+    ]
+    header = ("tensor", "count", "dtype", "shape", "bytes", "layout", "shards x replicas")
+    table = [
+        (
+            printable(name),
+            f"{count:,}",
+            dtype,
+            shape_text(shape),
+            bytes_text(nbytes * count),
+            layout,
+            shards,
+        )
+        for name, (dtype, shape, nbytes, layout, shards), count in fold(rows)
+    ]
+    distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share theirs
+    sizes = {
+        header: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
+        for header, index in distinct.items()
+    }
+    stored = sum(sizes[file.index.header] for file in checkpoint.files)
+    lines = [files_text(checkpoint.root, checkpoint.files, checkpoint.ranks), ""]
+    lines += [*table_lines(header, table, width, below=2), ""]
+    if checkpoint.strategy is not None:
+        lines += [*LEGEND.splitlines(), ""]
+    if looked := looked_text(checkpoint.looked):
+        lines.append(f"sampled: {looked}")
+    lines.append(
+        f"{count_text(len(checkpoint), 'tensor')}, {bytes_text(checkpoint.nbytes)} in whole tensors, "
+        f"{bytes_text(stored)} in the files with replicas"
+    )
+    for name, reason in checkpoint.unreadable.items():
+        lines.append(f"not readable: {printable(name)}: {printable(reason)}")
+    return "\n".join(lines)
+
+
+def looked_text(looked: Looked | None) -> str | None:
+    """Write how much of the contents was looked at when a checkpoint was opened; None where nothing is left to be said.
+
+    >>> from reshard.source.checkpoint import Looked
+    >>> looked_text(Looked(2, 10, 4, 1, 70))
+    '2 of 10 tensors; 4 of 70 replicas, 1 of them bit for bit; verify compares all'
+    >>> looked_text(Looked(10, 10, 70, 70, 70))
+    'all 10 tensors; all 70 replicas, bit for bit'
+    """
+    if looked is None or (looked.tensors == looked.of_tensors and not looked.of_copies):
+        return None
+    tensors = count_text(looked.of_tensors, "tensor")
+    every = "all " if looked.of_tensors > 1 else ""
+    parts = [f"{every}{tensors}" if looked.tensors == looked.of_tensors else f"{looked.tensors:,} of {tensors}"]
+    if looked.of_copies:
+        copies = count_text(looked.of_copies, "replica")
+        some = f"all {copies}" if looked.copies == looked.of_copies else f"{looked.copies:,} of {copies}"
+        whole = "bit for bit" if looked.whole == looked.copies else f"{looked.whole:,} of them bit for bit"
+        parts.append(f"{some}, {whole}")
+    if looked.tensors < looked.of_tensors or looked.whole < looked.of_copies:
+        parts.append("verify compares all")
+    return "; ".join(parts)
+
+
+def _kind(checkpoint: Checkpoint, tensor: Tensor, shards: str) -> tuple[str, Shape, int, str, str]:
+    """Return what the row of a tensor says beside its name."""
+    layouts = layouts_of(checkpoint, tensor)
+    if len(layouts) > 1:
+        told = ", ".join(f"stage {stage}: {layout}" for stage, layout in layouts)
+    else:
+        told = str(layouts[0][1]) if layouts else "whole"
+    if checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1 and len(layouts) == 1:
+        told = f"stage {layouts[0][0]}: {told}"
+    return tensor.spec.dtype.name, tensor.spec.shape, tensor.spec.nbytes, told, shards
+
+
+def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
+    """Write how many blocks and how many copies of each there are; tensors share their sharding, so once for all."""
+    sharding = tensor.sharding
+    if sharding not in known:
+        copies = sorted({len(replicas) for replicas in sharding.replicas} or {1})
+        replicas = f"{copies[0]}" if len(copies) == 1 else f"{copies[0]}-{copies[-1]}"
+        known[sharding] = f"{max(len(sharding.blocks), 1)} x {replicas}"
+    return known[sharding]
+
+
+def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int], *, width: int | None = None) -> str:
+    """Write what each rank's files hold, where no strategy tells the whole tensors; ranks that hold the same as one."""
+    lines = [files_text(title, files, ranks)]
+    for alike, entries in ranks_alike(files, ranks):
+        found = [(name, (entry.dtype.name, entry.shape, entry.nbytes)) for name, entry in entries.items()]
+        total = sum(entry.nbytes for entry in entries.values())
+        each = "each " if len(alike) > 1 else ""
+        lines += [
+            "",
+            (
+                f"{'ranks' if len(alike) > 1 else 'rank'} {ranges_text(alike)}: "
+                f"{each}{count_text(len(entries), 'tensor')}, {bytes_text(total)}"
+            ),
+        ]
+        table = [
+            (printable(name), f"{count:,}", dtype, shape_text(shape), bytes_text(nbytes * count))
+            for name, (dtype, shape, nbytes), count in fold(found)
+        ]
+        lines += table_lines(("tensor", "count", "dtype", "shape in the file", "bytes"), table, width)
+    return "\n".join(lines)
+
+
+_MOST_FILES = 8
+
+
+def plan_text(plan: Plan, directory: str) -> str:
+    """Write what a plan would do."""
+    stats = plan.stats
+    rows = [
+        ("from", files_text(plan.source.root, plan.source.files, plan.source.ranks)),
+        (
+            "to",
+            (
+                f"{printable(directory)}: {count_text(stats.target_files, 'file')} ({plan.format}), "
+                f"{count_text(len(plan.ranks), 'rank')} ({ranges_text(plan.ranks)})"
+            ),
+        ),
+        ("tensors", f"{stats.tensors:,}"),
+        (
+            "read",
+            (
+                f"{bytes_text(stats.bytes_read)} from {count_text(stats.source_files, 'file')}, "
+                f"{stats.read_amplification:.2f} x what is needed"
+            ),
+        ),
+        ("write", f"{bytes_text(stats.target_bytes)} to {count_text(stats.target_files, 'file')}"),
+        ("tasks", f"{stats.tasks:,}{', each of which writes whole files' if plan.groups else ''}"),
+        ("memory", f"about {bytes_text(stats.peak_memory)} at the peak"),
+        ("dropped", list_text(plan.dropped) if plan.dropped else "none"),
+        ("missing", list_text(plan.missing) if plan.missing else "none"),
+    ]
+    if looked := looked_text(plan.source.looked):
+        rows.append(("sampled", looked))
+    for number, file in enumerate(plan.files[:_MOST_FILES]):
+        path = printable(f"{directory}/{file.path}")
+        rows.append(("" if number else "files", f"{path}  {bytes_text(file.layout.size)}"))
+    if len(plan.files) > _MOST_FILES:
+        rows.append(("", f"and {len(plan.files) - _MOST_FILES:,} more"))
+    return "\n".join(f"{title:<8} {text}" for title, text in rows)
+
+
+def report_text(
+    plan: Plan, report: Report, verify: str | None = None, manifest: str | None = None, check: str | None = None
+) -> str:
+    """Write in words what a run did.
+
+    Args:
+        plan: what was run.
+        report: what came of it.
+        verify: the command that verifies the result, to be copied as it is.
+        manifest: the manifest that was written, and what is in it.
+        check: the command that compares the files with it, likewise.
+    """
+    commands = [
+        *([f"manifest: {printable(manifest)}"] if manifest else []),
+        *([f"to verify it: {printable(verify)}"] if verify else []),
+        *([f"to check it against the manifest: {printable(check)}"] if check else []),
+    ]
+    rate = report.bytes_written / report.seconds if report.seconds else 0
+    if report.finished == len(report.files):
+        done = (
+            f"nothing is left to do: {count_text(len(report.files), 'file')} ({plan.format}) in "
+            f"{printable(report.directory)}, finished by an earlier run"
+        )
+        return "\n".join([done, _unread_text(report, verify), *commands])
+    wrote = bytes_text(report.bytes_written if report.resumed or report.finished else report.target_bytes)
+    looked = looked_text(plan.source.looked)
+    links = f", {count_text(report.links, 'file')} linked" if report.links else ""
+    return "\n".join(
+        [
+            (
+                f"wrote {count_text(len(report.files), 'file')} ({plan.format}) for "
+                f"{count_text(len(plan.ranks), 'rank')} ({ranges_text(plan.ranks)}) to {printable(report.directory)}"
+            ),
+            (
+                f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, "
+                f"wrote {wrote} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
+            ),
+            *([f"resumed from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
+            *([_unread_text(report, verify)] if report.finished else []),
+            f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",
+            f"dropped, because the target does not have it: {_names_or_none(report.dropped)}",
+            f"missing, because the source does not have it: {_names_or_none(report.missing)}",
+            *([f"sampled, when the source was opened: {looked}"] if looked else []),
+            f"checksums: {_checksums_text(report)}",
+            f"memory: {bytes_text(report.peak_memory)} at the peak of this process",
+            *commands,
+        ]
+    )
+
+
+def _unread_text(report: Report, verify: str | None) -> str:
+    """Say of finished files that what their contents are now is not known: they may have rotted on the disk."""
+    how = "the command below reads" if verify else "reshard verify reads"
+    files = "file" if report.finished == 1 else "files"
+    return (
+        f"not read again: {report.finished:,} finished {files}, whose size and time are as the earlier run noted them; "
+        f"{how} every bit"
+    )
+
+
+def _names_or_none(found: tuple[str, ...]) -> str:
+    return list_text(found) if found else "none"
+
+
+def _checksums_text(report: Report) -> str:
+    if report.checksums is None:
+        return "none made"
+    return f"CRC-32C of every block, in {printable(report.directory)}/.reshard"
+
+
+_MOST_SHOWN = 6  # of up to three lines each
+_MOST_MISSING = 6
+
+
+def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`differences`") -> str:
+    """Write in words what was verified, and what is not as it should be.
+
+    Args:
+        found: the result.
+        words: how options are written.
+        every_one: where more differences are than are shown.
+    """
+    lines = [f"{printable(found.target)}: {_conclusion(found)}"]
+    files = count_text(found.files, "file")
+    ranks = f" of {count_text(len(found.ranks), 'rank')} ({ranges_text(found.ranks)})" if found.ranks else ""
+    blocks = "copies of blocks compared with others" if found.ranks and found.against else "blocks of them"
+    lines.append(f"{count_text(found.tensors, 'tensor')}, {found.copies:,} {blocks}; {files}{ranks}")
+    if found.unchecked:
+        lines.append(f"not looked at: {'; '.join(found.unchecked)}")
+    if found.bytes_read:
+        rate = f" ({bytes_text(found.bytes_read / found.seconds)}/s)" if found.seconds else ""
+        lines.append(f"read {bytes_text(found.bytes_read)} in {found.seconds:.2f} s{rate}")
+    if found.sample is not None:
+        share = found.bytes_read / found.total_bytes if found.total_bytes else 1
+        again = Text("for the same again: ", Option("seed", found.seed))
+        lines.append(f"a random sample, {100 * share:.3g} % of the bytes; {spelled(again, words)}")
+    absent = "not in the target, which need not have it"
+    for title, some in ((absent, found.dropped), ("in the target, and not asked for", found.left_out)):
+        if some:
+            lines.append(f"{title}: {_folded(some, _MOST_MISSING)}")
+    for difference in found.differences[:_MOST_SHOWN]:
+        lines += _difference_lines(difference, found, words)
+    if len(found.differences) > _MOST_SHOWN:
+        lines.append(f"and {len(found.differences) - _MOST_SHOWN:,} more; {every_one} tells them all")
+    return "\n".join(lines)
+
+
+def summary(found: Verification) -> str:
+    """Return one sentence of what differs, for the error that a command ends with.
+
+    >>> from reshard.verify.difference import Difference
+    >>> from reshard.verify.verify import Verification
+    >>> one = Difference("size", "has 7 bytes; expected 8", path="rank_0/a.ckpt")
+    >>> summary(Verification("dst", "m.json", (), 1, 0, 0, differences=(one,)))
+    'dst is not what m.json says: 1 difference, in rank_0/a.ckpt'
+    """
+    tensors = dict.fromkeys(one.name for one in found.differences if one.name is not None)
+    files = dict.fromkeys(one.path for one in found.differences if one.path is not None)
+    where = [f"in {names(some, most=2)}" for some in (tensors, files) if some]
+    count = count_text(len(found.differences), "difference")
+    return f"{found.target} is not what {found.against} says: {', '.join([count, *where])}"
+
+
+def _conclusion(found: Verification) -> str:
+    against = printable(found.against or "")
+    if found.differences:
+        return f"DIFFERS from {against}: {count_text(len(found.differences), 'difference')}"
+    if found.against is None:
+        return "complete and sound in structure; contents were not read"
+    if not found.ranks:
+        return f"as the manifest {against} says"
+    rows = "" if found.sample is None else " in the rows that were compared"
+    return f"equal to {against}, bit for bit{rows}"
+
+
+def _difference_lines(one: Difference, found: Verification, words: Words) -> Iterable[str]:
+    subject = f"tensor {printable(one.name)}" if one.name is not None else _below(one.path or "", found.target)
+    yield f"  {subject}: {printable(spelled(one.told, words))}"
+    if one.path is not None and one.name is not None:
+        root = found.against if one.side == "source" else found.target
+        rank = "" if one.rank is None else f"rank {one.rank}, "
+        yield f"    {one.side}, {rank}{_below(one.path, root)}"
+    if one.index is not None and one.block is not None:
+        yield (
+            f"    first at {shape_text(one.index)} of the tensor, {shape_text(one.index_in_block or ())} of its block "
+            f"{one.block}; compared with {_below(one.reference or '', found.against)}"
+        )
+
+
+def _below(path: str, root: str | None) -> str:
+    """Return a path as it is below a directory, where it is."""
+    return printable(path.removeprefix(f"{Path(root).absolute()}/") if root else path)
