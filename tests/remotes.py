@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from reshard import Layout, Strategy
 from reshard.plan import partition
-from reshard.run.journal import DIRECTORY
+from reshard.source.records import DIRECTORY, known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,7 +127,7 @@ def put(local: Path, url: str) -> str:
 
 
 def get(url: str) -> dict[str, bytes]:
-    """Every file below a URL but for the records of what is finished, as `tree` has it."""
+    """Every file below a URL but for the ledger, as `tree` has it."""
     fs, root = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
     found = {name[len(root) :].lstrip("/"): name for name in sorted(fs.find(root))}
@@ -135,10 +135,9 @@ def get(url: str) -> dict[str, bytes]:
 
 
 def records(url: str) -> list[str]:
-    """The records of what is finished."""
-    fs, root = fsspec.core.url_to_fs(f"{url}/{DIRECTORY}")
-    fs.invalidate_cache()
-    return sorted(name[len(root) + 1 :] for name in fs.find(root)) if fs.exists(root) else []
+    """The files that the ledger knows to be complete."""
+    fsspec.core.url_to_fs(url)[0].invalidate_cache()
+    return sorted(file for file, record in known(url).records.items() if record.ready)
 
 
 def changing(url: str) -> Callable[[Any], None]:

@@ -91,7 +91,7 @@ PROMISES = {
     ],
     "nothing half-written under a final name": [
         "test_promises.py::test_stopped_at_any_write_nothing_half_written_has_a_final_name",
-        "run/test_remote_journal.py::test_a_run_that_fails_at_any_write_is_gone_on_with",
+        "run/test_remote_resume.py::test_a_run_that_fails_at_any_write_is_gone_on_with",
         "faults/test_faults.py::test_faults",
     ],
     "what is stopped, by whatever, goes on where it was": [
@@ -145,10 +145,10 @@ PROMISES = {
         "run/test_existing_targets.py::test_other_ranks_may_be_written_into_the_same_target",
         "run/test_locks.py::test_two_runs_of_one_process",
     ],
-    "`.reshard` there holds a journal and a lock for each file": [
+    "`.reshard` there holds a ledger of the target and a lock for each file": [
         "test_promises.py::test_processes_that_write_the_same_files_are_kept_apart",
         "run/test_locks.py::test_locks_of_another_process",
-        "run/test_journal_hostile.py",
+        "run/test_ledger_hostile.py",
     ],
     "only finished files stay then, and none that the machine may have lost because it was started again": [
         "run/test_resume.py::test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut",
@@ -249,11 +249,11 @@ PROMISES = {
         "plan/test_ownership.py::test_files_are_written_from_first_byte_to_last",
     ],
     "On an object store a file has its name as soon as it is complete, the index of a set last": [
-        "run/test_remote_journal.py::test_the_index_of_a_set_is_there_when_all_is",
+        "run/test_remote_resume.py::test_the_index_of_a_set_is_there_when_all_is",
         "storage/test_remote.py::test_a_failure_leaves_nothing_unfinished",
     ],
     "What is finished stays when a run is stopped or fails": [
-        "run/test_remote_journal.py::test_finished_files_are_not_written_again",
+        "run/test_remote_resume.py::test_finished_files_are_not_written_again",
     ],
     "a weight that the target strategy does not name": ["cli/test_cli.py::test_a_weight_is_dropped_only_when_told_to"],
     "one that the source lacks": ["cli/test_cli.py::test_a_weight_is_missing_only_when_told_to"],

@@ -23,19 +23,25 @@ from reshard.cli.options import (
 from reshard.cli.terminal import OPTIONS, Command, print_json, say, say_notices, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.plan.select import Selection
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reshard.plan.select import Selection
     from reshard.storage.places import Place
     from reshard.verify.verify import Verification
 
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
 _WORDS = ("comparing", "comparing", "compared")
-_READING = {"rank_pattern", "suffix", "layouts", "stage", "partial"}
+_DEFAULTS: dict[str, Any] = {
+    "rank_pattern": RANK_PATTERN,
+    "suffix": None,
+    "layouts": {},
+    "stage": None,
+    "partial": False,
+}
 
 
 def _share(_ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -54,7 +60,7 @@ def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def reading(*args: Any, **options: Any) -> Any:
-        target_reading = {name: options.pop(f"target_{name}") for name in _READING}
+        target_reading = {name: options.pop(f"target_{name}") for name in _DEFAULTS}
         return command(*args, target_reading=target_reading, **options)
 
     wrapped: Callable[..., Any] = reading
@@ -163,10 +169,13 @@ def verify(
 ) -> None:
     """Check the checkpoint TARGET: that it is all there; that every bit of it is SOURCE's; that its files are unharmed.
 
-    Without --against or --manifest only headers are read: every rank is there and has what the strategy gives it, every
-    block is there and covers its tensor once, names and shapes are as the strategy says. With --against SOURCE the two
-    are compared whatever their layouts and formats, as a conversion with the same options would have made TARGET on
-    every rank, and replicas with each other. Two directories of the same ranks need no strategies.
+    Alone, what this program wrote is compared bit for bit with what it was made from, which the ledger in TARGET tells;
+    or where that is not there any more, with the sizes and checksums in the ledger.
+
+    Without a ledger, --against or --manifest only headers are read: every rank is there and has what the strategy gives
+    it, every block is there and covers its tensor once, names and shapes are as the strategy says. With --against
+    SOURCE the two are compared whatever their layouts and formats, as a conversion with the same options would have
+    made TARGET on every rank, and replicas with each other. Two directories of the same ranks need no strategies.
     """
     from reshard.verify.verify import opened
     from reshard.verify.verify import verify as verified
@@ -179,11 +188,14 @@ def verify(
     if write_manifest is not None:
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
+    given = source or target_strategy or deduplicated or target_reading != _DEFAULTS or selection != Selection()
     with progress(quiet=quiet, words=_WORDS) as shown:
         found: Verification
         if manifest is not None:
             partial = target_reading["partial"]
             found = verified(target, manifest=manifest, partial=partial, threads=threads, progress=shown)
+        elif not given:
+            found = verified(target, memory=memory, threads=threads, progress=shown)
         else:
             found = verified(
                 opened(target, target_strategy, **target_reading),
@@ -223,14 +235,7 @@ def _check_usage(
         return
     if source_strategy is not None or sample is not None:
         raise UsageError("--source-strategy and --sample are about a comparison; give --against SOURCE too")
-    defaults: dict[str, Any] = {
-        "rank_pattern": RANK_PATTERN,
-        "suffix": None,
-        "layouts": {},
-        "stage": None,
-        "partial": False,
-    }
-    for name, default in defaults.items():
+    for name, default in _DEFAULTS.items():
         if reading[name] != default:
             option = name.rstrip("s").replace("_", "-")
             raise UsageError(f"--{option} is about SOURCE; for TARGET give --target-{option}")

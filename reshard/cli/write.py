@@ -442,7 +442,7 @@ def _report_plan(plan: Plan, target: Place, running: Running) -> None:
     from reshard.view.data import report_data
     from reshard.view.text import plan_text
 
-    found = _foreseen(plan, target, running)
+    found = _preflight(plan, target, running)
     if not running.quiet:
         say_notices(found)
     if running.as_json:
@@ -466,21 +466,26 @@ def _client(running: Running) -> Iterator[Any]:
         yield client
 
 
-def _foreseen(plan: Plan, target: Place, running: Running) -> list[str]:
+def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
     """Tell what a run would find of its target files, and which option it would need."""
-    from reshard.run.session import foreseen
+    from reshard.run.fates import Do, of
+    from reshard.run.session import preflight
     from reshard.view.text import count_text
 
-    there = foreseen(plan, str(target), overwrite=running.overwrite, restart=running.restart)
-    begun = [record for _, record in there.begun if record.wrote]
-    told = (
-        (there.finished, "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
-        (begun, "would be resumed, begun by an earlier run"),
-        (there.changed, "would be refused, made by another plan or from other sources; a run needs --restart"),
-        (there.foreign, "would be in the way; a run needs --overwrite"),
+    there = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart)
+    kept = of(there.fates, Do.KEEP)
+    counts = (
+        (len(kept), "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
+        (there.resumable, "would be resumed, begun by an earlier run"),
+        (
+            len(of(there.fates, Do.CHANGED)),
+            "would be refused, made by another plan or from other sources; a run needs --restart",
+        ),
+        (len(of(there.fates, Do.UNMANAGED)), "would be in the way; a run needs --overwrite"),
     )
-    found = [f"{count_text(len(files), 'target file')} {words}" for files, words in told if files]
-    return [*found, *([_touched(len(there.touched), "would keep")] if there.touched else [])]
+    found = [f"{count_text(count, 'target file')} {words}" for count, words in counts if count]
+    touched = sum(there.fates[file].is_touched for file in kept)
+    return [*found, *([_touched(touched, "would keep")] if touched else [])]
 
 
 def _touched(count: int, kept: str) -> str:

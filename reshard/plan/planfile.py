@@ -32,17 +32,17 @@ from reshard.formats.sets import HuggingFaceSet, MindSporeSet
 from reshard.formats.target_files import NamedFile, RankFiles
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
-from reshard.layout.layout import MOST_DEVICES, Layout
+from reshard.layout.layout import MOST_DEVICES
 from reshard.plan.fingerprint import index_digests, pages_digest, plan_digest
 from reshard.plan.make import plan as make_plan
 from reshard.plan.select import Selection
 from reshard.source.checkpoint import Looked
+from reshard.source.made import STRATEGY, read_small_strategy, small_strategy
 from reshard.source.open import files_read, reopen
 from reshard.source.zarr import open_store
 from reshard.storage.places import Place, as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
-from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
-from reshard.strategy.strategy import Placed, Strategy
+from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse
 
 if TYPE_CHECKING:
     from reshard.formats.target_files import TargetFiles
@@ -66,18 +66,9 @@ _WAYS: dict[str, tuple[type[Any], tuple[object, ...]]] = {
     "zarr_group": (ZarrGroup, (Maybe(COUNT), Maybe(COUNT), Maybe(TEXT), FLAG)),
 }
 
-_STRATEGY = {
-    "stages": (COUNT, COUNT),
-    "devices": COUNT,
-    "merged": FLAG,
-    # dev_matrix, tensor_map, opt_weight_shard_size and _step, param_split_shape, indices_offset, field
-    "layouts": [([COUNT], [[COUNT]], NUMBER, NUMBER, [NUMBER], [NUMBER], NUMBER)],
-    "places": [[(COUNT, COUNT, Maybe([COUNT]), FLAG)]],  # for each stage: its number, layout, shape, shape is expanded
-    "tensors": {TEXT: COUNT},  # the number of the tensor's places
-}
 _SOURCE = {
     "root": LINE,
-    "strategy": Maybe(_STRATEGY),
+    "strategy": Maybe(STRATEGY),
     "stage": Maybe(COUNT),
     "partial": FLAG,
     "varying": [TEXT],
@@ -90,7 +81,7 @@ _SOURCE = {
     "files": [(COUNT, INNER_PATH, COUNT, COUNT, TEXT)],  # rank, path, size, number of the header, digest of pages
 }
 _TARGET = {
-    "strategy": Maybe(_STRATEGY),
+    "strategy": Maybe(STRATEGY),
     "format": TEXT,
     "ranks": Maybe([COUNT]),
     "stage": Maybe(COUNT),
@@ -98,7 +89,7 @@ _TARGET = {
     "remove_redundancy": FLAG,
     "link_replicas": FLAG,
 }
-_SELECTION = {
+SELECTION = {
     "include": [TEXT],
     "exclude": [TEXT],
     "weights_only": FLAG,
@@ -129,7 +120,7 @@ _PLAN = {
     "source": _SOURCE,
     "target": _TARGET,
     "files": {"way": TEXT, "fields": ANY},
-    "selection": _SELECTION,
+    "selection": SELECTION,
     "names": _NAMES,
 }
 
@@ -229,7 +220,7 @@ class PlanFile:
             checkpoint = reopen(
                 str(root),
                 paths,
-                strategy=_read_strategy(given["strategy"]),
+                strategy=read_small_strategy(given["strategy"]),
                 part=given["stage"],
                 partial=given["partial"],
                 varying=set(given["varying"]),
@@ -344,7 +335,7 @@ def _data(plan: Plan, request: Request, names: Names) -> Json:
         "digest": plan_digest(plan),
         "source": _source_data(plan.source),
         "target": {
-            "strategy": _strategy_data(request.target),
+            "strategy": small_strategy(request.target),
             "format": request.format,
             "ranks": request.ranks,
             "stage": request.stage,
@@ -353,9 +344,21 @@ def _data(plan: Plan, request: Request, names: Names) -> Json:
             "link_replicas": request.link_replicas,
         },
         "files": _way_data(request.files),
-        "selection": {key: _plain(getattr(request.selection, key)) for key in _SELECTION},
+        "selection": selection_data(request.selection),
         "names": {key: _plain(getattr(names, key)) for key in _NAMES},
     }
+
+
+def selection_data(selection: Selection) -> Json:
+    """Return a selection as JSON has it."""
+    return {key: _plain(getattr(selection, key)) for key in SELECTION}
+
+
+def read_selection(content: Json) -> Selection:
+    """Return the selection that `selection_data` wrote, or raise `ValueError` where it is not sound."""
+    check(content, SELECTION)
+    _check_names(content["names"])
+    return Selection(**content)
 
 
 def _plain(value: object) -> object:
@@ -371,7 +374,7 @@ def _source_data(source: Checkpoint) -> Json:
         files.append((file.rank, file.path, file.nbytes, number, pages_digest(file.place)))
     return {
         "root": os.path.abspath(root),  # noqa: PTH100 -- without `..`, links as they are
-        "strategy": _strategy_data(source.strategy),
+        "strategy": small_strategy(source.strategy),
         "stage": source.part,
         "partial": source.partial,
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
@@ -426,26 +429,6 @@ def _listed(source: Checkpoint) -> list[_Listed]:
     return found
 
 
-def _strategy_data(strategy: Strategy | None) -> Json | None:
-    """Return a strategy without its operators, which move no bytes."""
-    if strategy is None:
-        return None
-    layouts: dict[Layout, int] = {}
-    places: dict[tuple[Any, ...], int] = {}
-    tensors = {}
-    for name, placed in strategy.tensors.items():
-        key = tuple((p.stage, layouts.setdefault(p.layout, len(layouts)), p.shape, p.expanded) for p in placed)
-        tensors[name] = places.setdefault(key, len(places))
-    return {
-        "stages": (strategy.stages.start, strategy.stages.stop),
-        "devices": strategy.devices,
-        "merged": strategy.merged,
-        "layouts": [astuple(layout) for layout in layouts],
-        "places": list(places),
-        "tensors": tensors,
-    }
-
-
 def _way_data(files: TargetFiles) -> Json:
     fields: Any = files  # each of the classes below is a dataclass
     if isinstance(files, ZarrGroup) and files.times:
@@ -468,7 +451,7 @@ def _sound(content: bytes, path: str) -> PlanFile:
         _check_way(**found["files"])
         _check_files(found["source"])
         _check_names(found["selection"]["names"])
-        _read_strategy(found["source"]["strategy"])
+        read_small_strategy(found["source"]["strategy"])
         _request(found)
     except (ValueError, ReshardError) as error:
         raise PlanError(f"{path}: is no sound plan file: {error}") from None
@@ -515,7 +498,7 @@ def _request(content: Json) -> Request:
 
     target, files = content["target"], content["files"]
     return Request(
-        _read_strategy(target["strategy"]),
+        read_small_strategy(target["strategy"]),
         target["format"],
         _WAYS[files["way"]][0](*files["fields"]),
         target["ranks"],
@@ -525,43 +508,6 @@ def _request(content: Json) -> Request:
         target["memory"],
         target["stage"],
     )
-
-
-def _read_strategy(content: Json | None) -> Strategy | None:
-    if content is None:
-        return None
-    first, stop = content["stages"]
-    devices = content["devices"]
-    if not first < stop or not devices or stop * devices > MOST_DEVICES:
-        raise ValueError(f"a strategy of {devices} devices in stages {first} to {stop - 1} cannot be")
-    layouts = [
-        Layout(tuple(matrix), tuple(map(tuple, axes)), size, step, tuple(split), tuple(offset), field)
-        for matrix, axes, size, step, split, offset, field in content["layouts"]
-    ]
-    if any(layout.devices != devices for layout in layouts):
-        raise ValueError(f"a layout of a strategy is not for its {devices} devices")
-    places = [
-        tuple(
-            _placed(stage, range(first, stop), layouts, layout, shape, expanded) for stage, layout, shape, expanded in p
-        )
-        for p in content["places"]
-    ]
-    if any(a.stage >= b.stage for placed in places for a, b in pairwise(placed)) or not all(places):
-        raise ValueError("a tensor of a strategy is in no stage, or in stages that do not ascend")
-    if any(number >= len(places) for number in content["tensors"].values()):
-        raise ValueError("a tensor of a strategy has places that are not listed")
-    tensors = {name: places[number] for name, number in content["tensors"].items()}
-    return Strategy(tensors, range(first, stop), devices, merged=content["merged"])
-
-
-def _placed(
-    stage: int, stages: range, layouts: list[Layout], layout: int, shape: list[int] | None, expanded: bool
-) -> Placed:
-    if stage not in stages or layout >= len(layouts):
-        raise ValueError(f"a tensor of a strategy is in stage {stage} with layout {layout}, which are not there")
-    if expanded and (shape is None or len(shape) != len(layouts[layout].tensor_map)):
-        raise ValueError("a tensor of a strategy is expanded to a shape that its layout does not fit")
-    return Placed(stage, layouts[layout], None if shape is None else tuple(shape), expanded=expanded)
 
 
 def check_directory(directory: str) -> None:

@@ -35,8 +35,9 @@ def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans],
     plan = replace(plan, files=files, moves=moves)
     if plan.groups:
         made = done.union(complete)
-        groups = (group for group in plan.groups if not made.issuperset(group))
-        return replace(plan, groups=tuple(tuple(file for file in group if file not in done) for group in groups))
+        left = [number for number, group in enumerate(plan.groups) if not made.issuperset(group)]
+        groups = tuple(tuple(file for file in plan.groups[number] if file not in done) for number in left)
+        return replace(plan, groups=groups, tasks=tuple(plan.tasks[number] for number in left if plan.tasks))
     tasks = [tuple(piece for piece in pieces if _is_left(plan, piece, written)) for pieces in plan.tasks]
     return replace(plan, tasks=tuple(pieces for pieces in tasks if pieces))
 
@@ -64,7 +65,7 @@ def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
 
 def bytes_left(plan: Plan) -> int:
     """Return how many bytes of contents a plan writes."""
-    if plan.groups:
+    if plan.groups and not plan.tasks:
         return sum(plan.files[number].layout.content_bytes for group in plan.groups for number in group)
     total = 0
     for piece in (piece for pieces in plan.tasks for piece in pieces):

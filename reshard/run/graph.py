@@ -30,11 +30,11 @@ from reshard.plan.partition import owned
 from reshard.run.tasks import (
     How,
     check_sources,
+    close_files,
     commit_files,
     create_files,
     files_task,
     move_task,
-    sync_files,
     withdraw_index,
 )
 from reshard.storage.places import can
@@ -86,7 +86,8 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         directory: where the target files go; a path or a URL.
         how: the tasks do their work.
         run: what tells this run from others, for giving it up.
-        ready: the key of the receipts of all work; what comes after gives the files their names.
+        ready: the key of the receipts of all work; what comes after completes the files and gives them their names.
+        closed: the key of those, when the files are complete.
         key: the key of all receipts.
     """
 
@@ -98,13 +99,14 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         # Not dask's token of all this: with what moves share in each of them, it would take more than the plan.
         self._token = self.run
         self.ready = self._key("ready")
+        self.closed = self._key("closed")
         self.key = self._key("done")
         self._tasks: dict[str, Any] | None = None
 
     def __dask_graph__(self) -> dict[str, Any]:
         """Return the tasks by key."""
         if self._tasks is None:
-            self._tasks = self.work() | self.naming()
+            self._tasks = self.work() | self.closing() | self.naming()
         return self._tasks
 
     @property
@@ -113,7 +115,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return self.__dask_graph__()
 
     def kinds(self) -> dict[str, int]:
-        """Return how many tasks of each kind there are: `create`, `move`, `check`, `sync`, `commit`."""
+        """Return how many tasks of each kind there are: `create`, `move`, `check`, `close`, `commit`."""
         found = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
         return dict(Counter(match[1] or match[2] for match in found if match))
 
@@ -135,18 +137,23 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         graph[self.ready] = Task(self.ready, collect, *done)
         return graph
 
-    def naming(self, receipts: Sequence[Receipt] | None = None) -> dict[str, Any]:
-        """Return the tasks that give the files their names; with the receipts of all work a graph of its own."""
-        graph = self._with_plan()
-        if receipts is not None:
-            graph[self.ready] = DataNode(self.ready, receipts)
-        files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
+    def closing(self, receipts: Sequence[Receipt] | None = None) -> dict[str, Any]:
+        """Return the tasks that complete the files; with the receipts of all work a graph of its own."""
+        graph = self._after(self.ready, receipts)
         done = [TaskRef(self.ready)]
+        files = [number for number, file in enumerate(self.plan.files) if not (file.done or file.link)]
+        if files and can(self.directory).positioned:  # there they are complete when they appear
+            tasks = [(some, self.directory, self.how, done[-1]) for some in _batches(files)]
+            done.append(self._add(graph, "close", close_files, tasks))
+        graph[self.closed] = Task(self.closed, collect, *done)
+        return graph
+
+    def naming(self, receipts: Sequence[Receipt] | None = None) -> dict[str, Any]:
+        """Return the tasks that give the files their names; with the receipts so far a graph of its own."""
+        graph = self._after(self.closed, receipts)
+        files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
+        done = [TaskRef(self.closed)]
         how = self.how
-        if (how.fsync or how.drop_cache) and not self._by_file and (how.cached or not how.apart):
-            written = _batches([number for number, file in files if file.link is None])
-            tasks = [(some, self.directory, how, done[-1]) for some in written]
-            done.append(self._add(graph, "sync", sync_files, tasks))
         last = [number for number, file in files if file.last]
         if last and can(self.directory).positioned:  # elsewhere files have their names already
             withdrawn = self._key("withdraw")
@@ -184,6 +191,10 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     def _with_plan(self) -> dict[str, Any]:
         return {self._key("plan"): _PlanNode(self._key("plan"), replace(self.plan, request=None))}
+
+    def _after(self, key: str, receipts: Sequence[Receipt] | None) -> dict[str, Any]:
+        """Return a graph of the plan, and of receipts that are there."""
+        return self._with_plan() | ({} if receipts is None else {key: DataNode(key, receipts)})
 
     def _key(self, kind: str) -> str:
         """Return a key by which a dashboard can tell what a task is."""

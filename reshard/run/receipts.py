@@ -1,4 +1,4 @@
-"""What receipts and journals say was written: where in which file, and the checksums of whole tensors from those."""
+"""What receipts and the ledger say was written: where in which file, and the checksums of whole tensors from those."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from reshard.formats.entries import ranges
-from reshard.run.remote_journal import RemoteJournal, journal_at
+from reshard.source.records import Record, known
 from reshard.storage.crc32c import combine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.plan.plan import Plan
-    from reshard.run.journal import Range
+    from reshard.source.records import Range
 
 
 class Checksums(Mapping[str, Mapping[str, int]]):
-    """Target file to tensor to the CRC-32C of its contents there; each file's are read from its journal when asked for.
+    """Target file to tensor to the CRC-32C of its contents there, from the ledger, which is read when asked for.
 
     A block that was written twice in parts, around a crash, may have none. A linked file has those of the one it is a
     link to.
@@ -32,12 +32,13 @@ class Checksums(Mapping[str, Mapping[str, int]]):
         self.root, self.files = root, plan.files
         self.sources = [file.path for file in plan.source.files]
         self._files = {file.path: file for file in plan.files}
-        journal = journal_at(root)
-        self._read = journal.read_now if isinstance(journal, RemoteJournal) else journal.read
+        self._records: dict[str, Record] | None = None
 
     def __getitem__(self, path: str) -> dict[str, int]:
         file = self._files[path]
-        wrote = longest(self._read(file.link or path).wrote)
+        if self._records is None:
+            self._records = known(self.root, list(self._files)).records
+        wrote = longest(self._records.get(file.link or path, Record()).ranges)
         found = {content.name: sum_of(content.runs, wrote) for content in file.layout.contents if content.text is None}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -60,7 +61,7 @@ def in_files(plan: Plan, wrote: Sequence[int]) -> dict[int, list[Range]]:
     return found
 
 
-def longest(wrote: Sequence[Range]) -> dict[int, tuple[int, int]]:
+def longest(wrote: Iterable[Range]) -> dict[int, tuple[int, int]]:
     """Return ranges by their begins; of those written twice around a crash, the longest."""
     return {begin: (nbytes, crc) for begin, nbytes, crc in sorted(wrote)}
 

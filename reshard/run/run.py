@@ -14,25 +14,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import TargetError, UsageError, names
+from reshard.errors import UsageError, names
 from reshard.plan.partition import owned
 from reshard.run.graph import Graph
-from reshard.run.journal import Journal, discard
 from reshard.run.receipts import Checksums
-from reshard.run.session import Session, exists
+from reshard.run.session import Session
 from reshard.run.target_check import check_target
 from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources, running
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
-from reshard.storage.places import AnyName, RemotePath, any_store, as_place, is_url
-from reshard.storage.remote import REQUESTS, remote_store
-from reshard.storage.threads import results, shielded
+from reshard.storage.places import RemotePath, any_store, as_place
+from reshard.storage.threads import shielded
 from reshard.upward import upward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from reshard.plan.plan import Plan
+    from reshard.storage.places import AnyName
     from reshard.verify.manifest import Manifest
 
 
@@ -162,10 +161,10 @@ def run(
         restart: forget what an earlier run left in the target, and replace the files that it finished.
         checksums: sum up (CRC-32C) what is written, so that an interrupted run can be resumed, and for
             `Report.manifest`; by default as `fsync`.
-        journal: note in `.reshard` in the target directory what is written; without it, nothing can be resumed,
-            and the files that an earlier run finished count as anybody's; there are locks for the time of the run,
-            where the file system has any. At a URL finished files are noted, and there are no locks: runs that write
-            the same files at the same time are not kept apart. A zarr store has no journal once it is finished.
+        journal: keep a ledger in `.reshard` in the target: what is written, and which run writes it. Without it,
+            nothing can be resumed, and the files that an earlier run finished count as anybody's; there are locks for
+            the time of the run, where the file system has any. At a URL only complete files are of use to the next
+            run. A zarr store has no ledger in it once it is finished.
         ownership: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
             By default `file` where the target is at a URL, `tensor` elsewhere.
         progress: called after each task.
@@ -194,35 +193,28 @@ def run(
         from reshard.run.cluster import check_workers, work_on
 
         cached = check_workers(plan, root, client)
-    session = None
-    if journal and not (plan.alone and is_url(root)):
-        session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync)
-        release = session.close
-    else:
-        release = _begin_unnoted(plan, root, overwrite=overwrite or restart)
+    session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, journal=journal)
     if checksums is None:
-        checksums = fsync and session is not None
+        checksums = fsync and journal
     checksums = checksums and plan.coding is None  # the bytes on the disk are others
-    how = How(
-        fsync, drop_cache, apart=client is not None, checksums=checksums, journal=session is not None, cached=cached
-    )
-    left = session.plan if session else plan
+    how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, cached=cached)
     told = _Told(plan.stats.bytes_written, progress, began, session)
     try:
-        graph = Graph(left, root, how)
+        graph = Graph(session.plan, root, how)
         if client is not None:
-            naming = graph.naming(work_on(client, graph, told.add))
+            receipts = work_on(client, graph, told.add)
             check_sources(plan, None)  # what the workers did not see
-            receipts = _here(graph, naming, threads, told.add)
         else:
-            receipts = _here(graph, graph.__dask_graph__(), threads, told.add)
-        if session:
-            session.finished()
+            receipts = _here(graph.work(), graph.ready, graph.run, threads, told.add)
+        receipts = _here(graph.closing(receipts), graph.closed, graph.run, threads, told.add)
+        session.complete()
+        receipts = _here(graph.naming(receipts), graph.key, graph.run, threads, told.add)
+        session.finished()
     except BaseException as error:
-        _clean_up(plan, root, session, told.finished if overwrite or restart else None, error)
+        session.failed(error, changed_sources(plan))
         raise
     finally:
-        release()
+        session.close()
         # What was read ahead, and nobody read; on a cluster tasks leave nothing of a file.
         drop_sources(plan, plan.moves if drop_cache and client is None else (), any_store())
         local_store().close()
@@ -242,10 +234,10 @@ def run(
         plan.dropped,
         plan.missing,
         _peak_memory(),
-        session.resumed if session else 0,
-        sum(file.done for file in left.files),
-        session.touched if session else 0,
-        Checksums(plan, root) if session and checksums and not plan.alone else None,
+        session.resumed,
+        sum(file.done for file in session.plan.files),
+        session.touched,
+        Checksums(plan, root) if journal and checksums and not plan.alone else None,
     )
 
 
@@ -259,19 +251,6 @@ def _threads(threads: int | None, scheduler: str | None, most: int) -> int:
     if scheduler not in {None, "threads", "synchronous"}:
         raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
     return 0 if scheduler == "synchronous" else threads
-
-
-def _clean_up(plan: Plan, root: str, session: Session | None, groups: set[int] | None, error: BaseException) -> None:
-    """After a failure, leave what can be resumed, or else nothing."""
-    if session:
-        session.failed(error, changed_sources(plan))
-    elif is_url(root):
-        _discard_remote(plan, root, groups)
-    else:
-        for file in plan.files:
-            discard(f"{root}/{file.path}", root)
-    if not session and isinstance(error, KeyboardInterrupt):
-        error.add_note("unfinished files are removed; the same command starts from the beginning")
 
 
 def _memory() -> int:
@@ -291,85 +270,22 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _begin_unnoted(plan: Plan, root: str, *, overwrite: bool) -> Callable[[], None]:
-    """Do what a session does where there is a journal: take the files, refuse what is there, forget what is unfinished.
-
-    Returns:
-        what gives the files up.
-    """
-    locks = None
-    if not is_url(root):
-        locks = Journal(root)
-        try:
-            locks.lock([file.path for file in plan.files])
-        except TargetError as error:  # there are none on this file system, or no right to make any
-            if not isinstance(error.__cause__, OSError):
-                raise
-    try:
-        if not overwrite:
-            _refuse_existing(plan, root)
-        for file in plan.files:
-            if locks:
-                local_store().discard(local_store().unfinished(f"{root}/{file.path}"))
-            elif file.last and overwrite:  # a set with an index is complete, and at URLs files have their names early
-                remote_store().remove(f"{root}/{file.path}")
-    except BaseException:
-        if locks:
-            locks.unlock()
-        raise
-    return locks.unlock if locks else lambda: None
-
-
-def _refuse_existing(plan: Plan, root: str) -> None:
-    paths = [file.path for file in plan.files]
-    if is_url(root):
-        there = RemotePath(root).existing(paths)
-    else:
-        there = [path for path in paths if os.path.lexists(f"{root}/{path}")]
-    if there:
-        raise exists(root, there)
-
-
-def _discard_remote(plan: Plan, root: str, finished: set[int] | None) -> None:
-    """Remove what a failed run made at a URL: unfinished files, and those that have their names already.
-
-    Chunks are removed whether they are of this run or of a store that it was to replace: that has no group any more.
-
-    Args:
-        plan: by file.
-        root: the URL.
-        finished: the groups of files that were finished; None where none of the files was there before.
-    """
-    paths = [f"{root}/{file.path}" for file in plan.files]
-    every = finished is None or plan.alone
-    named = paths if every else [paths[n] for group in finished or () for n in plan.groups[group]]
-    results(remote_store().discard_unfinished, paths, REQUESTS)
-    results(remote_store().discard, named, REQUESTS)
-
-
 class _Told:
     """Adds up receipts as they come, and tells the caller."""
 
-    def __init__(
-        self, total: int, progress: Callable[[Progress], None] | None, began: float, session: Session | None
-    ) -> None:
+    def __init__(self, total: int, progress: Callable[[Progress], None] | None, began: float, session: Session) -> None:
         self.total, self.progress, self.began, self.session = total, progress, began, session
-        self.written = session.resumed if session else 0
-        self.finished: set[int] = set()
+        self.written = session.resumed
 
     def add(self, receipt: Receipt) -> None:
-        kind, _, number = receipt.task.partition(" ")
-        if kind == "files":
-            self.finished.add(int(number))
-        if self.session:
-            self.session.note(receipt)
+        self.session.note(receipt)
         if self.progress is not None:
             self.written += receipt.written
             self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))
 
 
-def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: Callable[[Receipt], None]) -> list[Receipt]:
-    """Run on this machine; in this thread where none are asked for. After a failure no task runs any more."""
+def _here(tasks: dict[str, Any], key: str, run: str, threads: int, told: Callable[[Receipt], None]) -> list[Receipt]:
+    """Run tasks on this machine and return the receipts of a key; after a failure no task of the run does anything."""
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
 
@@ -383,7 +299,7 @@ def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: Callable[[Rec
         return Callback(posttask=posttask)
 
     def give_up() -> None:
-        running.stopped.add(graph.run)
+        running.stopped.add(run)
 
     def work(tell: Callable[[Receipt], None]) -> list[Receipt]:
         found: list[Receipt]
@@ -391,7 +307,7 @@ def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: Callable[[Rec
         try:
             with callback(tell):
                 # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
-                (found,) = get_async(pool.submit, 2 * threads, tasks, [graph.key])
+                (found,) = get_async(pool.submit, 2 * threads, tasks, [key])
         except BaseException:
             give_up()
             raise
@@ -403,5 +319,5 @@ def _here(graph: Graph, tasks: dict[str, Any], threads: int, told: Callable[[Rec
     if threads:
         return shielded(work, told, give_up)
     with callback(told):
-        (receipts,) = get_sync(tasks, [graph.key])
+        (receipts,) = get_sync(tasks, [key])
     return list(receipts)

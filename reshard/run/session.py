@@ -1,33 +1,37 @@
 """One run's hold on its target files: what an earlier run left of them, what this one writes, what it leaves.
 
-A file is one of four: *finished* as this run would make it; *begun* by a run of the same plan from the same sources,
-so that what is written of it need not be written again; *foreign*, which is refused unless it may be replaced; or not
-there.
-
-What is kept of unfinished files, and where names are given, depends on the storage: see `journal` and `remote_journal`.
+What to do with each file is decided in `run.fates`, from the plan, the ledger and what is found; here it is looked for
+and done. What is kept of unfinished files, and where names are given, depends on the storage: at URLs a file has its
+name as soon as it is complete, and an unfinished one is of no use to the next run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from array import array
 from contextlib import suppress
 from dataclasses import replace
-from types import MappingProxyType
+from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, names
 from reshard.plan.fingerprint import changes_digest, file_digests
-from reshard.plan.partition import group_plan
 from reshard.plan.remaining import bytes_left, covers, joined, remaining
-from reshard.run.journal import Journal
+from reshard.run.fates import Do, Fate, How, Seen, Wanted, fates, is_unnoted, of
+from reshard.run.ledger import Ledger
+from reshard.run.locks import refuse_link
 from reshard.run.receipts import in_files
-from reshard.run.remote_journal import RemoteJournal, journal_at
 from reshard.run.target_check import check_target
+from reshard.source.made import VERSION, small_strategy, source_data
+from reshard.source.records import Record, known
 from reshard.storage.base import PARTIAL
+from reshard.storage.crc32c import crc32c
 from reshard.storage.local import local_store
-from reshard.storage.places import RemotePath, is_url
-from reshard.storage.remote import REQUESTS
+from reshard.storage.page_cache import boot_id
+from reshard.storage.places import RemotePath, can, is_url
+from reshard.storage.remote import REQUESTS, remote_store
 from reshard.storage.threads import results
 
 if TYPE_CHECKING:
@@ -35,60 +39,58 @@ if TYPE_CHECKING:
 
     from reshard.plan.plan import Plan
     from reshard.plan.remaining import Spans
-    from reshard.run.journal import Range, Record
     from reshard.run.tasks import Receipt
+    from reshard.source.records import Range, State
     from reshard.storage.base import Status
 
 FLUSH_SECONDS = 1.0
 """How long receipts wait before they are noted: what is lost of them with the process is written again."""
 
+_READ_BYTES = 4 << 20
+
 T = TypeVar("T")
 
 
-class Found(NamedTuple):
-    """What is there of the files that a plan writes.
+class Preflight(NamedTuple):
+    """What a run would find of its target files.
 
     Attributes:
-        finished: the files that an earlier run finished, by number.
-        unsynced: those of them that it did not sync.
-        touched: those of them that were made when the source files, though of the same size and time, had not been
-            touched or copied as since.
-        begun: those that one began, with what their journals say.
-        ours: size and time of files that earlier runs finished, of this plan or another.
-        changed: paths of those that this plan would not make so.
-        foreign: paths of what else has their names.
+        fates: what it would do with each.
+        resumable: how many of those to be resumed have anything written that is noted.
     """
 
-    finished: Collection[int] = ()
-    unsynced: Sequence[int] = ()
-    touched: Sequence[int] = ()
-    begun: Sequence[tuple[int, Record]] = ()
-    ours: Mapping[int, tuple[int, int]] = MappingProxyType({})
-    changed: Sequence[str] = ()
-    foreign: Sequence[str] = ()
+    fates: Mapping[str, Fate]
+    resumable: int = 0
 
 
-def foreseen(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Found:
+def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Preflight:
     """Return what a run would find of its target files now; nothing is taken or changed.
 
     Locks of other runs, and room on the disk, are seen by the run alone.
 
     Raises:
-        TargetError: no run may write there (`check_target`), or the journals are behind a link.
+        TargetError: no run may write there (`check_target`), or the logs are behind a link.
         SourceError: the target's storage cannot be reached.
     """
     root = root if is_url(root) else os.path.realpath(root)
     check_target(plan, root)
-    paths = [file.path for file in plan.files]
-    if plan.alone and is_url(root):  # without a journal
-        return Found(foreign=() if overwrite or restart else RemotePath(root).existing(paths))
-    journal = journal_at(root, alone=plan.alone)
-    if isinstance(journal, Journal):
-        journal.refuse_link()
-    journal.look(paths)
-    if not any(journal.found(path) or journal.read(path).digest for path in paths):
-        return Found()  # digests of a large plan take long
-    return _sorted_out(plan, journal, file_digests(plan), overwrite=overwrite, restart=restart)
+    if not is_url(root):
+        refuse_link(root)
+    records = known(root, [file.path for file in plan.files]).records
+    seen = _seen(plan, root, records, records)
+    if not any(some.state is not None or some.record.digest for some in seen.values()):
+        return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan take long
+    how = How(changes_digest(plan), is_url(root), overwrite, restart)
+    found = fates(_wanted(plan, file_digests(plan)), seen, how)
+    return Preflight(found, sum(len(seen[file].record.wrote) > 0 for file in of(found, Do.RESUME)))
+
+
+class _Left(NamedTuple):
+    """What is left of a file: bytes of contents that another run can use, whether it is known, a state to be noted."""
+
+    nbytes: int = 0
+    is_known: bool = True
+    ready: State | None = None
 
 
 class Session:
@@ -97,75 +99,100 @@ class Session:
     Attributes:
         plan: what is left to do.
         resumed: bytes of contents that an earlier run wrote, of those that the whole plan writes.
-        touched: how many finished files are kept of `Found.touched`.
+        touched: how many finished files are kept though their sources were touched or copied since.
     """
 
-    def __init__(self, plan: Plan, root: str, *, overwrite: bool, restart: bool, threads: int, fsync: bool) -> None:
+    def __init__(
+        self, plan: Plan, root: str, *, overwrite: bool, restart: bool, threads: int, fsync: bool, journal: bool = True
+    ) -> None:
         """Take the files, and look at what is there; with `fsync`, have what is finished on the disk.
+
+        Args:
+            plan: the whole of it.
+            root: the target.
+            overwrite: replace what is somebody else's.
+            restart: forget what an earlier run left.
+            threads: that look at what is written.
+            fsync: see above.
+            journal: keep a ledger; without, whatever is there is somebody else's, and nothing unfinished is left.
 
         Raises:
             TargetError: another run writes one of the files; or one is there that this run must not replace.
             SourceError: the target's storage cannot be reached.
             BudgetError: the disk has no room for what is left.
         """
-        self._whole, self._root, self._overwrite = plan, root, overwrite
-        self._journal = journal_at(root, alone=plan.alone)
+        self._whole, self._root, self._overwrite, self._fsync = plan, root, overwrite, fsync
+        self._early = not can(root).positioned
+        sources = changes_digest(plan)
+        self.ledger = Ledger(root, keeps=journal, made=made_data(plan), sources=sources)
+        self._paths = [file.path for file in plan.files]
+        self.ledger.hold(self._paths)
         try:
-            self._journal.lock([file.path for file in plan.files])
-            self._digests, self._sources = file_digests(plan), changes_digest(plan)
-            there = self._accepted(overwrite=overwrite, restart=restart)
-            self._ours, begun, self.touched = there.ours, there.begun, len(there.touched)
+            digests = file_digests(plan) if journal else [""] * len(plan.files)
+            self._wanted = _wanted(plan, digests)
+            records = self.ledger.load(self._paths)
+            self._seen = _seen(plan, root, records, self._paths if overwrite or restart else records)
+            how = How(sources, self._early, overwrite or (restart and not journal), restart)
+            self._fates = fates(self._wanted, self._seen, how)
+            self._refuse()
+            kept = self._numbers(Do.KEEP)
+            self.touched = sum(self._fates[self._paths[number]].is_touched for number in kept)
             if fsync:
-                self._sync(there.unsynced)
+                self._sync(kept)
+            begun = [number for number in self._numbers(Do.RESUME) if self._record(number).wrote]
             found = results(self._verified, begun, max(threads, 1))
-            self._good: dict[int, list[Range]] = {
-                number: good for (number, _), good in zip(begun, found, strict=True) if good
-            }
+            good = {number: ranges for number, ranges in zip(begun, found, strict=True) if ranges}
             local_store().close()  # what was read is written next
-            written = {number: _spans(good) for number, good in self._good.items()}
-            complete = [
-                number for number in written if plan.groups and _is_complete(plan, number, written[number], root)
-            ]
-            self.plan = remaining(plan, there.finished, written, complete)
-            # Links are made before that is noted; what is there now was not made by this run.
-            self._before = {n: self._journal.found(file.path) for n, file in enumerate(plan.files) if file.link}
+            self._spans = {number: _spans(ranges) for number, ranges in good.items()}
+            complete = [n for n, spans in self._spans.items() if plan.groups and _is_complete(plan, n, spans, root)]
+            self.plan = remaining(plan, kept, self._spans, complete)
+            self._ready: dict[int, State | None] = {number: self._record(number).ready for number in kept}
             self._left = [number for number, file in enumerate(self.plan.files) if not file.done]
-            if not is_url(root):
-                self._check_space()
-            self._begin()
+            self._begin(good)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 error.add_note("nothing is written yet but what an earlier run left; the same command resumes")
-            self._journal.unlock()
+            self.ledger.release()
             raise
         self.resumed = 0 if self.plan is plan else plan.stats.bytes_written - bytes_left(self.plan)
-        self._noted: dict[int, list[Range]] = {}
+        self._noted: dict[int, array[int]] = {}
+        self._completed: dict[int, State] = {}
         self._flushed = time.monotonic()
 
     def note(self, receipt: Receipt) -> None:
-        """Remember what a task wrote."""
-        if receipt.wrote and not self._journal.early:
-            kind, _, number = receipt.task.partition(" ")
-            plan = group_plan(self.plan, self.plan.groups[int(number)]) if kind == "files" else self.plan
-            for file, written in in_files(plan, receipt.wrote).items():
-                self._noted.setdefault(file, []).extend(written)
+        """Remember what a task wrote, and which files are complete."""
+        for file, written in in_files(self.plan, receipt.wrote).items():
+            self._noted.setdefault(file, array("Q")).extend(number for some in written for number in some)
+        for file, offset, nbytes, crc in zip(*(receipt.ranges[n::4] for n in range(4)), strict=True):
+            self._noted.setdefault(file, array("Q")).extend((offset, nbytes, crc))
+        self._completed.update((number, (size, time)) for number, size, time in receipt.ready)
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
 
-    def flush(self) -> None:
-        """Write down what is remembered."""
-        for file, noted in self._noted.items():
-            self._journal.wrote(self._path(file), noted)
-            self._good.setdefault(file, []).extend(noted)
-        self._noted = {}
+    def flush(self, *, durable: bool = False) -> None:
+        """Write down what is remembered; with `durable`, have it on the disk."""
+        boot = "" if self._fsync else boot_id()
+        records = {}
+        for number in {**self._noted, **self._completed}:
+            wrote, ready = self._noted.get(number, array("Q")), self._completed.get(number)
+            records[self._paths[number]] = Record(wrote=wrote, ready=ready, boot=boot if ready else "")
+        self.ledger.add(records, durable=durable)
+        for number, wrote in self._noted.items():
+            more = _spans(Record(wrote=wrote).ranges)
+            self._spans[number] = joined([*self._spans.get(number, ()), *more])
+        self._ready |= self._completed
+        self._noted, self._completed = {}, {}
         self._flushed = time.monotonic()
 
+    def complete(self) -> None:
+        """Note what is complete, before it gets its name: a name says that a file is."""
+        self.flush(durable=self._fsync)
+
     def finished(self) -> None:
-        """End the journals; of a directory that may have nothing else in it, leave none."""
+        """End the ledger; of a directory that may have nothing else in it, leave none."""
         self.flush()
         if self._whole.alone:
-            for file in self._whole.files:
-                self._journal.forget(file.path)
+            self.ledger.move(f"{self._root}.reshard")
 
     def failed(self, error: BaseException, changed: Mapping[int, Status | None]) -> None:
         """Leave what another run can go on from, and tell in a note of the error what to type.
@@ -177,19 +204,27 @@ class Session:
         """
         with suppress(ReshardError):  # a full disk, perhaps: what is not noted is written again
             self.flush()
-        spoiled = bool(changed) or isinstance(error, ChangedError)
-        if spoiled:
-            self._good = {}
+        is_spoiled = bool(changed) or isinstance(error, ChangedError)
+        if is_spoiled or not self.ledger.keeps:
+            self._spans = {}
         try:
-            self._journal.look([file.path for file in self._whole.files])
+            states = _states(self._root, self._paths, self._paths)  # no task of the run writes any more
         except ReshardError:  # the storage cannot be reached, which may be why the run failed
             if not isinstance(error, ChangedError):
                 more = "nothing unfinished is kept; start again"
-                error.add_note(more if spoiled else "what is finished is kept; the same command resumes")
+                error.add_note(more if is_spoiled else "what is finished is kept; the same command resumes")
             return
-        kept = sum(self._each(lambda number: self._kept(number, spoiled=spoiled), range(len(self._whole.files))))
-        if spoiled:
-            if note := self._how_to_begin_anew(error, changed):
+        numbers = range(len(self._paths))
+        left = self._each(lambda n: self._leave(n, states.get(self._paths[n]), is_spoiled=is_spoiled), numbers)
+        kept = sum(one.nbytes for one in left)
+        known = {path for path, one in zip(self._paths, left, strict=True) if one.is_known}
+        with suppress(ReshardError):
+            self.ledger.add(
+                {path: Record(ready=one.ready) for path, one in zip(self._paths, left, strict=True) if one.ready}
+            )
+            self.ledger.forget([path for path in self._paths if path not in known])
+        if is_spoiled:
+            if note := self._how_to_start_over(error, changed, known):
                 error.add_note(note)
         elif kept:
             error.add_note(
@@ -201,75 +236,135 @@ class Session:
         elif isinstance(error, KeyboardInterrupt):
             error.add_note("unfinished files are removed; the same command starts from the beginning")
 
-    def _how_to_begin_anew(self, error: BaseException, changed: Mapping[int, Status | None]) -> str:
-        """Tell what to type where a source changed: files that were made of it before are refused without an option."""
+    def _how_to_start_over(
+        self, error: BaseException, changed: Mapping[int, Status | None], known: Collection[str]
+    ) -> str:
+        """Return what to type where a source changed: files that were made of it before are refused without that."""
         files = list(self._whole.source.files)
         for number, status in changed.items():
             nbytes, mtime_ns = status[:2] if status else (0, 0)
             files[number] = replace(files[number], nbytes=nbytes, mtime_ns=mtime_ns)
-        now = file_digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
-        held = [self._journal.read(file.path).digest for file in self._whole.files]
-        refused = not self._overwrite and any(old not in {"", new} for old, new in zip(held, now, strict=True))
+        is_refused = False
+        if known and not self._overwrite:
+            now = file_digests(replace(self._whole, source=replace(self._whole.source, files=tuple(files))))
+            new = dict(zip(self._paths, now, strict=True))
+            is_refused = any(self._wanted[path].digest != new[path] for path in known)
         option = Text("with ", Option("restart"), ", since files that were made of it before are there")
         if isinstance(error, ChangedError):  # it says the rest itself
-            return option if refused else ""
-        advice = Text("start again ", option) if refused else "start again"
+            return option if is_refused else ""
+        advice = Text("start again ", option) if is_refused else "start again"
         return Text("a source file changed since it was opened, so nothing unfinished is kept; ", advice)
 
     def close(self) -> None:
         """Give up the files."""
-        self._journal.unlock()
+        self.ledger.release()
 
-    def _kept(self, number: int, *, spoiled: bool) -> int:
-        """Return how many bytes of a file's contents another run can use; discard the file where it can use none."""
-        file = self._whole.files[number]
-        record, found = self._journal.read(file.path), self._journal.found(file.path)
-        if found and found == record.ready:
-            if spoiled and isinstance(self._journal, RemoteJournal) and number in self._left:
-                with suppress(ReshardError):  # it got its name before all were complete
-                    self._journal.remove(file.path)
-                return 0
-            return 0 if file.link else file.layout.content_bytes
-        if number in self._good:
-            return sum(end - begin for begin, end in _spans(self._good[number]))
-        self._journal.discard(file.path)
-        made = file.link is not None and found is not None and found != self._before[number]
-        if made and record.digest == self._digests[number] and not spoiled:
-            return 0  # and not noted yet
-        if found is None or not (found == record.replaces or _is_unnoted(self._journal, record, found)):
-            self._journal.forget(file.path)
-        return 0
+    def _leave(self, number: int, state: State | None, *, is_spoiled: bool) -> _Left:
+        """Leave of a file what another run can use; where it can use nothing, what is unfinished goes."""
+        file, path, is_left = self._whole.files[number], self._paths[number], number in self._left
+        before, ready = self._seen[path].state, self._ready.get(number)
+        keeps = self.ledger.keeps
+        if self._early and is_left and state is not None and (is_spoiled or not keeps):
+            if state == ready or (not keeps and (before is None or self._whole.alone)):
+                remote_store().discard(f"{self._root}/{path}")  # it got its name before all were complete
+                return _Left(is_known=False)
+        elif self._early and is_left and ready is None and state not in {None, before}:
+            return _Left(0 if file.link else file.layout.content_bytes, ready=state)  # its receipt was not waited for
+        if state is not None and state == ready:
+            return _Left(0 if file.link else file.layout.content_bytes)
+        if number in self._spans:
+            return _Left(sum(end - begin for begin, end in self._spans[number]))
+        self._discard(path)
+        return _Left(
+            is_known=state is not None and (not is_left or self._may_be_ours(number, state, is_spoiled=is_spoiled))
+        )
 
-    def _accepted(self, *, overwrite: bool, restart: bool) -> Found:
-        """Return what is there; refuse what this run must not replace."""
-        there = _sorted_out(self._whole, self._journal, self._digests, overwrite=overwrite, restart=restart)
-        if there.changed:
-            verb = "was" if len(there.changed) == 1 else "were"
+    def _may_be_ours(self, number: int, state: State, *, is_spoiled: bool) -> bool:
+        """Return whether what has the name of a file that is left was made by an earlier run, or by this one."""
+        path = self._paths[number]
+        wanted, replaces = self._wanted[path], self._fates[path].ours
+        if self._whole.files[number].link:
+            return state == replaces or (state != self._seen[path].state and not is_spoiled)  # and not noted yet
+        begun = Record(wanted.digest, wanted.size, replaces=replaces)
+        return state == replaces or is_unnoted(wanted, begun, state, early=self._early)
+
+    def _discard(self, path: str) -> None:
+        """Remove an unfinished file, and the directories below the target's that are then empty."""
+        if self._early:
+            remote_store().discard_unfinished(f"{self._root}/{path}")
+            return
+        place = f"{self._root}/{path}"
+        local_store().discard(local_store().unfinished(place))
+        directory = os.path.dirname(place)
+        while len(directory) > len(self._root):  # the target directory itself may have been there before
+            with suppress(OSError):  # it holds something else
+                os.rmdir(directory)
+            directory = os.path.dirname(directory)
+
+    def _refuse(self) -> None:
+        """Refuse what this run must not replace."""
+        if changed := of(self._fates, Do.CHANGED):
             raise TargetError(
                 Text(
-                    f"{self._root}: {names(there.changed, most=3)} {verb} written by a run of another plan, or from "
-                    "sources that changed since; start over with ",
+                    f"{self._root}: {names(changed, most=3)} {'was' if len(changed) == 1 else 'were'} written by a run "
+                    "of another plan, or from sources that changed since; start over with ",
                     Option("restart"),
                     ", or choose another target",
                 )
             )
-        if there.foreign:
-            raise exists(self._root, there.foreign)
-        return there
+        if there := of(self._fates, Do.UNMANAGED):
+            raise TargetError(
+                Text(
+                    f"{self._root}: has {names(there, most=3)} already; choose another target directory, or replace "
+                    f"{'it' if len(there) == 1 else 'them'} with ",
+                    Option("overwrite"),
+                )
+            )
 
-    def _sync(self, finished: Iterable[int]) -> None:
+    def _sync(self, kept: Iterable[int]) -> None:
         """Have files on the disk that a run without fsync finished."""
-        for file in map(self._path, finished):
-            path = f"{self._root}/{file}"
-            local_store().sync_finished(path)
-            self._journal.ready(file, path, sync=True)
+        synced = {}
+        for number in kept:
+            record = self._record(number)
+            if record.boot:
+                local_store().sync_finished(f"{self._root}/{self._paths[number]}")
+                synced[self._paths[number]] = replace(record, boot="")
+        self.ledger.add(synced, durable=True)
 
-    def _verified(self, begun: tuple[int, Record]) -> list[Range]:
-        file = self._whole.files[begun[0]]
-        return self._journal.verified(file.path, begun[1], file.layout.size)
+    def _verified(self, number: int) -> list[Range]:
+        """Return the ranges of an unfinished file that still hold what was written."""
+        size = self._whole.files[number].layout.size
+        path = f"{self._root}/{self._paths[number]}{PARTIAL}"
+        good: list[Range] = []
+        with suppress(ReshardError, OSError):
+            status = os.lstat(path)
+            # One with a second name is not written into but made anew (`LocalStore.create`), and its contents are gone.
+            if not S_ISREG(status.st_mode) or status.st_size != size or status.st_nlink > 1:
+                return []
+            for begin, nbytes, crc in self._record(number).ranges:
+                if 0 <= begin < begin + nbytes <= size and _sum(path, begin, nbytes) == crc:
+                    good.append((begin, nbytes, crc))
+        return good
 
-    def _path(self, number: int) -> str:
-        return self._whole.files[number].path
+    def _begin(self, good: Mapping[int, Sequence[Range]]) -> None:
+        """Begin with what is left; what is good of an earlier run stays."""
+        if self._early:
+            for number in self._left:
+                if self._whole.files[number].last:  # a set with an index is complete, and soon a file of it is another
+                    remote_store().remove(f"{self._root}/{self._paths[number]}")
+        else:
+            self._check_space()
+            for number in self._left:
+                if number not in self._spans:
+                    local_store().discard(local_store().unfinished(f"{self._root}/{self._paths[number]}"))
+        records = {}
+        for number in self._left:
+            file, wanted = self._whole.files[number], self._wanted[self._paths[number]]
+            wrote = array("Q", [one for some in good.get(number, ()) for one in some])
+            ours = self._fates[file.path].ours
+            rank = file.rank if file.layout.contents or not file.last else None
+            records[file.path] = Record(wanted.digest, wanted.size, wrote, replaces=ours, rank=rank)
+        self.ledger.add(records)
 
     def _check_space(self) -> None:
         place = self._root
@@ -289,85 +384,83 @@ class Session:
                 "another target"
             )
 
-    def _begin(self) -> None:
-        """Begin the journals of what is left; what is good of an earlier run stays."""
-        self._each(self._begin_file, self._left)
-
-    def _each(self, function: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
+    def _each(self, function: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         """Do something with each of some files; at a URL side by side, because each request takes its time."""
-        if not is_url(self._root):
-            return list(map(function, numbers))
-        return results(function, list(numbers), REQUESTS)
+        return results(function, numbers, REQUESTS) if self._early else list(map(function, numbers))
 
-    def _begin_file(self, number: int) -> None:
-        file = self.plan.files[number]
-        if isinstance(self._journal, RemoteJournal):
-            if file.last:  # a set with an index is complete, and soon the first of its files is another
-                self._journal.remove(file.path)
-        elif number not in self._good:
-            local_store().discard(local_store().unfinished(f"{self._root}/{file.path}"))
-        self._journal.begin(
-            file.path,
-            self._digests[number],
-            file.layout.size,
-            wrote=self._good.get(number, ()),
-            replaces=self._ours.get(number),
-            sources=self._sources,
-        )
+    def _numbers(self, do: Do) -> list[int]:
+        return [number for number, path in enumerate(self._paths) if self._fates[path].do is do]
+
+    def _record(self, number: int) -> Record:
+        return self._seen[self._paths[number]].record
 
 
-def _sorted_out(
-    plan: Plan, journal: Journal | RemoteJournal, wanted: Sequence[str], *, overwrite: bool, restart: bool
-) -> Found:
-    """Return what is there of a plan's files, whose digests are `wanted`."""
-    finished, unsynced, touched, begun, ours, changed, foreign = set(), [], [], [], {}, [], []
-    sources = changes_digest(plan)
-    for number, file in enumerate(plan.files):
-        record = journal.read(file.path)
-        state = journal.found(file.path)
-        same = record.digest == wanted[number]
-        is_touched = same and "" not in {sources, record.sources} and sources != record.sources
-        # A link is made before that is noted, and so are all files at URLs.
-        unnoted = same and state is not None and _is_unnoted(journal, record, state)
-        linked = unnoted or (same and file.link is not None and record.ready is None)
-        if is_ours := state is not None and state in {record.ready, record.replaces}:
-            ours[number] = state
-        if is_ours and same and state == record.ready and not (record.may_be_lost or restart):
-            finished.add(number)
-            if record.boot:
-                unsynced.append(number)
-            if is_touched:
-                touched.append(number)
-        elif state and not is_ours and not overwrite and not linked:
-            foreign.append(file.path)
-        elif restart or (overwrite and not same):
-            continue
-        elif same:
-            if not is_touched:  # or a file might have blocks of two sources
-                begun.append((number, record))
-        elif is_ours or (record.digest and journal.is_begun(file.path)):
-            changed.append(file.path)
-    if len(finished) < len(plan.files):  # a set with an index is complete: it is withdrawn, and made anew at the end
-        finished -= {number for number, file in enumerate(plan.files) if file.last}
-        unsynced = [number for number in unsynced if number in finished]
-        touched = [number for number in touched if number in finished]
-    return Found(finished, unsynced, touched, begun, ours, changed, foreign)
+def made_data(plan: Plan) -> bytes:
+    """Return what a plan makes its files of, for the ledger."""
+    from reshard import __version__
+    from reshard.plan.planfile import selection_data  # not on every start
+
+    request = plan.request
+    target = (request and request.target) or None
+    stage = request.stage if request else None
+    if target is not None and len(target.stages) > 1:
+        stage = None  # the strategy says which ranks there are, whatever is written of them
+    content = {
+        "reshard_made": VERSION,
+        "by": __version__,
+        "source": source_data(plan.source),
+        "target": {
+            "strategy": small_strategy(target),
+            "stage": stage,
+            "format": plan.format,
+            "deduplicated": bool(request and request.remove_redundancy),
+        },
+        "options": selection_data(request.selection) if request else None,
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
-def _is_unnoted(journal: Journal | RemoteJournal, record: Record, state: tuple[int, int]) -> bool:
-    """Return whether a file at a URL may have got its name from a run that ended before it could note that."""
-    return journal.early and record.ready is None and state != record.replaces and state[0] == record.size
+def _wanted(plan: Plan, digests: Sequence[str]) -> dict[str, Wanted]:
+    return {
+        file.path: Wanted(made_of, file.layout.size, file.link is not None, file.last)
+        for file, made_of in zip(plan.files, digests, strict=True)
+    }
 
 
-def exists(root: str, files: Sequence[str]) -> TargetError:
-    """Return the error that target files exist."""
-    return TargetError(
-        Text(
-            f"{root}: has {names(files, most=3)} already; choose another target directory, or replace "
-            f"{'it' if len(files) == 1 else 'them'} with ",
-            Option("overwrite"),
-        )
-    )
+def _seen(plan: Plan, root: str, records: Mapping[str, Record], asked: Collection[str]) -> dict[str, Seen]:
+    """Return what is known and found of a plan's files; of those at URLs that are `asked`, all of their state."""
+    paths = [file.path for file in plan.files]
+    states = _states(root, paths, asked)
+    begun = set() if is_url(root) else {path for path in records if os.path.lexists(f"{root}/{path}{PARTIAL}")}
+    return {path: Seen(records.get(path, _NOTHING), states.get(path), path in begun) for path in paths}
+
+
+_NOTHING = Record()
+
+
+def _states(root: str, files: Sequence[str], asked: Collection[str]) -> dict[str, State]:
+    """Return the states of what has the names of some files.
+
+    At URLs one listing says which there are; only some of them are asked for more, one by one. Some file systems say
+    other things of a file in a listing than where they are asked for it alone.
+
+    Raises:
+        SourceError: the storage cannot be reached.
+    """
+    if not is_url(root):
+        found = {}
+        for file in files:
+            with suppress(OSError):
+                status = os.lstat(f"{root}/{file}")
+                found[file] = status.st_size, status.st_mtime_ns
+        return found
+    place = RemotePath(root)
+    place.refresh()
+    there = {file.url for file in place.files()}
+    present = [file for file in files if f"{root}/{file}" in there]
+    some = [file for file in present if file in asked]
+    states = results(lambda file: (place / file).status()[:2], some, REQUESTS)
+    return dict.fromkeys(present, (-1, 0)) | dict(zip(some, states, strict=True))
 
 
 def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
@@ -386,6 +479,16 @@ def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
 
 def _spans(good: Iterable[Range]) -> Spans:
     return joined((begin, begin + nbytes) for begin, nbytes, _ in good)
+
+
+def _sum(path: str, begin: int, nbytes: int) -> int:
+    buffer = memoryview(bytearray(min(nbytes, _READ_BYTES)))
+    value = 0
+    for start in range(0, nbytes, _READ_BYTES):
+        part = buffer[: min(_READ_BYTES, nbytes - start)]
+        local_store().read_into(path, begin + start, part)
+        value = crc32c(part, value)
+    return value
 
 
 def _allocated(path: str) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import TargetError, names
 from reshard.formats.directories import is_of_a_set
 from reshard.formats.target_files import SomeFiles
-from reshard.run.journal import DIRECTORY
+from reshard.source.records import DIRECTORY
 from reshard.storage.base import PARTIAL
 from reshard.storage.places import RemotePath, is_url
 from reshard.storage.remote import forget_listings

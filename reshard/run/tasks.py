@@ -20,7 +20,6 @@ from reshard.plan.partition import group_plan
 from reshard.run.file_task import write_files, write_literals
 from reshard.run.mover import move_pieces
 from reshard.run.receipts import in_files
-from reshard.run.remote_journal import journal_at
 from reshard.storage.base import Around, Sinks
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
@@ -47,8 +46,9 @@ class Receipt(NamedTuple):
         task: `create`, `move`, `sync` or `commit`, with its number; where a task writes whole files, `files`.
         read, written: bytes of contents.
         seconds: how long it took.
-        wrote: the ranges that were written, as `Moved.wrote` has them; of the moves of the group alone where a task
-            writes whole files.
+        wrote: the ranges that were written, as `Moved.wrote` has them.
+        ranges: those that a task of whole files wrote: of each the file's number, its begin, bytes and CRC-32C.
+        ready: the files that are complete: number, size, and time or version.
     """
 
     task: str
@@ -56,6 +56,8 @@ class Receipt(NamedTuple):
     written: int
     seconds: float
     wrote: array[int] = array("Q")
+    ranges: array[int] = array("Q")
+    ready: tuple[tuple[int, int, int], ...] = ()
 
 
 class How(NamedTuple):
@@ -66,7 +68,6 @@ class How(NamedTuple):
         drop_cache: leave nothing in the page cache.
         apart: the tasks may run in several processes.
         checksums: sum up what is written.
-        journal: note in the target's journal when a file is complete.
         cached: `page_cache.cache_of` of the target, where tasks that run apart share it: files are then put on the disk
             when all is written, as by one process, and not by every task that wrote into them.
         run: which run it is; a graph gives itself one.
@@ -76,7 +77,6 @@ class How(NamedTuple):
     drop_cache: bool = False
     apart: bool = False
     checksums: bool = False
-    journal: bool = False
     cached: str = ""
     run: str = ""
 
@@ -225,10 +225,11 @@ def drop_sources(plan: Plan, moves: Iterable[Move], store: ReadStore) -> None:
 
 
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
-    """Write one group of files, each from its first byte to its last."""
+    """Write one group of files, each from its first byte to its last; at a URL what is complete stays."""
     began = time.perf_counter()
     files, store = plan.groups[number], store_at(directory)
     part = plan if plan.alone else group_plan(plan, files)
+    ready: tuple[tuple[int, int, int], ...] = ()
     with _working(how, directory):
         moved = write_files(
             part,
@@ -241,20 +242,25 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
             go_on=lambda: running.go_on(how.run),
         )
         if not can(directory).positioned:  # what is complete stays, whatever comes of the others
-            wrote = in_files(part, moved.wrote) if how.journal else {}
-            for target in files:
-                path = f"{directory}/{plan.files[target].path}"
-                store.publish(store.unfinished(path), path, durable=how.fsync)
-                if how.journal:
-                    journal = journal_at(directory)
-                    journal.ready(plan.files[target].path, path, wrote=wrote.get(target, ()), sync=how.fsync)
+            ready = tuple(_published(plan, target, directory, how) for target in files)
         if how.drop_cache:
             drop_sources(
                 plan, [part.moves[piece.move] for piece in part.tasks[number if plan.alone else 0]], any_store()
             )
             for target in files:
                 any_store().drop_cache(store.unfinished(f"{directory}/{plan.files[target].path}"), written=True)
-    return Receipt(f"files {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
+    found = in_files(part, moved.wrote).items()
+    ranges = array("Q", [value for file, written in found for some in written for value in (file, *some)])
+    return Receipt(
+        f"files {number}", moved.read, moved.written, time.perf_counter() - began, ranges=ranges, ready=ready
+    )
+
+
+def _published(plan: Plan, number: int, directory: str, how: How) -> tuple[int, int, int]:
+    """Give a file its name, and return its number and state: as the store has it, asked for it alone."""
+    path, store = f"{directory}/{plan.files[number].path}", store_at(directory)
+    store.publish(store.unfinished(path), path, durable=how.fsync)
+    return (number, *store.status(path)[:2])
 
 
 def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
@@ -298,41 +304,47 @@ def _statuses(plan: Plan) -> dict[int, Status | SourceError]:
     return dict(zip(numbers, found, strict=True))
 
 
-def sync_files(plan: Plan, files: Sequence[int], directory: str, how: How, _moved: object) -> Receipt:
-    """Have finished target files on the disk, before any gets its name: that is slow, and naming all is quick."""
+def close_files(plan: Plan, files: Sequence[int], directory: str, how: How, _moved: object) -> Receipt:
+    """Complete local target files, before any gets its name, and have them on the disk: naming all is quick then.
+
+    In a plan by file, what stands last is written here, and nothing else is left to be put on the disk.
+    """
     began = time.perf_counter()
+    ready = []
     for number in files:
         path = local_store().unfinished(f"{directory}/{plan.files[number].path}")
-        if how.drop_cache:
-            local_store().drop_cache(path, written=True)
-        if how.fsync:
-            local_store().sync(path)
-    return Receipt(f"sync {files[0]}", 0, 0, time.perf_counter() - began)
+        if plan.groups and plan.files[number].last:
+            write_literals(plan, number, f"{directory}/{plan.files[number].path}", sync=how.fsync)
+        elif not plan.groups and (how.cached or not how.apart):
+            if how.drop_cache:
+                local_store().drop_cache(path, written=True)
+            if how.fsync:
+                local_store().sync(path)
+        ready.append((number, *local_store().status(path)[:2]))
+    return Receipt(f"close {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
 def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:
-    """Give finished target files their names; make links, and what stands last in a plan by file.
+    """Give complete target files their names; make links, and at URLs what stands last.
 
     Of a zarr store by file that is all metadata, which no task writes: those of the group are the last.
     """
     began = time.perf_counter()
-    store, journal = store_at(directory), journal_at(directory, alone=plan.alone)
-    by_file = plan.groups or not can(directory).positioned
+    store, positioned = store_at(directory), can(directory).positioned
+    ready: list[tuple[int, int, int]] = []
     for number in files:
         file = plan.files[number]
         path = f"{directory}/{file.path}"
         unfinished = store.unfinished(path)
         if file.link is not None:
             store.link(f"{directory}/{file.link}", unfinished)
-        elif by_file and (file.last or (plan.alone and not file.layout.contents)):
+        elif not positioned:
             write_literals(plan, number, path, sync=how.fsync)
-        noted_first = file.link is None and not journal.early
-        if how.journal and noted_first:
-            journal.ready(file.path, unfinished, sync=how.fsync)
-        store.publish(unfinished, path, durable=how.fsync)
-        if how.journal and not noted_first:
-            journal.ready(file.path, path, sync=how.fsync)
-    return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began)
+        if positioned and file.link is None:
+            store.publish(unfinished, path, durable=how.fsync)
+        else:  # it is noted once it has its name
+            ready.append(_published(plan, number, directory, how))
+    return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
 def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:

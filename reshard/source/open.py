@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +18,7 @@ from reshard.layout.layout import Layout
 from reshard.source.assemble import join
 from reshard.source.checkpoint import Checkpoint, SourceFile
 from reshard.source.headers import Headers
+from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
 from reshard.storage.base import reading
 from reshard.storage.cipher import Cipher, store_of
@@ -79,6 +81,10 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         from reshard.source.zarr import open_store  # not on every start
 
         return open_store(place)
+    if strategy is None and not layouts and stage is None and suffix is None and rank_pattern == RANK_PATTERN:
+        found = None if isinstance(path, Mapping) else _as_made(as_place(path), cipher, contents)
+        if found is not None:
+            return found
     files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
     if strategy is not None and not isinstance(strategy, Strategy):
@@ -121,6 +127,29 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     return compare_contents(checkpoint, ruled, contents=contents)
 
 
+def _as_made(root: Place, cipher: Cipher | None, contents: bool | Literal["blocks"]) -> Checkpoint | None:
+    """Open what a run of this program wrote with the strategy that its ledger tells; None where it tells none.
+
+    Whoever wrote its files anew since, with others or otherwise, has no strategy there: they are not what is noted.
+    """
+    made = made_of(root) if root.is_dir() else None
+    if made is None or (strategy := made.strategy) is None or not made.is_as_noted():
+        return None
+    files = {rank: some[0] for rank, some in made.ranks.items()}
+    stage = made.stage
+    ranks = strategy.of_stage(stage).ranks if stage is not None else strategy.ranks
+    partial = len(files) < len(ranks)
+    found = open(files, strategy=strategy, stage=stage, partial=partial, cipher=cipher, contents=contents)
+    return replace(found, root=str(root))
+
+
+def is_made(path: AnyName) -> bool:
+    """Return whether a checkpoint opens without a strategy because the ledger there tells it."""
+    root = as_place(path)
+    made = made_of(root) if root.is_dir() and not is_store(root) else None
+    return made is not None and made.strategy is not None and made.is_as_noted()
+
+
 def reopen(
     root: str,
     paths: Mapping[int, Sequence[Place]],
@@ -132,6 +161,7 @@ def reopen(
     elsewhere: Collection[str],
     notices: Sequence[str],
     cipher: Cipher | None,
+    whole: bool = True,
 ) -> Checkpoint:
     """Open a checkpoint that was opened before, maybe elsewhere, with what was found out then; headers are read again.
 
@@ -145,12 +175,13 @@ def reopen(
         elsewhere: as `Checkpoint.elsewhere`.
         notices: as `Checkpoint.notices`.
         cipher: decrypts the files.
+        whole: assemble tensors from the files; without, it has none, as ranks without a strategy.
 
     Raises:
         SourceError: a file is not sound, or headers contradict the strategy.
     """
     files, ranks = indexed(paths, cipher)
-    joined = join(root, files, ranks, strategy, partial=partial)
+    joined = join(root, files, ranks, strategy, partial=partial) if whole else {}
     tensors = {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in joined.items()}
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     return Checkpoint(
@@ -386,7 +417,9 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[St
                 raise
             raise SourceError(Text(error.text, f"; or the key is wrong, which {cipher.mode} cannot tell")) from None
 
-    return of_each(header, paths)
+    for number, (status, index) in enumerate(of_each(header, paths)):
+        # Where requests take long, which headers are equal is not looked for.
+        yield status, index._replace(header=number) if paths[number].can.waits else index
 
 
 def _with_rules(

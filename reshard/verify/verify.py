@@ -26,10 +26,11 @@ from reshard.plan.budget import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_B
 from reshard.plan.select import Selection
 from reshard.run.executor import map_tasks
 from reshard.source.checkpoint import Checkpoint
+from reshard.source.made import made_of
 from reshard.source.open import open as open_checkpoint
 from reshard.source.open import read_headers
 from reshard.storage.cipher import store_of
-from reshard.storage.places import is_url
+from reshard.storage.places import as_place, is_url
 from reshard.verify.difference import Difference
 from reshard.verify.manifest import Manifest, read_manifest
 from reshard.verify.manifest_files import check_files, sum_files
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard.run.run import Progress
+    from reshard.source.made import Made
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.verify.compare import Check, Compared, Mismatch
@@ -124,6 +126,9 @@ def verify(
 ) -> Verification:
     """Verify a checkpoint: its structure, or every bit of it against its source or a manifest.
 
+    A path alone is enough where a run of this program wrote what is there: its ledger says of what, and how. Where that
+    is not there any more, sizes and checksums are compared with those of the run.
+
     Two checkpoints of rank directories without strategies are compared rank by rank, as `convert` leaves them.
 
     Args:
@@ -170,6 +175,8 @@ def verify(
             raise UsageError("a manifest is of files: name the directory that they are in")
         _refuse_url(target)
         found = _against_manifest(Path(str(target)), manifest, partial, threads, told)
+    elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
+        found = _against_made(made, memory, threads, told)
     else:
         checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy)
         wishes = selection or Selection()
@@ -181,6 +188,42 @@ def verify(
                 checkpoint, source, wishes, deduplicated, sample, seed, memory, threads, client, told
             )
     return replace(found, seconds=time.perf_counter() - began)
+
+
+def _made(
+    target: AnyName | Checkpoint, strategy: object, against: object, selection: Selection | None, *, partial: bool
+) -> Made | None:
+    """Return what the ledger of a target says, where nothing else is given that would say otherwise."""
+    if isinstance(target, Checkpoint) or strategy is not None or against is not None or selection is not None:
+        return None
+    return None if partial else made_of(as_place(target))
+
+
+def _against_made(made: Made, memory: int | None, threads: int, told: Told) -> Verification:
+    """Compare a target with what it was made from, as its ledger says it, or with the checksums there."""
+    from reshard.verify.made import check_sums, source_of, target_of  # not on every start
+
+    given = made.content["source"]["root"]
+    try:
+        source, selection, deduplicated = source_of(made)
+    except SourceError as error:
+        differences, count, read = check_sums(made, threads=threads, told=told)
+        notice = f"compared with the sizes and checksums that its ledger has, not with {given}: {error}"
+        return Verification(
+            made.root,
+            "its ledger",
+            tuple(made.ranks),
+            len(made.records),
+            0,
+            count,
+            read,
+            read,
+            differences,
+            notices=(notice, *leftovers(Path(made.root))),
+            unchecked=("headers, and what has no checksum", _NEVER),
+        )
+    target = target_of(made)
+    return _against_source(target, source, selection, deduplicated, None, None, memory, threads, None, told)
 
 
 def make_manifest(

@@ -15,7 +15,7 @@ from reshard import Selection, ZarrGroup
 from reshard.errors import BudgetError, SourceError, TargetError
 from reshard.plan import budget
 from reshard.run.session import Session
-from reshard.run.tasks import How, commit_files, create_files, move_task, withdraw_index
+from reshard.run.tasks import How, close_files, commit_files, create_files, move_task, withdraw_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,6 +160,7 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
     for number in range(len(plan.tasks)):
         move_task(plan, number, root, how, None)
         create_files(plan, every, root, how)
+    close_files(plan, every, root, how, None)
     withdraw_index(plan, root, None)
     commit_files(plan, every, root, how, None)
     assert tree(tmp_path / "z") == tree(tmp_path / "whole")

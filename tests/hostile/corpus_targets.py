@@ -11,8 +11,9 @@ from makers import fifo, link, repeated, sparse, tree, unreadable
 
 _TO_RANKS = "transform {ranks} {out} --source-strategy {strategy} --target-strategy {strategy}"
 _TO_FILE = "convert {file} {out}/a.ckpt --format ckpt"
-_JOURNAL = ".reshard/rank_0%2Fcheckpoint_0.ckpt.jsonl"
-_BEGUN = b'{"reshard":1,"digest":"a","size":21}\n'
+_LOG = ".reshard/00000001-0123abcd.jsonl"
+_FILE = b'"file":"rank_0/checkpoint_0.ckpt"'
+_BEGUN = b'{"reshard":1}\n{' + _FILE + b',"digest":"a","size":21}\n'
 
 _SUMMED = f"{_TO_RANKS} --write-manifest {{out}}/m.json"
 a_target = partial(Item, commands=(_TO_RANKS, f"{_TO_RANKS} --overwrite", _SUMMED), code=6, file="out")
@@ -29,34 +30,34 @@ TARGETS = [
     a_target("a file that leads to nothing outside", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/new")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/new; remove the link"),
     a_target("an unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.partial": link("../../outside/keep")}), "", code=0),  # it is no run's own, and removed
     a_target("an unfinished file that is a FIFO", tree({"rank_0/checkpoint_0.ckpt.partial": fifo}), "", code=0),
-    a_target("journals that lead out", tree({".reshard": link("../outside")}), ".reshard: is a link; remove it, or choose another target directory"),
-    a_target("journals that lead to nothing", tree({".reshard": link("../outside/new")}), ".reshard: is a link; remove it, or choose another target directory"),
-    a_target("journals that are a file", tree({".reshard": b""}), ".reshard/lock: cannot be written: File exists"),
-    a_target("journals without permission", tree({".reshard": lambda path: path.mkdir(0)}), ".reshard/lock: cannot be written: Permission denied"),
+    a_target("logs that lead out", tree({".reshard": link("../outside")}), ".reshard: is a link; remove it, or choose another target directory"),
+    a_target("logs that lead to nothing", tree({".reshard": link("../outside/new")}), ".reshard: is a link; remove it, or choose another target directory"),
+    a_target("logs that are a file", tree({".reshard": b""}), ".reshard/lock: cannot be written: File exists"),
+    a_target("logs without permission", tree({".reshard": lambda path: path.mkdir(0)}), ".reshard/lock: cannot be written: Permission denied"),
     a_target("a lock that leads out", tree({".reshard/lock": link("../../outside/keep")}), ".reshard/lock: is a link; remove it, or choose another target directory"),
     a_target("a lock that is a FIFO", tree({".reshard/lock": fifo}), "", code=0),
     a_target("a lock that is a directory", tree({".reshard/lock/x": b""}), ".reshard/lock: cannot be written: Is a directory"),
     a_target("a lock without permission", tree({".reshard/lock": unreadable}), ".reshard/lock: cannot be written: Permission denied"),
-    a_target("a journal that leads out", tree({_JOURNAL: link("../../outside/keep")}), "", code=0),
-    a_target("a journal that leads to nothing outside", tree({_JOURNAL: link("../../outside/new")}), "", code=0),
-    a_target("a journal that is a FIFO", tree({_JOURNAL: fifo}), "", code=0),
-    a_target("a journal that is a directory", tree({_JOURNAL + "/x": b""}), ".reshard/rank_0%2Fcheckpoint_0.ckpt.jsonl: cannot be written: Is a directory"),
-    a_target("a journal without permission", tree({_JOURNAL: unreadable}), "", code=0),
-    a_target("a journal of 2 GB of nothing", tree({_JOURNAL: sparse(b"", 2 << 30)}), "", code=0),
-    a_target("a journal of a line of 300 MB", tree({_JOURNAL: repeated(_BEGUN + b'{"wrote":[', b"[0,1,1],", 40_000_000)}), "", code=0, slow=True),
-    a_target("a journal of ten million ranges", tree({_JOURNAL: repeated(_BEGUN, b'{"wrote":[[0,1,1],[1,1,1],[2,1,1],[3,1,1]]}\n', 2_500_000)}), "", code=0, seconds=30),
-    a_target("a journal of two million empty lines", tree({_JOURNAL: repeated(_BEGUN, b"{}\n", 2_000_000)}), "", code=0, seconds=30),
-    a_target("a journal of deep JSON", tree({_JOURNAL: b"[" * 100_000}), "", code=0),
-    a_target("a journal of deep objects", tree({_JOURNAL: _BEGUN + b'{"a":' * 100_000}), "", code=0),
-    a_target("a journal that is not UTF-8", tree({_JOURNAL: _BEGUN + b"\xff\xfe"}), "", code=0),
-    a_target("a journal of a list", tree({_JOURNAL: b"[]\n"}), "", code=0),
-    a_target("a journal of a version to come", tree({_JOURNAL: b'{"reshard":2,"digest":"a","size":21}\n'}), "", code=0),
-    a_target("a journal of huge numbers", tree({_JOURNAL: _BEGUN + b'{"wrote":[[' + b"9" * 4000 + b',1,1],[0,1e308,1]]}\n{"ready":[' + b"9" * 4000 + b",1]}\n"}), "", code=0),
-    a_target("a journal of numbers of 5,000 digits", tree({_JOURNAL: _BEGUN + b'{"wrote":[[' + b"9" * 5000 + b",1,1]]}\n"}), "", code=0),
-    a_target("a journal of Infinity", tree({_JOURNAL: _BEGUN + b'{"wrote":[[Infinity,NaN,-Infinity]]}\n'}), "", code=0),
-    a_target("an unfinished file of another plan", tree({_JOURNAL: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; start over with --restart, or choose another target", commands=(_TO_RANKS,)),
-    a_target("a finished file, says its journal", tree({_JOURNAL: _BEGUN + b'{"ready":[2,0]}\n', "rank_0/checkpoint_0.ckpt": b"xy"}), "has rank_0/checkpoint_0.ckpt already; choose another target directory, or replace it with --overwrite", commands=(_TO_RANKS, f"{_TO_RANKS} --restart")),
-    a_target("other journals", tree({".reshard/\x1b[2J\nerror: no.jsonl": b"x", ".reshard/a": link("/dev/zero")}), "", code=0),
+    a_target("a log that leads out", tree({_LOG: link("../../outside/keep")}), "", code=0),
+    a_target("a log that leads to nothing outside", tree({_LOG: link("../../outside/new")}), "", code=0),
+    a_target("a log that is a FIFO", tree({_LOG: fifo}), "", code=0),
+    a_target("a log that is a directory", tree({_LOG + "/x": b""}), "", code=0),
+    a_target("a log without permission", tree({_LOG: unreadable}), "", code=0),
+    a_target("a log of 2 GB of nothing", tree({_LOG: sparse(b"", 2 << 30)}), "", code=0),
+    a_target("a log of a line of 300 MB", tree({_LOG: repeated(_BEGUN + b'{' + _FILE + b',"wrote":[', b"[0,1,1],", 40_000_000)}), "", code=0, slow=True),
+    a_target("a log of ten million ranges", tree({_LOG: repeated(_BEGUN, b'{' + _FILE + b',"wrote":[[0,1,1],[1,1,1],[2,1,1],[3,1,1]]}\n', 2_500_000)}), "", code=0, seconds=30),
+    a_target("a log of two million empty lines", tree({_LOG: repeated(_BEGUN, b"{}\n", 2_000_000)}), "", code=0, seconds=30),
+    a_target("a log of deep JSON", tree({_LOG: b"[" * 100_000}), "", code=0),
+    a_target("a log of deep objects", tree({_LOG: _BEGUN + b'{"a":' * 100_000}), "", code=0),
+    a_target("a log that is not UTF-8", tree({_LOG: _BEGUN + b"\xff\xfe"}), "", code=0),
+    a_target("a log of a list", tree({_LOG: b"[]\n"}), "", code=0),
+    a_target("a log of a version to come", tree({_LOG: b'{"reshard":2}\n{' + _FILE + b',"digest":"a","size":21}\n'}), "", code=0),
+    a_target("a log of huge numbers", tree({_LOG: _BEGUN + b'{' + _FILE + b',"wrote":[[' + b"9" * 4000 + b',1,1],[0,1e308,1]]}\n{' + _FILE + b',"ready":[' + b"9" * 4000 + b",1]}\n"}), "", code=0),
+    a_target("a log of numbers of 5,000 digits", tree({_LOG: _BEGUN + b'{' + _FILE + b',"wrote":[[' + b"9" * 5000 + b",1,1]]}\n"}), "", code=0),
+    a_target("a log of Infinity", tree({_LOG: _BEGUN + b'{' + _FILE + b',"wrote":[[Infinity,NaN,-Infinity]]}\n'}), "", code=0),
+    a_target("an unfinished file of another plan", tree({_LOG: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; start over with --restart, or choose another target", commands=(_TO_RANKS,)),
+    a_target("a finished file, says its log", tree({_LOG: _BEGUN + b'{' + _FILE + b',"ready":[2,0]}\n', "rank_0/checkpoint_0.ckpt": b"xy"}), "has rank_0/checkpoint_0.ckpt already; choose another target directory, or replace it with --overwrite", commands=(_TO_RANKS, f"{_TO_RANKS} --restart")),
+    a_target("other logs", tree({".reshard/\x1b[2J\nerror: no.jsonl": b"x", ".reshard/a": link("/dev/zero")}), "", code=0),
     Item("a part of a set that leads out", tree({"part0.safetensors": link("../outside/keep")}), "part0.safetensors: leads out of the target directory, to /item/outside/keep; remove the link", ("unify {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),
     Item("an index that leads out", tree({"param_name_map.json": link("../outside/keep")}), "param_name_map.json: leads out of the target directory, to /item/outside/keep; remove the link", ("unify {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),
     Item("a converted file that leads out", tree({"a.ckpt": link("../outside/keep")}), "a.ckpt: leads out of the target directory, to /item/outside/keep; remove the link", (_TO_FILE, f"{_TO_FILE} --overwrite"), 6, "out"),

@@ -169,12 +169,14 @@ def test_workers_of_one_machine_sync_at_the_end(
     assert reshard_cluster.check_workers(made, root, wired[1]) == ""
     for cached, waited in ((here, 0), ("another machine", len(made.files)), ("", len(made.files))):
         how = tasks.How(apart=True, cached=cached)
-        assert ("sync" in graph.Graph(made, root, how).kinds()) == bool(cached)
         tasks.create_files(made, range(len(made.files)), root, how)
         assert len(faults.of("sync")) == waited
         faults.clear()
         tasks.move_task(made, 0, root, how, None)
         assert bool(faults.of("sync")) == bool(waited)
+        faults.clear()
+        tasks.close_files(made, range(len(made.files)), root, how, None)
+        assert len(faults.of("sync")) == (len(made.files) if cached else 0)
         faults.clear()
 
 

@@ -14,7 +14,7 @@ from stopped_runs import FULL, TARGET, small_tasks, source
 
 import reshard
 from reshard.errors import TargetError
-from reshard.run.journal import Journal
+from reshard.run.locks import LockFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,8 +24,9 @@ __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
 _HOLD = """
 import sys
-from reshard.run.journal import Journal
-Journal(sys.argv[1]).lock(sys.argv[2:])
+from reshard.run.locks import LockFile
+locks = LockFile(sys.argv[1])
+locks.take(sys.argv[2:])
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -91,16 +92,16 @@ def test_locks_are_taken_while_others_remove_the_lock_file(tmp_path: Path) -> No
 
     def lock(number: int) -> None:
         for _ in range(100):
-            one = Journal(str(tmp_path / "out"))
+            one = LockFile(str(tmp_path / "out"))
             try:
-                one.lock([f"{number % 2}"])
+                one.take([f"{number % 2}"])
             except TargetError:
                 continue
             held.append(number % 2)
             if held.count(number % 2) > 1:
                 failures.append(number)
             held.remove(number % 2)
-            one.unlock()
+            one.release()
 
     threads = [threading.Thread(target=lock, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -110,13 +111,13 @@ def test_locks_are_taken_while_others_remove_the_lock_file(tmp_path: Path) -> No
     assert not failures
 
 
-def test_a_journal_travels_without_its_locks(tmp_path: Path) -> None:
+def test_locks_do_not_travel(tmp_path: Path) -> None:
     import pickle
 
-    one = Journal(str(tmp_path / "out"))
-    one.lock(["a"])
-    pickle.loads(pickle.dumps(one)).unlock()  # noqa: S301 -- our own
+    one = LockFile(str(tmp_path / "out"))
+    one.take(["a"])
+    pickle.loads(pickle.dumps(one)).release()  # noqa: S301 -- our own
     with pytest.raises(TargetError, match="another run"):
-        Journal(str(tmp_path / "out")).lock(["a"])
-    one.unlock()
+        LockFile(str(tmp_path / "out")).take(["a"])
+    one.release()
     assert not (tmp_path / "out").exists()

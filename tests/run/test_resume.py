@@ -9,7 +9,6 @@ import subprocess
 import sys
 import uuid
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,14 +41,16 @@ from reshard.layout.block import Block
 from reshard.plan import budget, partition
 from reshard.plan.bands import Recipe
 from reshard.plan.remaining import bytes_left, covers, remaining
-from reshard.run import journal
 from reshard.run import session as resume
-from reshard.run.journal import Journal
-from reshard.run.session import foreseen
+from reshard.run.fates import Do, of
+from reshard.run.session import preflight
+from reshard.source import records
 from reshard.storage.base import PARTIAL
 from reshard.storage.crc32c import crc32c
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from reshard.plan.plan import Plan
 
 __all__ = ["command", "small_tasks", "source", "written"]  # fixtures, for pytest to find
@@ -88,16 +89,16 @@ def test_only_what_is_not_there_is_written_again(
     with suppress(StoppedError):
         progress = stop_after(data.draw(st.integers(0, len(plan.tasks))))
         plan.run(root / "out", progress=progress, threads=1, fsync=False, checksums=True)
-    noted = Journal(str(root / "out"))
+    logs = sorted((root / "out" / ".reshard").glob("*.jsonl"))
+    if logs and data.draw(st.booleans()):
+        os.truncate(logs[-1], max(0, logs[-1].stat().st_size - data.draw(st.integers(1, 400))))
+    noted = records.known(str(root / "out")).records
     finished = [number for number, file in enumerate(plan.files) if (root / "out" / file.path).exists()]
     good = {}
     for number, file in enumerate(plan.files):
         path = root / "out" / (file.path + PARTIAL)
         if not path.exists():
             continue
-        if data.draw(st.booleans()):
-            line = Path(noted.path(file.path))
-            os.truncate(line, line.stat().st_size - data.draw(st.integers(1, 20)))
         content = bytearray(path.read_bytes())
         spoiled = data.draw(st.sets(st.integers(0, len(content) - 1), max_size=2))
         for place in spoiled:
@@ -105,7 +106,7 @@ def test_only_what_is_not_there_is_written_again(
         path.write_bytes(content)
         good[number] = resume._spans(
             (begin, nbytes, crc)
-            for begin, nbytes, crc in noted.read(file.path).wrote
+            for begin, nbytes, crc in noted.get(file.path, records.Record()).ranges
             if not any(begin <= place < begin + nbytes for place in spoiled)
         )
     report = plan.run(root / "out", fsync=False)
@@ -118,8 +119,8 @@ def test_what_is_verified_is_not_written_again(source: reshard.Checkpoint, tmp_p
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
     stopped(plan, tmp_path / "out")
-    noted = Journal(str(tmp_path / "out"))
-    good = {f"{tmp_path}/out/{file.path}": resume._spans(noted.read(file.path).wrote) for file in plan.files}
+    noted = records.known(str(tmp_path / "out")).records
+    good = {f"{tmp_path}/out/{file.path}": resume._spans(noted[file.path].ranges) for file in plan.files}
     assert sum(end - begin for spans in good.values() for begin, end in spans) > 1000
     written.ranges.clear()
     report = plan.run(tmp_path / "out")
@@ -155,7 +156,7 @@ def test_a_finished_file_that_was_not_synced_is_synced_by_the_next_run(
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd)))
     assert plan.run(tmp_path / "out").finished == 2
     assert {path.stat().st_ino for path in (tmp_path / "out").rglob("*.safetensors")} <= set(synced)
-    monkeypatch.setattr(journal, "boot_id", lambda: "another start of the machine")
+    monkeypatch.setattr(records, "boot_id", lambda: "another start of the machine")
     assert plan.run(tmp_path / "out").finished == 2
 
 
@@ -182,12 +183,12 @@ def test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut(
     plan.run(out, fsync=fsync)
     whole = tree(out)
     assert plan.run(out, fsync=fsync).finished == 2
-    monkeypatch.setattr(journal, "boot_id", lambda: "another start of the machine")
+    monkeypatch.setattr(records, "boot_id", lambda: "another start of the machine")
     for path in out.rglob("*.safetensors"):  # the name and the size were on the disk, and no more
         status = path.stat()
         path.write_bytes(path.read_bytes() if fsync else bytes(status.st_size))
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert len(foreseen(plan, str(out), overwrite=False, restart=False).finished) == 2 * fsync
+    assert len(of(preflight(plan, str(out), overwrite=False, restart=False).fates, Do.KEEP)) == 2 * fsync
     assert plan.run(out).finished == 2 * fsync
     assert tree(out) == whole
     assert plan.run(out).finished == 2
@@ -361,10 +362,10 @@ def test_a_dry_run_tells_of_what_is_begun(
 def test_a_store_at_a_url_that_is_finished_is_in_the_way(source: reshard.Checkpoint) -> None:
     url = f"memory://{uuid.uuid4().hex}"
     plan = reshard.plan(source, files=reshard.ZarrGroup())
-    assert not any(foreseen(plan, url, overwrite=False, restart=False))
-    plan.run(url)
     paths = [file.path for file in plan.files]
-    assert sorted(foreseen(plan, url, overwrite=False, restart=False).foreign) == sorted(paths)
-    assert not any(foreseen(plan, url, overwrite=True, restart=False))
+    assert of(preflight(plan, url, overwrite=False, restart=False).fates, Do.MAKE) == paths
+    plan.run(url)
+    assert of(preflight(plan, url, overwrite=False, restart=False).fates, Do.UNMANAGED) == paths
+    assert of(preflight(plan, url, overwrite=True, restart=False).fates, Do.MAKE) == paths
     with pytest.raises(TargetError):
         plan.run(url)

@@ -80,14 +80,26 @@ def test_a_set_that_is_replaced_is_without_its_index_until_all_is_new(
     assert tree(target) == tree(tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("share", [None, 0.0, 0.5, 0.9])
 def test_a_target_that_is_begun_anew_is_known_at_every_time(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None
 ) -> None:
+    """The log of the second run cannot be made, or is torn."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "out")
+
+    def torn(descriptor: int, content: bytes) -> int:
+        if share is None or b'"digest"' not in content:
+            return write(descriptor, content)
+        write(descriptor, content[: int(share * len(content))])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    real = os.open
+    begins, write = fail_once(os.open, lambda path, *_: ".jsonl" in str(path), errno.ENOSPC), os.write
     with monkeypatch.context() as patch:
-        begins = fail_once(os.open, lambda path, flags, *_: flags & os.O_EXCL and "checkpoint_1" in path, errno.ENOSPC)
-        patch.setattr(os, "open", begins)
+        patch.setattr(os, "write", torn)
+        if share is None:
+            patch.setattr(os, "open", lambda *args: (begins if args[1] & os.O_CREAT else real)(*args))
         with pytest.raises(BudgetError):
             plan.run(tmp_path / "out", restart=True)
     before = tree(tmp_path / "out")

@@ -18,7 +18,7 @@ from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture that is
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import UsageError
-from reshard.run.journal import Journal
+from reshard.source.records import known
 from reshard.verify import run_manifest
 
 if TYPE_CHECKING:
@@ -176,13 +176,13 @@ def test_only_blocks_without_a_sum_are_read(folder: Path, read: list[Any]) -> No
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
     plan.run("dst")
     path = "rank_2/checkpoint_2.ckpt"
-    journal = Journal(str(folder / "dst"))
     (place,) = places(plan.files[2].layout)["c"]
-    kept = [some for some in journal.read(path).wrote if not place[0] <= some[0] < sum(place)]
-    file = Path(journal.path(path))
-    lines = [json.loads(line) for line in file.read_text().splitlines() if line]
-    others = [line for line in lines if "wrote" not in line]
-    file.write_text("".join(json.dumps(line) + "\n" for line in [*others, {"wrote": [*kept, [place[0], 5, 1]]}]))
+    kept = [some for some in known(str(folder / "dst")).records[path].ranges if not place[0] <= some[0] < sum(place)]
+    (log,) = (folder / "dst" / ".reshard").glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line]
+    others = [line for line in lines if "wrote" not in line or line["file"] != path]
+    now = {"file": path, "wrote": [*kept, [place[0], 5, 1]]}
+    log.write_text("".join(json.dumps(line) + "\n" for line in [*others, now]))
     plan.run("dst").write_manifest("m.json")
     assert read == [("checkpoint_2.ckpt", "c")]
     assert_as_read("dst")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -511,6 +512,7 @@ def test_rank_by_rank_what_is_missing_is_told_of_its_rank(plain: tuple[Path, Pat
     found = reshard.verify(tmp_path / "converted", against=source)
     assert lacking(found) == {("missing", 2, "c"), ("missing", 5, "w")}
     assert {one.path for one in found.differences} == {str(rank_file(tmp_path / "converted", r)) for r in (2, 5)}
+    shutil.rmtree(tmp_path / "converted" / ".reshard")  # which knows the source
     with pytest.raises(SourceError, match="rank 5: 'w': is a map parameter"):
         reshard.verify(tmp_path / "converted")
     rank_file(tmp_path / "converted", 5).write_bytes(b"")
@@ -600,6 +602,7 @@ def test_a_missing_rank(sides: tuple[Path, Path]) -> None:
     with pytest.raises(SourceError, match="rank 4") as caught:
         reshard.verify(sides[1], AFTER)
     assert caught.value.exit_code == 4
+    shutil.rmtree(sides[1] / ".reshard")  # which knows of the file
     with pytest.raises(SourceError, match="rank 4: has no file, though there are ranks up to 5"):
         reshard.verify(sides[1])
 

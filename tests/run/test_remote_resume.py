@@ -18,7 +18,8 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ChangedError, TargetError
 from reshard.plan.fingerprint import file_digests
-from reshard.run.remote_journal import RemoteJournal
+from reshard.run import session
+from reshard.source.records import DIRECTORY
 from reshard.view.text import report_text
 
 if TYPE_CHECKING:
@@ -82,9 +83,10 @@ def test_finished_files_are_not_written_again(
 
 def test_a_run_that_fails_at_any_write_is_gone_on_with(
     root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str], several_groups: None,
-    faults: Faults,
+    faults: Faults, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of files, records, names: whatever fails, no file is wrong, and what is whole is not written again."""
+    monkeypatch.setattr(session, "FLUSH_SECONDS", 0)
     plan = reshard.plan(source, COLUMNS)
     operations, gone = ("write_at", "finish", "publish", "put"), raising(TargetError("the network is gone"))
     count = 0
@@ -108,8 +110,9 @@ def test_a_run_that_fails_at_any_write_is_gone_on_with(
 _KILLED = """
 import os, signal, sys
 from reshard.plan import partition
+from reshard.run import session
 from faulty import Faults, MonkeyPatch, install
-partition.STREAMS_AT_ONCE = 1
+partition.STREAMS_AT_ONCE, session.FLUSH_SECONDS = 1, 0
 faults = Faults()
 faults.nth(int(sys.argv[2]), lambda call: os.kill(os.getpid(), int(sys.argv[1])), "put", after=True)
 install(faults, MonkeyPatch())
@@ -210,28 +213,28 @@ def test_somebody_elses_file_is_refused(
 
 
 @pytest.mark.parametrize(
-    "record",
-    [b"", b"[]", b"{", b"\xff", b"null", b'{"reshard": 1}', b'{"reshard": 2, "digest": "DIGEST", "ready": [SIZE, 1]}',
-     b'{"reshard": 1, "digest": "DIGEST", "size": SIZE, "ready": [SIZE, 1]}', b"[" * 100_000,
-     b'{"reshard": 1, "digest": "DIGEST", "size": 1}', b'{"reshard": 1, "digest": "DIGEST", "size": 1e400}'],
-    ids=lambda record: record[:60].decode("ascii", "replace"),
+    "lines",
+    [b"", b"[]", b"{", b"\xff", b"null", b'{"reshard": 1}', b"[" * 100_000,
+     b'{"reshard": 2}\n{"file": "FILE", "digest": "DIGEST", "size": SIZE, "ready": [SIZE, 1]}',
+     b'{"reshard": 1}\n{"file": "FILE", "digest": "DIGEST", "size": SIZE, "ready": [SIZE, 1]}',
+     b'{"reshard": 1}\n{"file": "FILE", "digest": "DIGEST", "size": 1}',
+     b'{"reshard": 1}\n{"file": "FILE", "digest": "DIGEST", "size": 1e400}'],
+    ids=lambda lines: lines[-60:].decode("ascii", "replace"),
 )  # fmt: skip
-def test_a_record_that_lies(
-    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], record: bytes
-) -> None:
+def test_a_ledger_that_lies(root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], lines: bytes) -> None:
     """A file that is there and of which no record tells is anybody's."""
     plan = reshard.plan(source, COLUMNS)
-    fs, _ = fsspec.core.url_to_fs(root)
-    for file, digest in zip(plan.files, file_digests(plan), strict=True):
+    fs, place = fsspec.core.url_to_fs(f"{root}/out")
+    for number, (file, digest) in enumerate(zip(plan.files, file_digests(plan), strict=True)):
         size = str(file.layout.size).encode()
-        place = RemoteJournal(f"{root}/out").path(file.path)
-        content = record.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)
-        fs.pipe_file(fs._strip_protocol(place), content)
+        content = lines.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)
+        content = content.replace(b"FILE", file.path.encode())
+        fs.pipe_file(f"{place}/{DIRECTORY}/0000000{number}-0123abcd.000000.jsonl", content)
     name = plan.files[0].path
-    fs.pipe_file(fs._strip_protocol(f"{root}/out/{name}"), bytes(len(undisturbed[name])))
+    fs.pipe_file(f"{place}/{name}", bytes(len(undisturbed[name])))
     with pytest.raises(TargetError, match="with overwrite=True"):
         plan.run(f"{root}/out")
-    fs.rm_file(fs._strip_protocol(f"{root}/out/{name}"))
+    fs.rm_file(f"{place}/{name}")
     plan.run(f"{root}/out")
     assert get(f"{root}/out") == undisturbed
 

@@ -1,0 +1,223 @@
+"""The ledger of a target: what runs know of its files, and which run may write which of them.
+
+`hold` takes files, `load` tells what is known of them, `add` notes more, `forget` takes it back. The logs are as
+`source.records` says; a run writes one of its own, once it has something to say, and removes those of earlier runs that
+tell of no file that its own does not. So no log is ever appended to by two, or through another name of it (`cp -l`).
+
+Only the process that runs a plan writes its log: tasks tell by their receipts what they did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ReshardError, TargetError
+from reshard.plan.fingerprint import digest
+from reshard.run.locks import locks_at, opened
+from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, known, lines_of, listed, parts_of
+from reshard.storage.local import write_error
+from reshard.storage.places import as_place, is_url
+from reshard.storage.remote import remote_store
+from reshard.storage.small import read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+Line = dict[str, Any]
+
+_MADE = re.compile(r"made-([0-9a-f]+)\.json")
+
+
+class Ledger:
+    """What is known of the files of one target, for one run.
+
+    Args:
+        root: the target, a local path or a URL.
+        keeps: note anything; without, there are locks alone, as far as the file system has any.
+        made: what the run makes its files of, as `source.made` has it; empty where nobody need know.
+        sources: when anything of the source files last changed (`changes_digest`).
+    """
+
+    def __init__(self, root: str, *, keeps: bool = True, made: bytes = b"", sources: str = "") -> None:
+        self.root, self.keeps = root, keeps
+        self._directory, self._made = f"{root}/{DIRECTORY}", made
+        self._head: Line = {"reshard": VERSION, "made": digest(made) if made else "", "sources": sources}
+        self._locks = locks_at(root)
+        self._log = ""
+        self._parts = 0
+        self._older: dict[str, set[str]] = {}
+        self._own: set[str] = set()
+
+    def hold(self, files: Sequence[str]) -> None:
+        """Have target files to oneself until `release` or the end of the process.
+
+        Raises:
+            TargetError: another run writes one of them, or they cannot be locked.
+            SourceError: the target's storage cannot be reached.
+        """
+        try:
+            self._locks.take(files)
+        except TargetError as error:
+            if self.keeps or not isinstance(error.__cause__, OSError):
+                raise  # else there are no locks on this file system, or there is no right to make any
+
+    def release(self) -> None:
+        """Give the files up; what of the log is in parts becomes one."""
+        if self._parts > 1:
+            with suppress(Exception):  # the parts say the same
+                parts = parts_of(self._directory)[self._log]
+                remote_store().put(parts[0], b"\n".join(lines_of(parts, 1 << 62)))
+                for part in parts[1:]:
+                    remote_store().discard(part)
+        self._locks.release()
+
+    def load(self, files: Collection[str]) -> dict[str, Record]:
+        """Return the newest record of each file that is known.
+
+        Raises:
+            SourceError: the target's storage cannot be reached.
+        """
+        if not self.keeps:
+            return {}
+        records, logs, _ = known(self.root, files)
+        self._older = {name: named for name, named in logs.items() if name != self._log}
+        return records
+
+    def add(self, records: Mapping[str, Record], *, durable: bool = False) -> None:
+        """Note more; a record without a digest adds to the one before it.
+
+        Args:
+            records: by their files.
+            durable: have it on the disk.
+
+        Raises:
+            TargetError, BudgetError: it cannot be written.
+        """
+        if not self.keeps or not records:
+            return
+        begun = {file for file, record in records.items() if record.digest}
+        self._write([line for file, record in records.items() for line in _lines(file, record)], durable=durable)
+        if begun - self._own:
+            self._own |= begun
+            for name, named in list(self._older.items()):
+                if named and named <= self._own:
+                    del self._older[name]
+                    self._remove(name)
+
+    def forget(self, files: Collection[str]) -> None:
+        """Know nothing of some files any more; a log that tells of nothing else goes."""
+        mine = self._own.intersection(files)
+        named = set().union(*self._older.values())
+        others = [file for file in files if file in named]
+        self._own -= mine
+        if not self._own and self._log and not others:
+            self._remove(self._log)
+            self._log, self._parts = "", 0
+        elif self.keeps and (mine or others):
+            self._write([{"file": file, "forgotten": True} for file in sorted({*mine, *others})], durable=False)
+
+    def move(self, directory: str) -> None:
+        """Have the log of this run, and what its files are made of, in another directory, in place of older ones.
+
+        Where that cannot be written there is none any more: what is finished is of use without it.
+        """
+        if self._log:
+            with suppress(ReshardError):
+                for name in listed(directory):
+                    erase(f"{directory}/{name}")
+                content = b"\n".join(lines_of(parts_of(self._directory)[self._log], 1 << 62))
+                put(f"{directory}/{self._log}.{'000000.' * is_url(directory)}jsonl", content)
+                name = f"made-{self._head['made']}.json"
+                put(
+                    f"{directory}/{name}",
+                    read_small(as_place(f"{self._directory}/{name}"), "ledger", 1 << 62, TargetError),
+                )
+            for name in [self._log, *self._older]:
+                self._remove(name)
+            self._log, self._parts = "", 0
+
+    def _write(self, lines: Iterable[Line], *, durable: bool) -> None:
+        if not self._log:
+            newest = max((int(name[:8]) for name in self._older), default=0)
+            self._log = f"{min(newest + 1, 10**8 - 1):08d}-{secrets.token_hex(4)}"
+            lines = [self._head, *lines]
+        content = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+        place = f"{self._directory}/{self._log}"
+        if is_url(self.root):
+            remote_store().put(f"{place}.{self._parts:06d}.jsonl", content)
+            self._parts += 1
+        else:  # it begins a line, also where another ended in the middle of its own because the disk was full
+            append(f"{place}.jsonl", b"\n" + content, sync=durable)
+        if self._made:
+            put(f"{self._directory}/made-{self._head['made']}.json", self._made)
+            self._made = b""
+
+    def _remove(self, name: str) -> None:
+        """Remove a log, and what no other log says that files are made of."""
+        for part in parts_of(self._directory).get(name, ()):
+            erase(part)
+        logs = known(self.root, ()).made.values()
+        for place in listed(self._directory):
+            if (match := _MADE.fullmatch(place)) and match[1] not in logs:
+                erase(f"{self._directory}/{place}")
+
+
+def _lines(file: str, record: Record) -> Iterable[Line]:
+    """Yield the lines that say what a record does, none longer than is read."""
+    if record.digest:
+        begun = {"file": file, "rank": record.rank, "digest": record.digest, "size": record.size}
+        yield begun | ({"replaces": record.replaces} if record.replaces else {})
+    for first in range(0, len(record.wrote), 3 * RANGES_A_LINE):
+        some = record.wrote[first : first + 3 * RANGES_A_LINE]
+        yield {"file": file, "wrote": list(zip(some[::3], some[1::3], some[2::3], strict=True))}
+    if record.ready:
+        yield {"file": file, "ready": record.ready} | ({"boot": record.boot} if record.boot else {})
+
+
+def put(path: str, content: bytes) -> None:
+    """Write a small file, whose name tells what is in it; one of that size says the same.
+
+    Raises:
+        TargetError, BudgetError: it cannot be written.
+    """
+    if is_url(path):
+        remote_store().put(path, content)
+        return
+    with suppress(OSError):
+        if os.lstat(path).st_size == len(content):
+            return
+        os.unlink(path)
+    append(path, content)
+
+
+def erase(path: str) -> None:
+    """Remove a small file, if it is there; never raises."""
+    if is_url(path):
+        remote_store().discard(path)
+    else:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def append(path: str, content: bytes, *, sync: bool = False) -> None:
+    """Append to a file below `.reshard`, which is made where it is not there.
+
+    Raises:
+        TargetError, BudgetError: it cannot be written.
+    """
+    descriptor = opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        done = os.write(descriptor, content)
+        while done < len(content):
+            done += os.write(descriptor, content[done:])
+        if sync:
+            os.fsync(descriptor)
+    except OSError as error:
+        raise write_error(path, error, len(content)) from error
+    finally:
+        os.close(descriptor)

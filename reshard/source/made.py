@@ -1,0 +1,222 @@
+"""What a target is made from, as its ledger says it: the source's files and strategy, the target's, and the selection.
+
+It lies beside the logs below `.reshard`, in a file that is called by its own digest, so that all runs that make the
+same of the same have one: ranks or stages, one after the other. Of a finished zarr store, which may have nothing else
+in it, the ledger is beside the store: `NAME.reshard`.
+
+It is not believed: paths of target files stay below the target, those of source files are only read, and what comes of
+it is compared with what is there.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import astuple, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import SourceError
+from reshard.formats.zarr_files import is_store
+from reshard.layout.layout import MOST_DEVICES, Layout
+from reshard.source.records import DIRECTORY, Record, known
+from reshard.storage.places import RemotePath, as_place, is_url, store_at
+from reshard.storage.remote import REQUESTS
+from reshard.storage.small import read_small
+from reshard.storage.threads import results
+from reshard.strategy.schema import ANY, COUNT, FLAG, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
+from reshard.strategy.strategy import Placed, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
+
+VERSION = 1
+
+_LARGEST = 1 << 28
+
+STRATEGY = {
+    "stages": (COUNT, COUNT),
+    "devices": COUNT,
+    "merged": FLAG,
+    # dev_matrix, tensor_map, opt_weight_shard_size and _step, param_split_shape, indices_offset, field
+    "layouts": [([COUNT], [[COUNT]], NUMBER, NUMBER, [NUMBER], [NUMBER], NUMBER)],
+    "places": [[(COUNT, COUNT, Maybe([COUNT]), FLAG)]],  # for each stage: its number, layout, shape, shape is expanded
+    "tensors": {TEXT: COUNT},  # the number of the tensor's places
+}
+
+_SOURCE = {
+    "given": LINE,
+    "root": LINE,
+    "is_store": FLAG,
+    "files": [(COUNT, LINE)],  # rank and path
+    "strategy": Maybe(STRATEGY),
+    "stage": Maybe(COUNT),
+    "partial": FLAG,
+    "varying": [TEXT],
+    "elsewhere": [TEXT],
+    "left_out": [TEXT],
+    "encryption": Maybe(TEXT),
+}
+_MADE = {
+    "reshard_made": COUNT,
+    "by": TEXT,
+    "source": _SOURCE,
+    "target": {"strategy": Maybe(STRATEGY), "stage": Maybe(COUNT), "format": TEXT, "deduplicated": FLAG},
+    "options": ANY,  # the selection and the way to lay files out, which others check
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """What some files of a target are made from.
+
+    Attributes:
+        root: the target directory, a path or a URL.
+        records: what is known of the files, by their paths below it.
+        content: what the ledger says; sound in itself, and no more.
+    """
+
+    root: str
+    records: Mapping[str, Record]
+    content: dict[str, Any]
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The target's strategy."""
+        return read_small_strategy(self.content["target"]["strategy"])
+
+    @property
+    def stage(self) -> int | None:
+        """The stage of the target's pipeline that was asked for, where the strategy is that of one."""
+        found: int | None = self.content["target"]["stage"]
+        return found
+
+    @property
+    def ranks(self) -> dict[int, list[str]]:
+        """The target files of each rank, ascending."""
+        found: dict[int, list[str]] = {}
+        for file, record in sorted(self.records.items()):
+            if record.rank is not None:
+                found.setdefault(record.rank, []).append(f"{self.root}/{file}")
+        return dict(sorted(found.items()))
+
+    def is_as_noted(self) -> bool:
+        """Return whether the files are there with the sizes and the times that the ledger noted."""
+        place = as_place(self.root)
+        if isinstance(place, RemotePath):
+            found = results(lambda file: (place / file).status()[:2], list(self.records), REQUESTS)
+        else:
+            found = [store_at(self.root).status(f"{self.root}/{file}")[:2] for file in self.records]
+        return all(record.ready == state for record, state in zip(self.records.values(), found, strict=True))
+
+
+def made_of(target: Place) -> Made | None:
+    """Return what a target is made from; None where no ledger tells, or tells it of the files that are there.
+
+    Args:
+        target: a directory, a zarr store, or one file.
+
+    Raises:
+        SourceError: the storage cannot be reached.
+    """
+    if target.is_file():
+        return _newest(str(target.parent.absolute()), target.name)
+    root = str(target.absolute())
+    return _newest(root, directory=f"{root}.reshard") if is_store(target) else _newest(root)
+
+
+def _newest(root: str, file: str | None = None, *, directory: str | None = None) -> Made | None:
+    """Return the newest of what files are made from, with the files that are made from that."""
+    directory = directory or f"{root}/{DIRECTORY}"
+    if not is_url(root) and os.path.islink(directory):  # noqa: PTH114 -- a path or a URL
+        return None
+    records = known(root, None if file is None else [file], directory=directory).records
+    digest = next((record.made for record in reversed(records.values()) if record.ready), "")
+    some = {path: one for path, one in records.items() if one.made == digest and one.ready and is_inner_path(path)}
+    try:
+        text = read_small(as_place(f"{directory}/made-{digest}.json"), "ledger", _LARGEST, SourceError)
+        content = parse(text)
+        check(content, _MADE)
+        read_small_strategy(content["target"]["strategy"])
+        read_small_strategy(content["source"]["strategy"])
+    except (SourceError, ValueError):
+        return None
+    return Made(root, some, content) if content["reshard_made"] == VERSION else None
+
+
+def source_data(source: Checkpoint) -> dict[str, Any]:
+    """Return what a ledger says of a source."""
+    is_zarr = source.format == "zarr"
+    return {
+        "given": source.root,
+        "root": source.root if is_url(source.root) else os.path.abspath(source.root),  # noqa: PTH100 -- links as they are
+        "is_store": is_zarr,
+        "files": [] if is_zarr else [(r, file.path) for r, file in zip(source.ranks, source.files, strict=True)],
+        "strategy": small_strategy(source.strategy),
+        "stage": source.part,
+        "partial": source.partial,
+        "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
+        "elsewhere": sorted(source.elsewhere),
+        "left_out": sorted(source.left_out),
+        "encryption": source.cipher.mode if source.cipher else None,
+    }
+
+
+def small_strategy(strategy: Strategy | None) -> dict[str, Any] | None:
+    """Return a strategy without its operators, which move no bytes."""
+    if strategy is None:
+        return None
+    layouts: dict[Layout, int] = {}
+    places: dict[tuple[Any, ...], int] = {}
+    tensors = {}
+    for name, placed in strategy.tensors.items():
+        key = tuple((p.stage, layouts.setdefault(p.layout, len(layouts)), p.shape, p.expanded) for p in placed)
+        tensors[name] = places.setdefault(key, len(places))
+    return {
+        "stages": (strategy.stages.start, strategy.stages.stop),
+        "devices": strategy.devices,
+        "merged": strategy.merged,
+        "layouts": [astuple(layout) for layout in layouts],
+        "places": list(places),
+        "tensors": tensors,
+    }
+
+
+def read_small_strategy(content: dict[str, Any] | None) -> Strategy | None:
+    """Return the strategy that `small_strategy` wrote, or raise `ValueError` where it is not sound."""
+    if content is None:
+        return None
+    first, stop = content["stages"]
+    devices = content["devices"]
+    if not first < stop or not devices or stop * devices > MOST_DEVICES:
+        raise ValueError(f"a strategy of {devices} devices in stages {first} to {stop - 1} cannot be")
+    layouts = [
+        Layout(tuple(matrix), tuple(map(tuple, axes)), size, step, tuple(split), tuple(offset), field)
+        for matrix, axes, size, step, split, offset, field in content["layouts"]
+    ]
+    if any(layout.devices != devices for layout in layouts):
+        raise ValueError(f"a layout of a strategy is not for its {devices} devices")
+    places = [
+        tuple(
+            _placed(stage, range(first, stop), layouts, layout, shape, expanded) for stage, layout, shape, expanded in p
+        )
+        for p in content["places"]
+    ]
+    if any(a.stage >= b.stage for placed in places for a, b in pairwise(placed)) or not all(places):
+        raise ValueError("a tensor of a strategy is in no stage, or in stages that do not ascend")
+    if any(number >= len(places) for number in content["tensors"].values()):
+        raise ValueError("a tensor of a strategy has places that are not listed")
+    tensors = {name: places[number] for name, number in content["tensors"].items()}
+    return Strategy(tensors, range(first, stop), devices, merged=content["merged"])
+
+
+def _placed(
+    stage: int, stages: range, layouts: list[Layout], layout: int, shape: list[int] | None, expanded: bool
+) -> Placed:
+    if stage not in stages or layout >= len(layouts):
+        raise ValueError(f"a tensor of a strategy is in stage {stage} with layout {layout}, which are not there")
+    if expanded and (shape is None or len(shape) != len(layouts[layout].tensor_map)):
+        raise ValueError("a tensor of a strategy is expanded to a shape that its layout does not fit")
+    return Placed(stage, layouts[layout], None if shape is None else tuple(shape), expanded=expanded)

@@ -1,0 +1,203 @@
+"""A target says what it is made from: verified, inspected and opened by its path alone; and ledgers that lie."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import numbers, tree, write_ranks
+from commands import call
+from remotes import put
+
+import reshard
+from reshard import Layout, Selection, Strategy
+from reshard.source.made import made_of
+from reshard.storage.places import as_place
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.plan.plan import Plan, TargetFile
+
+FULL = numbers({"w": (48, 16), "b": (24,), "c": (12, 8), "moments.w": (48, 16)})
+ALSO = {"step": np.array(7, np.int64), "note": "größe"}
+SOURCE = Strategy.of({
+    "w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1]), "c": Layout.of([4], [-1, 0]),
+    "moments.w": Layout.of([4], [0, -1]),
+})  # fmt: skip
+TARGET = Strategy.of({
+    "w": Layout.of([2], [-1, 0]), "b": Layout.of([2], [0]), "c": Layout.of([2], [0, -1]),
+    "moments.w": Layout.of([2], [-1, 0]),
+})  # fmt: skip
+STAGES = Strategy.of({
+    "w": {0: Layout.of([2], [0, -1])}, "b": {0: Layout.of([2], [-1])}, "c": {1: Layout.of([2], [0, -1])},
+    "moments.w": {1: Layout.of([2], [0, -1])},
+})  # fmt: skip
+
+PLANS: dict[str, tuple[Strategy | None, dict[str, Any]]] = {
+    "ranks": (TARGET, {}),
+    "cast and renamed": (TARGET, {"selection": Selection(cast={"float32": "bfloat16"}, names={})}),
+    "weights": (TARGET, {"selection": Selection(exclude=("moments.*",))}),
+    "one rank": (TARGET, {"ranks": [1]}),
+    "each replica once": (TARGET, {"remove_redundancy": True, "format": "ckpt"}),
+    "one stage": (STAGES, {"stage": 1}),
+    "a set": (None, {"files": reshard.MindSporeSet(3000), "format": "safetensors"}),
+    "a zarr store": (None, {"files": reshard.ZarrGroup(), "drop": ["note"]}),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> reshard.Checkpoint:
+    return reshard.open(write_ranks(tmp_path / "src", FULL, SOURCE, "ckpt", ALSO), strategy=SOURCE)
+
+
+@pytest.fixture
+def plan(source: reshard.Checkpoint) -> Plan:
+    return reshard.plan(source, TARGET)
+
+
+def spoil(root: Path, file: TargetFile) -> None:
+    """Change a bit of a tensor."""
+    offset, nbytes = next(content.runs[-1] for content in file.layout.contents if content.runs and content.text is None)
+    content = bytearray((root / file.path).read_bytes())
+    content[offset + nbytes - 1] ^= 1
+    (root / file.path).write_bytes(content)
+
+
+@pytest.mark.parametrize(("target", "options"), PLANS.values(), ids=list(PLANS))
+def test_a_path_is_enough_to_verify(
+    source: reshard.Checkpoint, tmp_path: Path, target: Strategy | None, options: dict[str, Any]
+) -> None:
+    """Every bit; and what differs is found."""
+    plan = reshard.plan(source, target, **options)
+    plan.run(tmp_path / "out")
+    found = reshard.verify(tmp_path / "out")
+    assert found
+    assert found.against == str(tmp_path / "src")
+    assert found.bytes_read > plan.stats.bytes_written
+    some = next(file for file in plan.files if file.layout.contents)
+    spoil(tmp_path / "out", some)
+    (difference, *_) = reshard.verify(tmp_path / "out").differences
+    assert difference.kind == "values"
+
+
+def test_the_commands_need_no_options(plan: Plan, tmp_path: Path) -> None:
+    plan.run(tmp_path / "out")
+    verified = call("verify", tmp_path / "out")
+    assert verified.exit_code == 0
+    assert f"equal to {tmp_path}/src, bit for bit" in verified.stdout
+    assert json.loads(call("inspect", tmp_path / "out", "--json").stdout)["tensors"][1]["layouts"]
+    assert reshard.open(tmp_path / "out").strategy == TARGET
+    assert "needs no" not in call("verify", tmp_path / "out", "--target-strategy", tmp_path / "no").stdout
+
+
+def test_ranks_that_several_runs_wrote_are_of_one_make(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    for rank in (1, 0):
+        reshard.plan(source, TARGET, ranks=[rank]).run(tmp_path / "out")
+    assert len(list((tmp_path / "out" / ".reshard").glob("made-*"))) == 1
+    assert reshard.verify(tmp_path / "out").ranks == (0, 1)
+    assert not reshard.open(tmp_path / "out").partial
+
+
+@pytest.mark.parametrize("gone", ["src", "encrypted"])
+def test_where_the_source_is_gone_checksums_are_compared(plan: Plan, tmp_path: Path, gone: str) -> None:
+    plan.run(tmp_path / "out")
+    if gone == "src":
+        shutil.rmtree(tmp_path / "src")
+    else:
+        (made,) = (tmp_path / "out" / ".reshard").glob("made-*")
+        made.write_text(made.read_text().replace('"encryption":null', '"encryption":"AES-GCM"'))
+    found = reshard.verify(tmp_path / "out")
+    assert found
+    assert found.against == "its ledger"
+    assert found.bytes_read == plan.stats.bytes_written
+    assert f"not with {tmp_path}/src: " in found.notices[0]
+    spoil(tmp_path / "out", plan.files[0])
+    with (tmp_path / "out" / plan.files[1].path).open("ab") as file:
+        file.write(b"x")
+    assert sorted(d.kind for d in reshard.verify(tmp_path / "out").differences) == ["checksum", "size"]
+    (tmp_path / "out" / plan.files[1].path).unlink()
+    assert sorted(d.kind for d in reshard.verify(tmp_path / "out").differences) == ["checksum", "file"]
+    failed = call("verify", tmp_path / "out")
+    assert failed.exit_code == 3
+    assert "has other bytes than were written at " in failed.output
+
+
+def test_a_store_has_its_ledger_beside_it(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    for overwrite in (False, True):
+        source.to_zarr(tmp_path / "z", selection=Selection(drop=("note",)), overwrite=overwrite)
+        assert not (tmp_path / "z" / ".reshard").exists()
+        assert len(list((tmp_path / "z.reshard").iterdir())) == 2
+    assert set(dict(zarr.open_group(tmp_path / "z", mode="r").members())) >= set(FULL)
+    shutil.rmtree(tmp_path / "z.reshard")
+    assert not reshard.verify(tmp_path / "z").against
+
+
+def test_at_a_url(source: reshard.Checkpoint, root: str, tmp_path: Path) -> None:
+    for name in ("ranks", "a zarr store", "a set"):
+        target, options = PLANS[name]
+        url = f"{root}/{name.replace(' ', '')}"
+        reshard.plan(source, target, **options).run(url)
+        found = reshard.verify(url)
+        assert found
+        assert found.against == str(tmp_path / "src")
+    assert reshard.open(f"{root}/ranks").strategy == TARGET
+    copied = put(tmp_path / "src", f"{root}/src")
+    reshard.plan(reshard.open(copied, strategy=SOURCE), TARGET).run(f"{root}/from")
+    assert reshard.verify(f"{root}/from").against == copied
+
+
+def test_what_somebody_else_wrote_since_has_no_strategy(plan: Plan, tmp_path: Path) -> None:
+    plan.run(tmp_path / "out")
+    write_ranks(tmp_path / "other", FULL, TARGET)
+    for path in (tmp_path / "other").rglob("*.safetensors"):
+        shutil.copy(path, tmp_path / "out" / plan.files[0].path)
+    assert "these are shapes of parts" in call("inspect", tmp_path / "out").output
+
+
+LIES = {
+    "nothing": lambda _: b"",
+    "no JSON": lambda _: b"{",
+    "deep": lambda _: b"[" * 100_000,
+    "another version": lambda made: json.dumps(made | {"reshard_made": 2}).encode(),
+    "no source": lambda made: json.dumps({**made, "source": {}}).encode(),
+    "a layout that cannot be": lambda made: json.dumps(made).replace('"layouts": [[[2]', '"layouts": [[[3]').encode(),
+    "a device for a source": lambda made: json.dumps(
+        {**made, "source": {**made["source"], "files": [[0, "/dev/zero"]], "strategy": None}}
+    ).encode(),
+    "options of another kind": lambda made: json.dumps({**made, "options": {"include": 3}}).encode(),
+    "stars without end": lambda made: json.dumps(
+        {**made, "options": {**made["options"], "names": {"*" * 50: "x"}}}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=list(LIES))
+def test_a_ledger_that_lies(plan: Plan, tmp_path: Path, lie: Any) -> None:
+    """Nothing is taken for verified, and nothing goes wrong but in a sentence."""
+    plan.run(tmp_path / "out")
+    before = tree(tmp_path / "out")
+    (path,) = (tmp_path / "out" / ".reshard").glob("made-*")
+    path.write_bytes(lie(json.loads(path.read_bytes())))
+    said = call("verify", tmp_path / "out")
+    assert "bit for bit" not in said.stdout or "its ledger" in said.stdout
+    assert "unexpected" not in said.output
+    assert tree(tmp_path / "out") == before
+
+
+def test_no_path_of_a_ledger_leads_out_of_the_target(plan: Plan, tmp_path: Path) -> None:
+    plan.run(tmp_path / "out")
+    (log,) = (tmp_path / "out" / ".reshard").glob("*.jsonl")
+    for place in ("../src/rank_0/checkpoint_0.ckpt", f"{tmp_path}/src/rank_0/checkpoint_0.ckpt"):
+        log.write_text(log.read_text().replace(plan.files[0].path, place))
+        made = made_of(as_place(tmp_path / "out"))
+        assert made is not None
+        assert list(made.records) == [plan.files[1].path]
+        log.write_text(log.read_text().replace(place, plan.files[0].path))
+    (tmp_path / "out" / ".reshard").rename(tmp_path / "elsewhere")
+    (tmp_path / "out" / ".reshard").symlink_to(tmp_path / "elsewhere")
+    assert made_of(as_place(tmp_path / "out")) is None
