@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from reshard.errors import SourceError, UsageError
+from reshard.errors import SourceError, Text, UsageError
 from reshard.formats.entries import RangeReader
+from reshard.storage.cipher import DecryptingStore
 from reshard.storage.places import can
 
 if TYPE_CHECKING:
@@ -53,8 +54,19 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
         store: what reads it; by default this process's.
 
     Raises:
-        SourceError: the file is of no known format, cut short or corrupt.
+        SourceError: the file is of no known format, cut short or corrupt, or was decrypted with the wrong key.
     """
+    try:
+        return _index(path, store)
+    except SourceError as error:
+        cipher = store.cipher if isinstance(store, DecryptingStore) else None
+        if cipher is None or cipher.has_tag or "with this key" in str(error):
+            raise
+        # A wrong key passes the padding of a CBC block once in 256 times; what comes out is then no checkpoint.
+        raise SourceError(Text(error.text, f"; or the key is wrong, which {cipher.mode} cannot tell")) from None
+
+
+def _index(path: str, store: Readable | None) -> FileIndex:
     reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if can(path).waits else 4096)
     # A first request that has most headers whole: to ask a second time takes longer than a megabyte does.
     start = reader.upto(0, _REMOTE_HEADER if can(path).waits else 64)[:64]

@@ -408,14 +408,9 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[St
         empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
         if empty:
             return status, headers.shared(FileIndex("ckpt", {}))
-        try:
-            if path.can.waits:  # to look whether its header is one that is known is a request too
-                return status, headers.shared(index_file(str(path), store=store))
-            return status, headers.index(str(path))
-        except SourceError as error:
-            if cipher is None or cipher.has_tag or "with this key" in str(error):
-                raise
-            raise SourceError(Text(error.text, f"; or the key is wrong, which {cipher.mode} cannot tell")) from None
+        if path.can.waits:  # to look whether its header is one that is known is a request too
+            return status, headers.shared(index_file(str(path), store=store))
+        return status, headers.index(str(path))
 
     for number, (status, index) in enumerate(of_each(header, paths)):
         # Where requests take long, which headers are equal is not looked for.
