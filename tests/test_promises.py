@@ -541,7 +541,7 @@ def test_processes_that_write_the_same_files_are_kept_apart(folder: Path) -> Non
     assert tree(folder / "out") == tree(folder / "undisturbed")
 
 
-def test_the_key_of_encrypted_files_is_in_no_file_that_is_written(tmp_path: Path) -> None:
+def test_the_key_of_encrypted_files_is_in_no_file_that_is_written(tmp_path: Path, faults: Faults) -> None:
     """Neither in the plan, nor in the journal of a run that was stopped or is done, nor in a manifest or a report."""
     pytest.importorskip("cryptography")
     key = b"0123456789ABCDEF"
@@ -553,7 +553,7 @@ def test_the_key_of_encrypted_files_is_in_no_file_that_is_written(tmp_path: Path
     made.mkdir()
     plan = reshard.plan(source, TARGET)
     plan.save(made / "plan.json")
-    with stopping(5), pytest.raises(StoppedError):
+    with stopping(faults, 5), pytest.raises(StoppedError):
         plan.run(made / "stopped", threads=1)
     report = plan.run(made / "out")
     report.write_manifest(made / "manifest.json")
