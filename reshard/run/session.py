@@ -171,7 +171,7 @@ class Session:
 
     def flush(self, *, durable: bool = False) -> None:
         """Write down what is remembered; with `durable`, have it on the disk."""
-        boot = "" if self._fsync else boot_id()
+        boot = "" if self._fsync or self._early else boot_id()  # at a URL what is there is there for good
         records = {}
         for number in {**self._noted, **self._completed}:
             wrote, ready = self._noted.get(number, array("Q")), self._completed.get(number)

