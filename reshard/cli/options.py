@@ -124,7 +124,8 @@ def _name_map(ctx: click.Context, _param: click.Parameter, path: Path | None) ->
     return content
 
 
-def _cluster(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+def cluster_address(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Check the address of a cluster."""
     if value is not None and not re.fullmatch(r"local(?::[1-9][0-9]{0,3})?|(?!local)[a-z]+://\S+", value):
         raise click.BadParameter(
             f"{value!r}: invalid cluster; expected e.g. tcp://10.0.0.1:8786, local or local:4", param=param
@@ -375,7 +376,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--cluster",
             metavar="ADDRESS",
-            callback=_cluster,
+            callback=cluster_address,
             help="Run on the dask cluster of a scheduler such as tcp://10.0.0.1:8786, whose workers reach SOURCE and "
             "TARGET by the same paths; or on local, local:4, worker processes of this machine.",
         ),

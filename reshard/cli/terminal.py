@@ -301,3 +301,18 @@ def called_as() -> str:
     if called.name == "reshard" and Path(shutil.which("reshard") or "").resolve() != called.resolve():
         return shlex.quote(str(called))
     return "reshard"
+
+
+@contextmanager
+def cluster_client(cluster: str | None, threads: int | None, *, quiet: bool) -> Iterator[Any]:
+    """Give a client of the cluster that is asked for; None where there is none."""
+    if cluster is None:
+        yield None
+        return
+    from reshard.run.cluster import connected
+
+    with connected(cluster, threads) as client:
+        if not quiet:
+            workers = len(client.scheduler_info(n_workers=-1)["workers"])
+            say(f"cluster: {workers} worker{'s' * (workers != 1)}; dashboard: {client.dashboard_link}")
+        yield client

@@ -14,13 +14,14 @@ from reshard.cli.options import (
     READ_PLACE,
     STRATEGY_PLACE,
     WRITE,
+    cluster_address,
     json_option,
     layout_rules,
     selection_options,
     size,
     source_options,
 )
-from reshard.cli.terminal import OPTIONS, Command, print_json, say, say_notices, wrote
+from reshard.cli.terminal import OPTIONS, Command, cluster_client, print_json, say, say_notices, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.select import Selection
@@ -135,7 +136,7 @@ index_in_block, count, found, expected, reference.
     "--manifest",
     type=READ,
     metavar="FILE",
-    help="Hold the files of TARGET against the sizes and checksums in FILE; needs no strategy.",
+    help="Compare the files of TARGET with the sizes and checksums in FILE; needs no strategy.",
 )
 @click.option("--write-manifest", type=WRITE, metavar="FILE", help="Read the files of TARGET, and write FILE.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
@@ -145,6 +146,13 @@ index_in_block, count, found, expected, reference.
     type=click.IntRange(min=1),
     metavar="N",
     help="How many.  [default: one a processor, at most 4]",
+)
+@click.option(
+    "--cluster",
+    metavar="ADDRESS",
+    callback=cluster_address,
+    help="Compare on the dask cluster of a scheduler such as tcp://10.0.0.1:8786, whose workers reach both by the same "
+    "paths; or on local, local:4, worker processes of this machine.",
 )
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
@@ -163,6 +171,7 @@ def verify(
     overwrite: bool,
     memory: int | None,
     threads: int | None,
+    cluster: str | None,
     as_json: bool,
     quiet: bool,
     **reading: Any,
@@ -189,13 +198,15 @@ def verify(
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
     given = source or target_strategy or deduplicated or target_reading != _DEFAULTS or selection != Selection()
-    with progress(quiet=quiet, words=_WORDS) as shown:
+    if cluster is not None and (manifest or write_manifest or (given and source is None)):
+        raise UsageError("workers of a cluster compare with a source; give --against, or leave --cluster out")
+    with cluster_client(cluster, threads, quiet=quiet) as client, progress(quiet=quiet, words=_WORDS) as shown:
         found: Verification
         if manifest is not None:
             partial = target_reading["partial"]
             found = verified(target, manifest=manifest, partial=partial, threads=threads, progress=shown)
         elif not given:
-            found = verified(target, memory=memory, threads=threads, progress=shown)
+            found = verified(target, memory=memory, threads=threads, client=client, progress=shown)
         else:
             found = verified(
                 opened(target, target_strategy, **target_reading),
@@ -206,6 +217,7 @@ def verify(
                 seed=seed,
                 memory=memory,
                 threads=threads,
+                client=client,
                 progress=shown,
             )
     if not quiet:

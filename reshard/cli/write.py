@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from reshard.cli.options import (
     suffix_option,
     target_options,
 )
-from reshard.cli.terminal import Command, print_json, refuse_to_write, say, say_notices, wrote
+from reshard.cli.terminal import Command, cluster_client, print_json, refuse_to_write, say, say_notices, wrote
 from reshard.cli.written import (
     Beside,
     beside,
@@ -49,7 +48,7 @@ from reshard.storage.small import is_within, refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from reshard.formats.target_files import TargetFiles
@@ -399,7 +398,10 @@ def carry_out(
     if running.dry_run:
         _report_plan(plan, target, running)
         return
-    with _client(running) as client, progress(quiet=running.quiet) as shown:
+    with (
+        cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
+        progress(quiet=running.quiet) as shown,
+    ):
         done = plan.run(
             target,
             client=client,
@@ -449,21 +451,6 @@ def _report_plan(plan: Plan, target: Place, running: Running) -> None:
         print_json(report_data(plan, str(target)))
     else:
         click.echo(plan_text(plan, str(target)))
-
-
-@contextmanager
-def _client(running: Running) -> Iterator[Any]:
-    """Give a client of the cluster that is asked for; None where there is none."""
-    if running.cluster is None:
-        yield None
-        return
-    from reshard.run.cluster import connected
-
-    with connected(running.cluster, running.threads) as client:
-        if not running.quiet:
-            workers = len(client.scheduler_info(n_workers=-1)["workers"])
-            say(f"cluster: {workers} worker{'s' * (workers != 1)}; dashboard: {client.dashboard_link}")
-        yield client
 
 
 def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:

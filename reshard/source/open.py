@@ -30,6 +30,7 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from reshard.source.made import Made
     from reshard.storage.base import Status
 
 COPY = "copy"
@@ -132,8 +133,8 @@ def _as_made(root: Place, cipher: Cipher | None, contents: bool | Literal["block
 
     Whoever wrote its files anew since, with others or otherwise, has no strategy there: they are not what is noted.
     """
-    made = made_of(root) if root.is_dir() else None
-    if made is None or (strategy := made.strategy) is None or not made.is_as_noted():
+    made = _noted(root)
+    if made is None or (strategy := made.strategy) is None:
         return None
     files = {rank: some[0] for rank, some in made.ranks.items()}
     stage = made.stage
@@ -145,9 +146,19 @@ def _as_made(root: Place, cipher: Cipher | None, contents: bool | Literal["block
 
 def is_made(path: AnyName) -> bool:
     """Return whether a checkpoint opens without a strategy because the ledger there tells it."""
-    root = as_place(path)
+    return _noted(as_place(path)) is not None
+
+
+def _noted(root: Place) -> Made | None:
+    """Return what rank directories are made from, where their files are just those that the ledger noted."""
     made = made_of(root) if root.is_dir() and not is_store(root) else None
-    return made is not None and made.strategy is not None and made.is_as_noted()
+    if made is None or made.strategy is None or not made.is_as_noted():
+        return None
+    try:
+        there = rank_files(root.absolute(), RANK_PATTERN, None, [])
+    except SourceError:  # whoever looks for them next says what is wrong with them
+        return None
+    return made if {rank: list(map(str, some)) for rank, some in there.items()} == made.ranks else None
 
 
 def reopen(

@@ -50,9 +50,9 @@ def source_of(made: Made) -> tuple[Checkpoint, Selection, bool]:
 
 def target_of(made: Made) -> Checkpoint:
     """Return the target of a ledger, opened as it tells: `SourceError` where that is not possible."""
-    if made.content["target"]["format"] == "zarr":
-        return open_checkpoint(made.root)
     strategy = made.strategy
+    if made.content["target"]["format"] == "zarr" or (strategy is None and len(made.ranks) == 1):
+        return open_checkpoint(made.root, contents=False)
     if strategy is not None and made.stage is not None:
         strategy = strategy.of_stage(made.stage)
     partial = strategy is not None and len(made.ranks) < len(strategy.ranks)

@@ -163,8 +163,6 @@ def verify(
     began = time.perf_counter()
     if against is not None and manifest is not None:
         raise UsageError("a target is compared with a source or with a manifest; name one of them")
-    if client is not None and against is None:
-        raise UsageError("workers of a cluster compare with a source; name it, or leave the client out")
     if deduplicated and manifest is not None:
         raise UsageError("a manifest says what each file holds; leave deduplicated out")
     if sample is not None and (not 0 < sample <= 1 or against is None):
@@ -176,10 +174,12 @@ def verify(
         _refuse_url(target)
         found = _against_manifest(Path(str(target)), manifest, partial, threads, told)
     elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
-        found = _against_made(made, memory, threads, told)
+        found = _against_made(made, memory, threads, client, told)
     else:
         checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy)
         wishes = selection or Selection()
+        if against is None and client is not None:
+            raise UsageError(f"{checkpoint.root}: workers of a cluster compare with a source; expected one")
         if against is None:
             found = _structure(checkpoint, wishes, deduplicated)
         else:
@@ -199,7 +199,7 @@ def _made(
     return None if partial else made_of(as_place(target))
 
 
-def _against_made(made: Made, memory: int | None, threads: int, told: Told) -> Verification:
+def _against_made(made: Made, memory: int | None, threads: int, client: Any, told: Told) -> Verification:
     """Compare a target with what it was made from, as its ledger says it, or with the checksums there."""
     from reshard.verify.made import check_sums, source_of, target_of  # not on every start
 
@@ -223,7 +223,7 @@ def _against_made(made: Made, memory: int | None, threads: int, told: Told) -> V
             unchecked=("headers, and what has no checksum", _NEVER),
         )
     target = target_of(made)
-    return _against_source(target, source, selection, deduplicated, None, None, memory, threads, None, told)
+    return _against_source(target, source, selection, deduplicated, None, None, memory, threads, client, told)
 
 
 def make_manifest(

@@ -164,7 +164,7 @@ def test_names_that_lead_astray_stay_in_the_store(tmp_path: Path) -> None:
     path = write_file(tmp_path / "in" / "a.safetensors", full)
     reshard.open(path).to_zarr(tmp_path / "out" / "model.zarr")
     assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.zarr"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.zarr", "model.zarr.reshard"}
     own = reshard.open(tmp_path / "out" / "model.zarr")
     assert set(own) == set(HOSTILE)
     assert all(np.array_equal(own[name].compute(), value) for name, value in full.items())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_ranks
+from clusters import client_of, cluster
 from commands import call
 from remotes import put
 
@@ -201,3 +202,38 @@ def test_no_path_of_a_ledger_leads_out_of_the_target(plan: Plan, tmp_path: Path)
     (tmp_path / "out" / ".reshard").rename(tmp_path / "elsewhere")
     (tmp_path / "out" / ".reshard").symlink_to(tmp_path / "elsewhere")
     assert made_of(as_place(tmp_path / "out")) is None
+
+
+def test_of_two_targets_in_one_directory_nobody_is_told_which(
+    source: reshard.Checkpoint, plan: Plan, tmp_path: Path
+) -> None:
+    """Which is meant would be a guess, and one of another run may be the older step."""
+    plan.run(tmp_path / "out", fsync=False)
+    assert made_of(as_place(tmp_path / "out")) is not None
+    reshard.plan(source, TARGET, format="safetensors").run(tmp_path / "out", fsync=False)
+    assert made_of(as_place(tmp_path / "out")) is None
+    refused = call("inspect", tmp_path / "out")
+    assert (refused.exit_code, "choose with --suffix" in refused.stderr) == (4, True)
+
+
+def test_a_file_that_the_ledger_does_not_know_is_not_passed_over(plan: Plan, tmp_path: Path) -> None:
+    plan.run(tmp_path / "out", fsync=False)
+    shutil.copytree(tmp_path / "out/rank_1", tmp_path / "out/rank_2")
+    refused = call("inspect", tmp_path / "out")
+    assert (refused.exit_code, "no checkpoint in common" in refused.stderr) == (4, True)
+
+
+def test_workers_of_a_cluster_compare(plan: Plan, tmp_path: Path) -> None:
+    """They read both sides, and nothing but what they found travels back."""
+    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
+        plan.run(tmp_path / "out", fsync=False)
+        found = reshard.verify(tmp_path / "out", client=client)
+        assert (found.equal, found.bytes_read) == (True, reshard.verify(tmp_path / "out").bytes_read)
+        assert call("verify", tmp_path / "out", "--cluster", one.address).exit_code == 0
+        file = plan.files[1]
+        path = tmp_path / "out" / file.path
+        content = bytearray(path.read_bytes())
+        content[next(c.runs[0][0] for c in file.layout.contents if c.name == "w")] ^= 1
+        path.write_bytes(content)
+        (found,) = reshard.verify(tmp_path / "out", client=client).differences
+        assert (found.name, found.rank, found.count) == ("w", 1, 1)
