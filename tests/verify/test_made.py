@@ -14,6 +14,7 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.errors import SourceError
 from reshard.source.made import made_of
 from reshard.storage.places import as_place
 
@@ -201,3 +202,14 @@ def test_no_path_of_a_ledger_leads_out_of_the_target(plan: Plan, tmp_path: Path)
     (tmp_path / "out" / ".reshard").rename(tmp_path / "elsewhere")
     (tmp_path / "out" / ".reshard").symlink_to(tmp_path / "elsewhere")
     assert made_of(as_place(tmp_path / "out")) is None
+
+
+def test_of_two_checkpoints_in_one_directory_none_is_meant(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """Whichever the ledger has last: both would be found."""
+    for format in ("ckpt", "safetensors"):
+        reshard.plan(source, TARGET, format=format).run(tmp_path / "out")
+    for command in ("inspect", "verify"):
+        assert call(command, tmp_path / "out").exit_code == 4
+    with pytest.raises(SourceError):
+        reshard.open(tmp_path / "out")
+    assert call("inspect", tmp_path / "out", "--suffix", ".ckpt").exit_code == 0
