@@ -167,7 +167,7 @@ PROMISES = {
         "verify/test_run_manifest.py::test_it_is_that_of_the_files_and_nothing_is_read",
         "verify/test_run_manifest.py::test_of_any_model",
     ],
-    "and later, or where the files went, checksums from a manifest": [
+    "and where the files went, checksums from a manifest": [
         "verify/test_manifest.py::test_any_flipped_bit_of_a_file_is_found",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],

@@ -79,13 +79,15 @@ def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading
     Repeated layers are one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors, of
     all that the row stands for. Without a strategy, several ranks are shown as their files are.
     """
+    from reshard.formats.rank_dirs import RANK_PATTERN
     from reshard.source.open import has_several_ranks, is_made, read_headers
     from reshard.view.data import checkpoint_data, rank_files_data
     from reshard.view.text import checkpoint_text, rank_files_text
 
     found_by = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
-    if unruled and not is_made(source) and has_several_ranks(source, **found_by):
+    known = found_by == {"rank_pattern": RANK_PATTERN, "suffix": None} and is_made(source)
+    if unruled and not known and has_several_ranks(source, **found_by):
         files, ranks, notices = read_headers(source, **found_by)
         say_notices(
             [*notices, "these are shapes of parts; a strategy (--source-strategy) would tell the whole tensors"]

@@ -134,10 +134,7 @@ def _newest(root: str, file: str | None = None, *, directory: str | None = None)
         return None
     records = known(root, None if file is None else [file], directory=directory).records
     digest = next((record.made for record in reversed(records.values()) if record.ready), "")
-    finished = {path: one for path, one in records.items() if one.ready and is_inner_path(path)}
-    some = {path: one for path, one in finished.items() if one.made == digest}
-    if as_place(root).existing(finished.keys() - some.keys()):
-        return None  # two targets lie there, and which of them is meant nobody knows
+    some = {path: one for path, one in records.items() if one.made == digest and one.ready and is_inner_path(path)}
     try:
         text = read_small(as_place(f"{directory}/made-{digest}.json"), "ledger", _LARGEST, SourceError)
         content = parse(text)

@@ -128,12 +128,37 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     return compare_contents(checkpoint, ruled, contents=contents)
 
 
-def _as_made(root: Place, cipher: Cipher | None, contents: bool | Literal["blocks"]) -> Checkpoint | None:
-    """Open what a run of this program wrote with the strategy that its ledger tells; None where it tells none.
+def made_at(path: AnyName) -> Made | None:
+    """Return what a target is made from, where its ledger tells and nothing else there could be meant, too."""
+    root = as_place(path)
+    made = made_of(root)
+    if made is None or not root.is_dir() or is_store(root) or read_index(root):
+        return made
+    try:
+        found = rank_files(root, RANK_PATTERN, None, [])
+    except SourceError:  # several checkpoints in one directory; or ranks lack, of which the files say which
+        return None
+    known = {f"{made.root}/{file}" for file in made.records}
+    return made if all(str(file.absolute()) in known for files in found.values() for file in files) else None
+
+
+def is_made(path: AnyName) -> bool:
+    """Return whether a checkpoint opens without a strategy because the ledger there tells it."""
+    return _with_strategy(as_place(path)) is not None
+
+
+def _with_strategy(root: Place) -> Made | None:
+    """Return what a target is made from, where that tells a strategy.
 
     Whoever wrote its files anew since, with others or otherwise, has no strategy there: they are not what is noted.
     """
-    made = _noted(root)
+    made = made_at(root) if root.is_dir() else None
+    return made if made is not None and made.content["target"]["strategy"] and made.is_as_noted() else None
+
+
+def _as_made(root: Place, cipher: Cipher | None, contents: bool | Literal["blocks"]) -> Checkpoint | None:
+    """Open what a run of this program wrote with the strategy that its ledger tells; None where it tells none."""
+    made = _with_strategy(root)
     if made is None or (strategy := made.strategy) is None:
         return None
     files = {rank: some[0] for rank, some in made.ranks.items()}
@@ -142,23 +167,6 @@ def _as_made(root: Place, cipher: Cipher | None, contents: bool | Literal["block
     partial = len(files) < len(ranks)
     found = open(files, strategy=strategy, stage=stage, partial=partial, cipher=cipher, contents=contents)
     return replace(found, root=str(root))
-
-
-def is_made(path: AnyName) -> bool:
-    """Return whether a checkpoint opens without a strategy because the ledger there tells it."""
-    return _noted(as_place(path)) is not None
-
-
-def _noted(root: Place) -> Made | None:
-    """Return what rank directories are made from, where their files are just those that the ledger noted."""
-    made = made_of(root) if root.is_dir() and not is_store(root) else None
-    if made is None or made.strategy is None or not made.is_as_noted():
-        return None
-    try:
-        there = rank_files(root.absolute(), RANK_PATTERN, None, [])
-    except SourceError:  # whoever looks for them next says what is wrong with them
-        return None
-    return made if {rank: list(map(str, some)) for rank, some in there.items()} == made.ranks else None
 
 
 def reopen(

@@ -26,11 +26,10 @@ from reshard.plan.budget import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_B
 from reshard.plan.select import Selection
 from reshard.run.executor import map_tasks
 from reshard.source.checkpoint import Checkpoint
-from reshard.source.made import made_of
+from reshard.source.open import made_at, read_headers
 from reshard.source.open import open as open_checkpoint
-from reshard.source.open import read_headers
 from reshard.storage.cipher import store_of
-from reshard.storage.places import as_place, is_url
+from reshard.storage.places import is_url
 from reshard.verify.difference import Difference
 from reshard.verify.manifest import Manifest, read_manifest
 from reshard.verify.manifest_files import check_files, sum_files
@@ -196,7 +195,7 @@ def _made(
     """Return what the ledger of a target says, where nothing else is given that would say otherwise."""
     if isinstance(target, Checkpoint) or strategy is not None or against is not None or selection is not None:
         return None
-    return None if partial else made_of(as_place(target))
+    return None if partial else made_at(target)
 
 
 def _against_made(made: Made, memory: int | None, threads: int, client: Any, told: Told) -> Verification:

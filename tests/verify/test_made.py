@@ -15,6 +15,7 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.errors import SourceError
 from reshard.source.made import made_of
 from reshard.storage.places import as_place
 
@@ -204,16 +205,15 @@ def test_no_path_of_a_ledger_leads_out_of_the_target(plan: Plan, tmp_path: Path)
     assert made_of(as_place(tmp_path / "out")) is None
 
 
-def test_of_two_targets_in_one_directory_nobody_is_told_which(
-    source: reshard.Checkpoint, plan: Plan, tmp_path: Path
-) -> None:
-    """Which is meant would be a guess, and one of another run may be the older step."""
-    plan.run(tmp_path / "out", fsync=False)
-    assert made_of(as_place(tmp_path / "out")) is not None
-    reshard.plan(source, TARGET, format="safetensors").run(tmp_path / "out", fsync=False)
-    assert made_of(as_place(tmp_path / "out")) is None
-    refused = call("inspect", tmp_path / "out")
-    assert (refused.exit_code, "choose with --suffix" in refused.stderr) == (4, True)
+def test_of_two_checkpoints_in_one_directory_none_is_meant(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """Whichever the ledger has last: both would be found."""
+    for format in ("ckpt", "safetensors"):
+        reshard.plan(source, TARGET, format=format).run(tmp_path / "out")
+    for command in ("inspect", "verify"):
+        assert call(command, tmp_path / "out").exit_code == 4
+    with pytest.raises(SourceError):
+        reshard.open(tmp_path / "out")
+    assert call("inspect", tmp_path / "out", "--suffix", ".ckpt").exit_code == 0
 
 
 def test_a_file_that_the_ledger_does_not_know_is_not_passed_over(plan: Plan, tmp_path: Path) -> None:
