@@ -83,7 +83,12 @@ def write_files(
 
 def write_literals(plan: Plan, number: int, path: str, *, sync: bool) -> None:
     """Write a file that has no contents of tensors, such as the index of a set."""
-    _sink(plan, number, path).finish(durable=sync)
+    sink = _sink(plan, number, path)
+    try:
+        sink.finish(durable=sync)
+    except BaseException:
+        sink.abort()
+        raise
 
 
 def _sink(plan: Plan, number: int, path: str) -> Sink:

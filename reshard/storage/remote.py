@@ -297,12 +297,20 @@ class _RemoteSink:
     def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- what is there is there for good
         with telling(self._path, "written", TargetError):
             self._file.close()
+        self.ended = True
 
     def abort(self) -> None:
         with suppress(Exception):  # nothing that fails here may hide why
             self._file.discard()
+        self._leave()
+
+    def _leave(self) -> None:
         with suppress(Exception):
-            self._file.closed = True  # or it would be completed as it is when it is collected
+            self._file.closed = True  # or fsspec would complete it as it is when it is collected
+
+    def __del__(self) -> None:
+        if not self.ended:
+            self._leave()
 
 
 def _make_directory(path: str) -> None:

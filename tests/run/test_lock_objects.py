@@ -21,7 +21,24 @@ from reshard.run.locks import LockObjects
 from reshard.source.records import DIRECTORY
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test takes and leaves, as a run that goes on does, is given up at its end: it has a thread."""
+    made: list[LockObjects] = []
+    take = LockObjects.take
+
+    def noted(self: LockObjects, files: Sequence[str]) -> None:
+        made.append(self)
+        take(self, files)
+
+    monkeypatch.setattr(LockObjects, "take", noted)
+    yield
+    for one in made:
+        one.release()
 
 
 @pytest.fixture

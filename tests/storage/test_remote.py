@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -348,3 +349,13 @@ def test_both_kinds_of_places_answer_alike(root: str, tmp_path: Path) -> None:
         assert (base / "b.json").is_there()
         assert not (base / "nothing").is_there()
         assert not base.is_symlink()
+
+
+def test_a_file_that_nobody_ends_is_never_there(root: str) -> None:
+    """fsspec completes a file as it is when it is collected; half of it would have the final name."""
+    store = remote.remote_store()
+    sink = store.create(store.unfinished(f"{root}/half"), 8)
+    sink.write_at(0, b"half")
+    del sink
+    gc.collect()
+    assert "half" not in get(root)
