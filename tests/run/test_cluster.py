@@ -27,7 +27,7 @@ from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.plan import budget, partition
 from reshard.run import cluster as reshard_cluster
 from reshard.run import graph, tasks
-from reshard.storage.local import LocalStore
+from reshard.storage.local import _LocalSink
 from reshard.storage.page_cache import cache_of
 
 if TYPE_CHECKING:
@@ -236,13 +236,13 @@ def test_a_worker_is_killed_in_the_middle(
 
 def slow_writes() -> None:
     """On a worker: take so long that there is time for something else."""
-    real = LocalStore.write_at
+    real = _LocalSink.write_at
 
-    def write_at(store: LocalStore, path: str, offset: int, buffer: memoryview) -> None:
+    def write_at(sink: _LocalSink, offset: int, data: memoryview | bytes) -> None:
         time.sleep(0.005)
-        real(store, path, offset, buffer)
+        real(sink, offset, data)
 
-    LocalStore.write_at = write_at  # type: ignore[method-assign]
+    _LocalSink.write_at = write_at  # type: ignore[method-assign]
 
 
 @pytest.mark.slow  # a client looks for its scheduler for half a minute

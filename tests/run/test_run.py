@@ -369,13 +369,13 @@ def test_one_tensor_of_16_gb_within_512_mb(tmp_path: Path) -> None:
     layout = ckpt.lay_out([Content("w", BY_NAME["bfloat16"], shape)], {})
     path = tmp_path / "w.ckpt"
     random = np.random.default_rng(0)
-    places = sorted(random.integers(0, shape[0] * shape[1], 200).tolist())
+    spots = sorted(random.integers(0, shape[0] * shape[1], 200).tolist())
     runs = places(layout)["w"]
     with path.open("wb") as file:
         file.truncate(layout.size)
         for offset, literal in layout.literals:
             os.pwrite(file.fileno(), literal, offset)
-        for place in places:
+        for place in spots:
             part, within = divmod(2 * place, ckpt.PART_BYTES)
             os.pwrite(file.fileno(), (place % 65521 + 1).to_bytes(2, "little"), runs[part][0] + within)
     script = """
@@ -403,7 +403,7 @@ print(plan.stats.peak_memory, int(peak.split()[1]) * 1024)
             for index in np.flatnonzero(bits[start : start + (1 << 26)]):
                 row, column = divmod(start + int(index), shape[1] // 8)
                 found[row * shape[1] + rank * shape[1] // 8 + column] = int(bits[start + index])
-    expected = {p: p % 65521 + 1 for p in places if p % shape[1] // (shape[1] // 8) in {2, 5}}
+    expected = {p: p % 65521 + 1 for p in spots if p % shape[1] // (shape[1] // 8) in {2, 5}}
     assert found == expected
 
 
