@@ -101,7 +101,8 @@ def write_source(root: Path, model: dict[str, tuple[int, ...]], strategy: Strate
     noise = np.random.default_rng(0).bytes(64 << 20)
     total = 0
     for rank in strategy.ranks:
-        contents = [Content(name, BFLOAT16, block.shape) for name, block in blocks_of(model, strategy, rank).items()]
+        blocks = blocks_of(model, strategy, rank)
+        contents = [Content(name, BFLOAT16, block.shape) for name, block in blocks.items()]
         layout = by_name(format).lay_out(contents, {"format": "ms"})
         path = root / f"rank_{rank}" / f"checkpoint_{rank}{by_name(format).EXTENSION}"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,11 +110,13 @@ def write_source(root: Path, model: dict[str, tuple[int, ...]], strategy: Strate
             file.truncate(layout.size)
             for offset, literal in layout.literals:
                 os.pwrite(file.fileno(), literal, offset)
-            for number, runs in enumerate(places(layout).values()):
+            for number, (name, runs) in enumerate(places(layout).items()):
                 for offset, nbytes in runs:
                     for start in range(0, nbytes, len(noise) // 2):
                         count = min(nbytes - start, len(noise) // 2)
-                        shift = (number * 8191 + rank * 127) % (len(noise) // 2)
+                        shift = (number * 8191 + sum(blocks[name].start) * 127) % (
+                            len(noise) // 2
+                        )  # replicas are equal
                         os.pwrite(file.fileno(), noise[shift : shift + count], offset + start)
         total += layout.size
     return total
