@@ -39,7 +39,6 @@ from reshard.plan.select import Selection
 from reshard.source.checkpoint import Looked
 from reshard.source.made import STRATEGY, read_small_strategy, small_strategy
 from reshard.source.open import files_read, reopen
-from reshard.source.zarr import open_store
 from reshard.storage.places import Place, as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse
@@ -215,6 +214,8 @@ class PlanFile:
         for rank, path, *_ in given["files"]:
             paths.setdefault(rank, []).append(as_place(root / path))
         if given["files"][-1][1] == METADATA:  # below a directory, which makes that a store
+            from reshard.source.zarr import open_store  # not on every start
+
             checkpoint = open_store(as_place(root))
         else:
             checkpoint = reopen(

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -117,7 +116,7 @@ class LockObjects:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._own = f"{root}/{DIRECTORY}/lock-{secrets.token_hex(8)}.json"
+        self._own = f"{root}/{DIRECTORY}/lock-{os.urandom(8).hex()}.json"
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
