@@ -160,8 +160,8 @@ blocks and fields (name, stage, a, b).
 def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
     """Compare the strategies A and B: tensors of one only, and layouts that differ.
 
-    Layouts may differ in nothing but how they are written: every rank holds the same block. This is told, and is no
-    difference.
+    Layouts may differ in nothing but how they are written: every rank holds the same block. That is reported, and is
+    not a difference.
     """
     from reshard.strategy.diff import diff
 

@@ -222,12 +222,12 @@ class Border(Group):
                 say(traceback.format_exc())
             if isinstance(error, KeyboardInterrupt) and not (ctx.meta.get(_WROTE) or hasattr(error, "__notes__")):
                 error.add_note("nothing was written")
-            message, code = _told(error)
+            message, code = _message(error)
             say(message)
             ctx.exit(code)
 
 
-def _told(error: BaseException) -> tuple[str, int]:
+def _message(error: BaseException) -> tuple[str, int]:
     """Return what to say of an error, and the exit code."""
     if isinstance(error, KeyboardInterrupt):
         number = signal.Signals(getattr(error, "signum", signal.SIGINT))
@@ -265,7 +265,7 @@ def print_json(data: dict[str, object]) -> None:
     """Write the one JSON object of `--json` to stdout."""
     sys.stdout.writelines(_json_pieces(data, "\n", 2))
     sys.stdout.write("\n")
-    sys.stdout.flush()  # a reader that went away is told of here, where it is no error, and not at the exit
+    sys.stdout.flush()  # a reader that went away shows here, where it is not an error, rather than at the exit
 
 
 def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:

@@ -103,7 +103,7 @@ if TARGET or SOURCE is incomplete or not sound.
 The object of --json has the keys target, against, equal, ranks, files, tensors,
 copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
 notices, unchecked (what was not looked at), and differences: kind (values,
-missing, extra, dtype, shape, text, note; file, size, checksum), told, tensor,
+missing, extra, dtype, shape, text, note; file, size, checksum), text, tensor,
 side, rank, path, block (start, stop), index (in the whole tensor),
 index_in_block, count, found, expected, reference.
 """,

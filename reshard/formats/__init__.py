@@ -47,7 +47,7 @@ def by_name(name: str) -> Format:
 
 
 def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
-    """Return what a checkpoint file holds; its format is told by its content, not by its name.
+    """Return what a checkpoint file holds; its content tells its format, not its name.
 
     Args:
         path: the file.

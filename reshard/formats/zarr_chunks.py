@@ -192,9 +192,9 @@ class DecodingStore(Around):
             zstd.decompress(encoded, content)
         except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
             raise _not_decoded(path, number, error) from None
-        told = _frame_bytes(encoded)
-        if told is not None and told != unit.chunk_bytes:
-            raise _not_decoded(path, number, f"it has {told} bytes; the metadata says {unit.chunk_bytes}")
+        stated = _frame_bytes(encoded)
+        if stated is not None and stated != unit.chunk_bytes:
+            raise _not_decoded(path, number, f"it has {stated} bytes; the metadata says {unit.chunk_bytes}")
         return memoryview(content)
 
     def close(self) -> None:

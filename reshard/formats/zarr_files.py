@@ -36,7 +36,7 @@ _NOTED = {
 }
 
 V2 = (".zgroup", ".zarray", ".zmetadata")
-"""By these files a store of the older format is told."""
+"""The files that mark a store of the older format."""
 
 
 def is_store(root: Place) -> bool:
@@ -90,7 +90,7 @@ class LocalFiles:
         if stat.S_ISLNK(status.st_mode):
             raise _is_link(path)
         if not stat.S_ISREG(status.st_mode):
-            raise SourceError(f"{path}: is no file; expected a chunk")
+            raise SourceError(f"{path}: is not a regular file; expected a chunk")
         return Status.of(status)
 
     def read(self, path: Path) -> bytes:

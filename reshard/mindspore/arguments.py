@@ -231,7 +231,7 @@ def open_ranks(
     stage: int | Literal["own"] = "own",
     suffix: str | None = None,
 ) -> Checkpoint:
-    """Open a directory of rank directories; ranks that are missing are told with the target ranks that need them.
+    """Open a directory of rank directories; the error for missing ranks names the target ranks that need them.
 
     As in MindSpore, ranks may be missing whose blocks others have.
 

@@ -158,7 +158,7 @@ def load_checkpoint_async(
 ) -> ParamDictFuture:
     """Load one checkpoint file in a thread; its `result()` waits and returns what `load_checkpoint` returns.
 
-    The format is told by the name's end. Arguments and errors are those of `load_checkpoint`; errors come from
+    The end of the name says the format. Arguments and errors are those of `load_checkpoint`; errors come from
     `result()`.
     """
     format = "safetensors" if os.fspath(ckpt_file_name).endswith(".safetensors") else "ckpt"  # noqa: A001 -- as above

@@ -2,7 +2,7 @@
 
 What differs from MindSpore 2.10, beside the errors' texts:
 
-* JSON files work everywhere, their nested layouts included; a format is told by content, not by name.
+* JSON files work everywhere, their nested layouts included; the content tells the format, not the name.
 * `get_parameter_redundancy` sees every entry of a nested tensor map (MindSpore reads the first and takes different
   blocks for replicas), keeps the groups of tensors that the optimizer shards over fewer ranks than a stage has
   (MindSpore leaves some out, and with them the tensor), takes merged files and directories, and scalars.
@@ -80,7 +80,7 @@ class ParallelLayouts:
         if any(len(axes) > 1 for axes in layout.tensor_map):
             tensor_map = tuple(Dims(axes or (-1,)) for axes in layout.tensor_map)
             if len(tensor_map) == 1:
-                tensor_map += (Dims(()),)  # how a nested map of one dimension is told from a flat one
+                tensor_map += (Dims(()),)  # how a nested map of one dimension differs from a flat one
         else:
             tensor_map = (Dims(tuple(axes[0] if axes else -1 for axes in layout.tensor_map)),)
         return cls(

@@ -95,7 +95,7 @@ def unified_safetensors(
         src_strategy_file: the source's strategy, of a pipeline merged or a directory; None means that every source
             rank holds whole tensors.
         dst_dir: the directory for the results; it is made.
-        merge_with_redundancy: accepted. MindSpore wants to be told whether every replica is stored; here the files say
+        merge_with_redundancy: accepted. MindSpore asks whether every replica is stored; here the files say
             what each has.
         file_suffix: take the files whose names end so, where a rank has several.
         max_process_num: the most threads (MindSpore: processes) that work; four are taken at most, as more would
@@ -189,7 +189,7 @@ def load_distributed_checkpoint(
         strict_load: as for `load_param_into_net` (format `ckpt`).
         dec_key: the key of encrypted files (format `ckpt`), with the `crypto` extra.
         dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-        format: `ckpt` or `safetensors`: which of the two sources. What is in the files is told by their content.
+        format: `ckpt` or `safetensors`: which of the two sources. The content of the files decides.
         unified_safetensors_dir: the unified directory (format `safetensors`).
         dst_safetensors_dir: the directory for the results.
         rank_id: write this rank only.

@@ -6,10 +6,10 @@ that.
 
 from __future__ import annotations
 
-import json
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from reshard.source.records import digest
 from reshard.storage.local import local_store
 
 if TYPE_CHECKING:
@@ -18,22 +18,9 @@ if TYPE_CHECKING:
     from reshard.formats.entries import FileIndex, FileLayout
     from reshard.plan.plan import Plan, Way
 
-DIGEST_BYTES = 16
-
 _SMALL = 64 << 10
 _PAGE = 4096
 _PAGES = 4
-
-
-def digest(content: object) -> str:
-    """Return the digest of bytes, or of what JSON can say.
-
-    >>> digest([1, "w"]) == digest((1, "w")), len(digest(b""))
-    (True, 32)
-    """
-    if not isinstance(content, bytes):
-        content = json.dumps(content, separators=(",", ":")).encode()
-    return blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def index_digest(index: FileIndex) -> str:
@@ -104,7 +91,7 @@ def file_digests(plan: Plan) -> list[str]:
 
 
 def _file_digests(plan: Plan, sources: Sequence[bytes]) -> list[str]:
-    """Return a digest for each target file, where source files are told from each other by these bytes."""
+    """Return a digest for each target file, in which these bytes stand for the source files."""
     literals: dict[FileLayout, bytes] = {}
     for layout in {file.layout for file in plan.files}:
         found = sha256()

@@ -63,7 +63,7 @@ def plan(
         SourceError: weights are missing or would be dropped; all at once.
             Also a target layout that does not fit a tensor's shape, or a source that seems to be one rank of several.
         StrategyError: the target is one stage of a pipeline and `stage` is not given, or has no such stage.
-        BudgetError: `memory` is too little; the least that works is told.
+        BudgetError: `memory` is too little; the error names the least that works.
         UsageError: unknown format, rank or an unsound prefix.
     """
     if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):

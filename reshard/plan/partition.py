@@ -8,7 +8,7 @@ that needs it. So files are put together that read the same bytes:
 1. In each segment of each recipe (`bands`), the rows of a source block are read for a set of files: `_readers`.
 2. Sets are taken in the order of what reading once saves, and their files put together, as many as may be open at
    once; until less than a sixteenth of the bytes would be read twice.
-3. What is then still read several times is counted, and told in the plan.
+3. What is then still read several times is counted in the plan's statistics.
 
 A zarr store at a URL is written by file too, each task from the rows that its files of chunks have: these are never
 read twice, because chunks cut tensors along rows first.

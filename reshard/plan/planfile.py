@@ -35,7 +35,7 @@ from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.layout import MOST_DEVICES
 from reshard.plan.fingerprint import index_digests, pages_digest, plan_digest
 from reshard.plan.make import plan as make_plan
-from reshard.plan.select import Selection
+from reshard.plan.select import Selection, selection_data
 from reshard.source.checkpoint import Looked
 from reshard.source.made import STRATEGY, read_small_strategy, small_strategy
 from reshard.source.open import files_read, reopen
@@ -348,11 +348,6 @@ def _data(plan: Plan, request: Request, names: Names) -> Json:
         "selection": selection_data(request.selection),
         "names": {key: _plain(getattr(names, key)) for key in _NAMES},
     }
-
-
-def selection_data(selection: Selection) -> Json:
-    """Return a selection as JSON has it."""
-    return {key: _plain(getattr(selection, key)) for key in SELECTION}
 
 
 def read_selection(content: Json) -> Selection:

@@ -87,10 +87,10 @@ def covers(spans: Spans, begin: int, end: int) -> bool:
     return begin == end or (place >= 0 and end <= spans[place][1])
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join begins and ends that touch or overlap.
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return begins and ends, those joined that touch or overlap.
 
-    >>> joined([(4, 6), (0, 2), (2, 3), (5, 9)])
+    >>> merged([(4, 6), (0, 2), (2, 3), (5, 9)])
     [(0, 3), (4, 9)]
     """
     found: list[tuple[int, int]] = []

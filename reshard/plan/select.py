@@ -20,7 +20,8 @@ strategy goes by the new names.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
@@ -28,7 +29,7 @@ from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.strategy.names import is_training_state, matches, one_stage_advice, optimizer_states
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
 
     from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.strategy import Strategy
@@ -110,6 +111,12 @@ class Selection:
                 faults.add(f"name {new!r}", f"is given to {names(olds)}; every tensor needs a name of its own")
         faults.raise_if_any(UsageError)
         return found
+
+
+def selection_data(selection: Selection) -> dict[str, object]:
+    """Return a selection as JSON has it; `planfile.read_selection` reads it."""
+    given = ((one.name, getattr(selection, one.name)) for one in fields(selection))
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in given}
 
 
 def globs(some: str | Iterable[str]) -> tuple[str, ...]:

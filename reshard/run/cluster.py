@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.run.tasks import Receipt, running
 from reshard.storage.page_cache import cache_of
-from reshard.storage.places import any_store, is_url
-from reshard.storage.threads import shielded
+from reshard.storage.places import any_store, can
+from reshard.storage.threads import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -125,7 +125,7 @@ def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> 
 @contextmanager
 def _probe(root: str) -> Iterator[str | None]:
     """Give the path of a file that is in the target directory for a moment; none where that is at a URL."""
-    if is_url(root):
+    if not can(root).positioned:
         yield None
         return
     made = not os.path.isdir(root)
@@ -150,13 +150,13 @@ def _probe(root: str) -> Iterator[str | None]:
             os.rmdir(root)
 
 
-def work_on(client: Any, graph: Graph, told: Callable[[Receipt], None]) -> list[Receipt]:
+def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> list[Receipt]:
     """Have the work of a graph done on a cluster; return its receipts. After a failure none of it goes on.
 
     Args:
         client: a `distributed.Client`.
         graph: what to do; the files are not given their names.
-        told: called with each task's receipt.
+        on_event: called with each task's receipt.
 
     Raises:
         ReshardError: what went wrong on a worker, or with the cluster.
@@ -170,13 +170,13 @@ def work_on(client: Any, graph: Graph, told: Callable[[Receipt], None]) -> list[
         futures = client.get(tasks, [key for key in tasks if key != plan_key], sync=False)
     completed = as_completed(futures, loop=client.loop, with_results=True)
 
-    def work(tell: Callable[[Receipt], None]) -> list[Receipt]:
+    def work(report: Callable[[Receipt], None]) -> list[Receipt]:
         found: list[Receipt] | None = None
         for future, result in completed:
             if isinstance(result, BaseException):  # of a lost scheduler, `as_completed` tells so
                 raise result
             if isinstance(result, Receipt):
-                tell(result)
+                report(result)
             if future.key == graph.ready:
                 found = result
         if found is None:
@@ -188,7 +188,7 @@ def work_on(client: Any, graph: Graph, told: Callable[[Receipt], None]) -> list[
         client.cancel(futures)
 
     try:
-        return shielded(work, told, give_up)
+        return uninterrupted(work, on_event, give_up)
     except BaseException as error:
         client.cancel(futures)
         with suppress(Exception):  # a cluster that is gone has nobody to wait for

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.errors import ReshardError
-from reshard.storage.threads import each, shielded
+from reshard.storage.threads import each, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def map_tasks(
         client.cancel(futures)
 
     try:
-        shielded(work, on_result, give_up)
+        uninterrupted(work, on_result, give_up)
     except BaseException as error:
         with suppress(Exception):
             client.cancel(futures)

@@ -28,7 +28,7 @@ class Do(Enum):
     UNMANAGED = "unmanaged"  # refuse: no run is known to have made it
 
 
-class Wanted(NamedTuple):
+class Planned(NamedTuple):
     """What a run would make of a file: the digest of all that makes it, its size, whether it is a link, or an index.
 
     An index comes last, because what it is of is complete then.
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
     is_begun: bool = False
 
 
-class How(NamedTuple):
+class Policy(NamedTuple):
     """What decides for all files.
 
     Attributes:
@@ -84,9 +84,9 @@ class Fate(NamedTuple):
     is_touched: bool = False
 
 
-def fates(wanted: Mapping[str, Wanted], seen: Mapping[str, Seen], how: How) -> dict[str, Fate]:
+def fates(wanted: Mapping[str, Planned], seen: Mapping[str, Seen], policy: Policy) -> dict[str, Fate]:
     """Return what to do with each file."""
-    found = {file: fate(one, seen.get(file, Seen()), how) for file, one in wanted.items()}
+    found = {file: fate(one, seen.get(file, Seen()), policy) for file, one in wanted.items()}
     if any(one.do is not Do.KEEP for one in found.values()):  # a set with an index is complete: that is withdrawn
         for file, one in found.items():
             if one.do is Do.KEEP and wanted[file].is_last:
@@ -94,24 +94,24 @@ def fates(wanted: Mapping[str, Wanted], seen: Mapping[str, Seen], how: How) -> d
     return found
 
 
-def fate(wanted: Wanted, seen: Seen, how: How) -> Fate:
+def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
     """Return what to do with one file.
 
     >>> ours = Record("9f", 4, ready=(4, 1))
-    >>> fate(Wanted("9f", 4), Seen(ours, (4, 1)), How()).do, fate(Wanted("9f", 4), Seen(ours, (4, 2)), How()).do
+    >>> fate(Planned("9f", 4), Seen(ours, (4, 1)), Policy()).do, fate(Planned("9f", 4), Seen(ours, (4, 2)), Policy()).do
     (<Do.KEEP: 'keep'>, <Do.UNMANAGED: 'unmanaged'>)
     """
     record, state = seen.record, seen.state
     is_same = record.digest == wanted.digest != ""
-    is_touched = is_same and "" not in {how.sources, record.sources} and how.sources != record.sources
+    is_touched = is_same and "" not in {policy.sources, record.sources} and policy.sources != record.sources
     is_ours = state is not None and state in {record.ready, record.replaces}
     ours = state if is_ours else None
-    if is_ours and is_same and state == record.ready and not (record.may_be_lost or how.restart):
+    if is_ours and is_same and state == record.ready and not (record.may_be_lost or policy.restart):
         return Fate(Do.KEEP, ours, is_touched)
-    may_replace = is_ours or how.overwrite or (is_same and is_unnoted(wanted, record, state, early=how.early))
+    may_replace = is_ours or policy.overwrite or (is_same and is_unnoted(wanted, record, state, early=policy.early))
     if state is not None and not may_replace:
         return Fate(Do.UNMANAGED)
-    if how.restart or (how.overwrite and not is_same) or is_touched:  # or a file might have blocks of two sources
+    if policy.restart or (policy.overwrite and not is_same) or is_touched:  # or a file might have blocks of two sources
         return Fate(Do.MAKE, ours)
     if is_same:
         return Fate(Do.RESUME, ours)
@@ -120,7 +120,7 @@ def fate(wanted: Wanted, seen: Seen, how: How) -> Fate:
     return Fate(Do.MAKE, ours)
 
 
-def is_unnoted(wanted: Wanted, record: Record, state: State | None, *, early: bool) -> bool:
+def is_unnoted(wanted: Planned, record: Record, state: State | None, *, early: bool) -> bool:
     """Return whether a file may have got its name from a run that ended before it could note that."""
     if state is None or record.ready is not None:
         return False

@@ -12,16 +12,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, TargetError
-from reshard.plan.fingerprint import digest
 from reshard.run.locks import locks_at, opened
-from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, known, lines_of, listed, parts_of
+from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, digest, known, lines_of, listed, parts_of
 from reshard.storage.local import write_error
-from reshard.storage.places import as_place, is_url
+from reshard.storage.places import as_place, can, store_at
 from reshard.storage.remote import remote_store
 from reshard.storage.small import read_small
 
@@ -131,7 +129,7 @@ class Ledger:
                 for name in listed(directory):
                     erase(f"{directory}/{name}")
                 content = b"\n".join(lines_of(parts_of(self._directory)[self._log], 1 << 62))
-                put(f"{directory}/{self._log}.{'000000.' * is_url(directory)}jsonl", content)
+                put(f"{directory}/{self._log}.{'' if can(directory).appends else '000000.'}jsonl", content)
                 name = f"made-{self._head['made']}.json"
                 put(
                     f"{directory}/{name}",
@@ -144,11 +142,11 @@ class Ledger:
     def _write(self, lines: Iterable[Line], *, durable: bool) -> None:
         if not self._log:
             newest = max((int(name[:8]) for name in self._older), default=0)
-            self._log = f"{min(newest + 1, 10**8 - 1):08d}-{secrets.token_hex(4)}"
+            self._log = f"{min(newest + 1, 10**8 - 1):08d}-{os.urandom(4).hex()}"
             lines = [self._head, *lines]
         content = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
         place = f"{self._directory}/{self._log}"
-        if is_url(self.root):
+        if not can(self.root).appends:
             remote_store().put(f"{place}.{self._parts:06d}.jsonl", content)
             self._parts += 1
         else:  # it begins a line, also where another ended in the middle of its own because the disk was full
@@ -185,7 +183,7 @@ def put(path: str, content: bytes) -> None:
     Raises:
         TargetError, BudgetError: it cannot be written.
     """
-    if is_url(path):
+    if not can(path).appends:
         remote_store().put(path, content)
         return
     with suppress(OSError):
@@ -197,11 +195,7 @@ def put(path: str, content: bytes) -> None:
 
 def erase(path: str) -> None:
     """Remove a small file, if it is there; never raises."""
-    if is_url(path):
-        remote_store().discard(path)
-    else:
-        with suppress(OSError):
-            os.unlink(path)
+    store_at(path).discard(path)
 
 
 def append(path: str, content: bytes, *, sync: bool = False) -> None:

@@ -28,7 +28,7 @@ from reshard.errors import ReshardError, TargetError, names
 from reshard.source.records import DIRECTORY, UNSOUND
 from reshard.storage.local import write_error
 from reshard.storage.page_cache import boot_id
-from reshard.storage.places import RemotePath, is_url
+from reshard.storage.places import RemotePath, as_place, can
 from reshard.storage.remote import forget_listings, remote_store
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Locks(Protocol):
 
 def locks_at(root: str) -> Locks:
     """Return the locks of a target, by its path or URL."""
-    return LockObjects(root) if is_url(root) else LockFile(root)
+    return LockFile(root) if can(root).locks else LockObjects(root)
 
 
 class LockFile:
@@ -218,7 +218,7 @@ def _has_ended(lock: dict[str, Any]) -> bool:
 def refuse_link(root: str) -> None:
     """Refuse logs that are behind a link, which may lead out of the target: `TargetError`."""
     directory = f"{root}/{DIRECTORY}"
-    if os.path.islink(directory):
+    if as_place(directory).is_symlink():
         raise TargetError(f"{directory}: is a link; remove it, or choose another target directory")
 
 

@@ -23,8 +23,8 @@ from reshard.run.target_check import check_target
 from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources, running
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
-from reshard.storage.places import RemotePath, any_store, as_place
-from reshard.storage.threads import shielded
+from reshard.storage.places import any_store, as_place
+from reshard.storage.threads import uninterrupted
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ def run(
             worker is lost, its tasks run again elsewhere.
         scheduler: `threads` (default) or `synchronous`, where no client is given.
         threads: how many; by default one for each available processor. No more than the plan is made for
-            (`Plan.threads`; 4 unless `plan` is asked for another number), or it would take more memory than was told.
+            (`Plan.threads`; 4 unless `plan` is asked for another number), or it would take more memory
+            than was predicted.
         fsync: have every file on the disk before it gets its name.
         drop_cache: leave nothing of what is read and written in the page cache, so that other programs keep theirs and
             the kernel is not swamped; by default where source and target together are larger than memory.
@@ -180,7 +181,7 @@ def run(
     if isinstance(client, str):
         raise UsageError(f"client is {client!r}; expected a distributed.Client: Client({client!r})")
     target = as_place(directory)
-    root = str(target) if isinstance(target, RemotePath) else os.path.realpath(target)
+    root = str(target.real())
     plan = owned(plan, ownership, root)
     check_target(plan, root)
     check_sources(plan, None)
@@ -198,17 +199,17 @@ def run(
         checksums = fsync and journal
     checksums = checksums and plan.coding is None  # the bytes on the disk are others
     how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, cached=cached)
-    told = _Told(plan.stats.bytes_written, progress, began, session)
+    reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:
         graph = Graph(session.plan, root, how)
         if client is not None:
-            receipts = work_on(client, graph, told.add)
+            receipts = work_on(client, graph, reporter.add)
             check_sources(plan, None)  # what the workers did not see
         else:
-            receipts = _here(graph.work(), graph.ready, graph.run, threads, told.add)
-        receipts = _here(graph.closing(receipts), graph.closed, graph.run, threads, told.add)
+            receipts = _here(graph.work(), graph.ready, graph.run, threads, reporter.add)
+        receipts = _here(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
-        receipts = _here(graph.naming(receipts), graph.key, graph.run, threads, told.add)
+        receipts = _here(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
         session.finished()
     except BaseException as error:
         session.failed(error, changed_sources(plan))
@@ -270,8 +271,8 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class _Told:
-    """Adds up receipts as they come, and tells the caller."""
+class _Reporter:
+    """Adds up receipts as they come, and calls back."""
 
     def __init__(self, total: int, progress: Callable[[Progress], None] | None, began: float, session: Session) -> None:
         self.total, self.progress, self.began, self.session = total, progress, began, session
@@ -284,15 +285,17 @@ class _Told:
             self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))
 
 
-def _here(tasks: dict[str, Any], key: str, run: str, threads: int, told: Callable[[Receipt], None]) -> list[Receipt]:
+def _here(
+    tasks: dict[str, Any], key: str, run: str, threads: int, on_event: Callable[[Receipt], None]
+) -> list[Receipt]:
     """Run tasks on this machine and return the receipts of a key; after a failure no task of the run does anything."""
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
 
-    def callback(tell: Callable[[Receipt], None]) -> Callback:
+    def callback(report: Callable[[Receipt], None]) -> Callback:
         def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
             if isinstance(result, Receipt):
-                tell(result)
+                report(result)
             elif isinstance(result, list):  # all of some tasks are done; what waited for them is ready, in no order
                 state["ready"].sort()  # the last one runs first
 
@@ -301,11 +304,11 @@ def _here(tasks: dict[str, Any], key: str, run: str, threads: int, told: Callabl
     def give_up() -> None:
         running.stopped.add(run)
 
-    def work(tell: Callable[[Receipt], None]) -> list[Receipt]:
+    def work(report: Callable[[Receipt], None]) -> list[Receipt]:
         found: list[Receipt]
         pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
         try:
-            with callback(tell):
+            with callback(report):
                 # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
                 (found,) = get_async(pool.submit, 2 * threads, tasks, [key])
         except BaseException:
@@ -317,7 +320,7 @@ def _here(tasks: dict[str, Any], key: str, run: str, threads: int, told: Callabl
         return found
 
     if threads:
-        return shielded(work, told, give_up)
-    with callback(told):
+        return uninterrupted(work, on_event, give_up)
+    with callback(on_event):
         (receipts,) = get_sync(tasks, [key])
     return list(receipts)

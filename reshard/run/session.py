@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, names
 from reshard.plan.fingerprint import changes_digest, file_digests
-from reshard.plan.remaining import bytes_left, covers, joined, remaining
-from reshard.run.fates import Do, Fate, How, Seen, Wanted, fates, is_unnoted, of
+from reshard.plan.remaining import bytes_left, covers, merged, remaining
+from reshard.plan.select import selection_data
+from reshard.run.fates import Do, Fate, Planned, Policy, Seen, fates, is_unnoted, of
 from reshard.run.ledger import Ledger
 from reshard.run.locks import refuse_link
 from reshard.run.receipts import in_files
 from reshard.run.target_check import check_target
 from reshard.source.made import VERSION, small_strategy, source_data
 from reshard.source.records import Record, known
-from reshard.storage.base import PARTIAL
-from reshard.storage.crc32c import crc32c
+from reshard.storage.crc32c import crc_of_range
 from reshard.storage.local import local_store
 from reshard.storage.page_cache import boot_id
-from reshard.storage.places import RemotePath, can, is_url
+from reshard.storage.places import RemotePath, as_place, can
 from reshard.storage.remote import REQUESTS, remote_store
 from reshard.storage.threads import results
 
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import Status
 
 FLUSH_SECONDS = 1.0
-"""How long receipts wait before they are noted: what is lost of them with the process is written again."""
-
-_READ_BYTES = 4 << 20
+"""Policy long receipts wait before they are noted: what is lost of them with the process is written again."""
 
 T = TypeVar("T")
 
@@ -72,16 +70,15 @@ def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Prefl
         TargetError: no run may write there (`check_target`), or the logs are behind a link.
         SourceError: the target's storage cannot be reached.
     """
-    root = root if is_url(root) else os.path.realpath(root)
+    root = str(as_place(root).real())
     check_target(plan, root)
-    if not is_url(root):
-        refuse_link(root)
+    refuse_link(root)
     records = known(root, [file.path for file in plan.files]).records
     seen = _seen(plan, root, records, records)
     if not any(some.state is not None or some.record.digest for some in seen.values()):
         return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan take long
-    how = How(changes_digest(plan), is_url(root), overwrite, restart)
-    found = fates(_wanted(plan, file_digests(plan)), seen, how)
+    policy = Policy(changes_digest(plan), not can(root).positioned, overwrite, restart)
+    found = fates(_wanted(plan, file_digests(plan)), seen, policy)
     return Preflight(found, sum(len(seen[file].record.wrote) > 0 for file in of(found, Do.RESUME)))
 
 
@@ -124,7 +121,7 @@ class Session:
         self._whole, self._root, self._overwrite, self._fsync = plan, root, overwrite, fsync
         self._early = not can(root).positioned
         sources = changes_digest(plan)
-        self.ledger = Ledger(root, keeps=journal, made=made_data(plan), sources=sources)
+        self.ledger = Ledger(root, keeps=journal, made=made_data(plan) if journal else b"", sources=sources)
         self._paths = [file.path for file in plan.files]
         self.ledger.hold(self._paths)
         try:
@@ -132,8 +129,8 @@ class Session:
             self._wanted = _wanted(plan, digests)
             records = self.ledger.load(self._paths)
             self._seen = _seen(plan, root, records, self._paths if overwrite or restart else records)
-            how = How(sources, self._early, overwrite or (restart and not journal), restart)
-            self._fates = fates(self._wanted, self._seen, how)
+            policy = Policy(sources, self._early, overwrite or (restart and not journal), restart)
+            self._fates = fates(self._wanted, self._seen, policy)
             self._refuse()
             kept = self._numbers(Do.KEEP)
             self.touched = sum(self._fates[self._paths[number]].is_touched for number in kept)
@@ -179,7 +176,7 @@ class Session:
         self.ledger.add(records, durable=durable)
         for number, wrote in self._noted.items():
             more = _spans(Record(wrote=wrote).ranges)
-            self._spans[number] = joined([*self._spans.get(number, ()), *more])
+            self._spans[number] = merged([*self._spans.get(number, ()), *more])
         self._ready |= self._completed
         self._noted, self._completed = {}, {}
         self._flushed = time.monotonic()
@@ -334,7 +331,7 @@ class Session:
     def _verified(self, number: int) -> list[Range]:
         """Return the ranges of an unfinished file that still hold what was written."""
         size = self._whole.files[number].layout.size
-        path = f"{self._root}/{self._paths[number]}{PARTIAL}"
+        path = local_store().unfinished(f"{self._root}/{self._paths[number]}")
         good: list[Range] = []
         with suppress(ReshardError, OSError):
             status = os.lstat(path)
@@ -342,7 +339,7 @@ class Session:
             if not S_ISREG(status.st_mode) or status.st_size != size or status.st_nlink > 1:
                 return []
             for begin, nbytes, crc in self._record(number).ranges:
-                if 0 <= begin < begin + nbytes <= size and _sum(path, begin, nbytes) == crc:
+                if 0 <= begin < begin + nbytes <= size and crc_of_range(local_store(), path, begin, nbytes) == crc:
                     good.append((begin, nbytes, crc))
         return good
 
@@ -398,7 +395,6 @@ class Session:
 def made_data(plan: Plan) -> bytes:
     """Return what a plan makes its files of, for the ledger."""
     from reshard import __version__
-    from reshard.plan.planfile import selection_data  # not on every start
 
     request = plan.request
     target = (request and request.target) or None
@@ -420,9 +416,9 @@ def made_data(plan: Plan) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def _wanted(plan: Plan, digests: Sequence[str]) -> dict[str, Wanted]:
+def _wanted(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
     return {
-        file.path: Wanted(made_of, file.layout.size, file.link is not None, file.last)
+        file.path: Planned(made_of, file.layout.size, file.link is not None, file.last)
         for file, made_of in zip(plan.files, digests, strict=True)
     }
 
@@ -431,7 +427,9 @@ def _seen(plan: Plan, root: str, records: Mapping[str, Record], asked: Collectio
     """Return what is known and found of a plan's files; of those at URLs that are `asked`, all of their state."""
     paths = [file.path for file in plan.files]
     states = _states(root, paths, asked)
-    begun = set() if is_url(root) else {path for path in records if os.path.lexists(f"{root}/{path}{PARTIAL}")}
+    begun: set[str] = set()
+    if can(root).positioned:
+        begun = {path for path in records if os.path.lexists(local_store().unfinished(f"{root}/{path}"))}
     return {path: Seen(records.get(path, _NOTHING), states.get(path), path in begun) for path in paths}
 
 
@@ -447,7 +445,7 @@ def _states(root: str, files: Sequence[str], asked: Collection[str]) -> dict[str
     Raises:
         SourceError: the storage cannot be reached.
     """
-    if not is_url(root):
+    if can(root).positioned:
         found = {}
         for file in files:
             with suppress(OSError):
@@ -466,7 +464,7 @@ def _states(root: str, files: Sequence[str], asked: Collection[str]) -> dict[str
 def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
     """Return whether a file that is written in order has all its contents, and all its own bytes."""
     layout = plan.files[number].layout
-    path = f"{root}/{plan.files[number].path}{PARTIAL}"
+    path = local_store().unfinished(f"{root}/{plan.files[number].path}")
     if not all(covers(spans, at, at + n) for content in layout.contents for at, n in content.runs):
         return False
     for offset, content in layout.literals:
@@ -478,23 +476,13 @@ def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
 
 
 def _spans(good: Iterable[Range]) -> Spans:
-    return joined((begin, begin + nbytes) for begin, nbytes, _ in good)
-
-
-def _sum(path: str, begin: int, nbytes: int) -> int:
-    buffer = memoryview(bytearray(min(nbytes, _READ_BYTES)))
-    value = 0
-    for start in range(0, nbytes, _READ_BYTES):
-        part = buffer[: min(_READ_BYTES, nbytes - start)]
-        local_store().read_into(path, begin + start, part)
-        value = crc32c(part, value)
-    return value
+    return merged((begin, begin + nbytes) for begin, nbytes, _ in good)
 
 
 def _allocated(path: str) -> int:
     """Return how many bytes an unfinished file takes that would be free without it."""
     try:
-        status = os.lstat(path + PARTIAL)
+        status = os.lstat(local_store().unfinished(path))
     except OSError:
         return 0
     return status.st_blocks * 512 if status.st_nlink == 1 else 0

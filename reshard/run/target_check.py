@@ -11,7 +11,7 @@ from reshard.formats.directories import is_of_a_set
 from reshard.formats.target_files import SomeFiles
 from reshard.source.records import DIRECTORY
 from reshard.storage.base import PARTIAL
-from reshard.storage.places import RemotePath, is_url
+from reshard.storage.places import RemotePath, as_place, can
 from reshard.storage.remote import forget_listings
 from reshard.storage.small import refuse_inputs
 
@@ -32,7 +32,7 @@ def check_target(plan: Plan, root: str) -> None:
         SourceError: the target's storage cannot be reached.
     """
     below = root.rstrip("/") + "/"
-    sources = {file.path if is_url(file.path) else os.path.realpath(file.path) for file in plan.source.files}
+    sources = {str(as_place(file.path).real()) for file in plan.source.files}
     if any(file.last for file in plan.files) and any(path.startswith(below) for path in sources):
         raise TargetError(
             f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
@@ -41,10 +41,10 @@ def check_target(plan: Plan, root: str) -> None:
     refuse_inputs(written, read, "one of the source files", "choose another target directory")
     for file in plan.files:
         path = below + file.path
-        resolved = path if is_url(root) else os.path.realpath(path)
+        resolved = str(as_place(path).real())
         if not resolved.startswith(below):
             raise TargetError(f"{path}: leads out of the target directory, to {resolved}; remove the link")
-    if not is_url(root):
+    if can(root).positioned:  # where there are directories
         _check_kinds(plan, root)
     if plan.alone:
         _check_alone(plan, root)
@@ -59,7 +59,7 @@ def _check_kinds(plan: Plan, root: str) -> None:
         place = os.path.dirname(place)
     for directory in (place, *sorted({os.path.dirname(f"{root}/{file.path}") for file in plan.files})):
         if os.path.lexists(directory) and not os.path.isdir(directory):
-            raise TargetError(f"{directory}: is no directory; expected one for the target")
+            raise TargetError(f"{directory}: is not a directory; expected one for the target")
     for file in plan.files:
         if os.path.isdir(f"{root}/{file.path}"):
             raise TargetError(f"{root}/{file.path}: is a directory, and a file is to be there; move it away")
@@ -68,7 +68,7 @@ def _check_kinds(plan: Plan, root: str) -> None:
 def _check_alone(plan: Plan, root: str) -> None:
     """Refuse a directory in which something else would be taken for a part of what is written."""
     planned = {file.path for file in plan.files}
-    if is_url(root):
+    if not can(root).positioned:
         found = _files_at(root)
     else:
         found = [os.path.relpath(os.path.join(where, name), root) for where, _, some in os.walk(root) for name in some]
@@ -90,7 +90,7 @@ def _check_one_set(plan: Plan, root: str) -> None:
         planned.update(plan.request.files.every.paths)
     found: list[str] = []
     with suppress(OSError):  # it is not there yet, or may be written to and not be listed
-        found = _files_at(root) if is_url(root) else os.listdir(root)
+        found = os.listdir(root) if can(root).positioned else _files_at(root)
     other = sorted(name for name in found if is_of_a_set(name) and name not in planned)
     if other:
         raise TargetError(f"{root}: has {names(other, most=3)} of another set; choose another directory, or remove it")

@@ -265,7 +265,7 @@ class _WithStrategy(_WithoutStrategy):
             placed += len(in_stage)
             tensor = self._in_stage(name, stage, in_stage)
             if tensor is None:
-                continue  # a fault that was told
+                continue  # a fault, which is reported
             if found and (tensor.spec.dtype, tensor.spec.shape) != (found.spec.dtype, found.spec.shape):
                 self.faults.add(
                     f"tensor {name!r}",
@@ -301,7 +301,7 @@ class _WithStrategy(_WithoutStrategy):
         return self._stages[key]
 
     def _in_stage(self, name: str, stage: int, holders: tuple[int, ...]) -> Tensor | None:
-        """Join what the ranks of one stage hold; None where a fault was told."""
+        """Join what the ranks of one stage hold; None where a fault was found."""
         first = self.entry(holders[0], name)
         try:
             shape = self.strategy.whole_shape(name, first.shape, stage=stage)

@@ -246,7 +246,7 @@ class Checkpoint(Mapping[str, Any]):
             patterns: names of tensors, or globs; every one must match.
 
         Raises:
-            UsageError: a pattern matches no tensor; the patterns that come nearest are told.
+            UsageError: a pattern matches no tensor; the nearest patterns are named.
         """
         every = {**self.tensors, **self.unreadable}
         chosen: set[str] = set()

@@ -10,7 +10,6 @@ it is compared with what is there.
 
 from __future__ import annotations
 
-import os
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,9 @@ from reshard.errors import SourceError
 from reshard.formats.zarr_files import is_store
 from reshard.layout.layout import MOST_DEVICES, Layout
 from reshard.source.records import DIRECTORY, Record, known
-from reshard.storage.places import RemotePath, as_place, is_url, store_at
-from reshard.storage.remote import REQUESTS
+from reshard.source.records import digest as digest_of
+from reshard.storage.places import any_store, as_place
 from reshard.storage.small import read_small
-from reshard.storage.threads import results
 from reshard.strategy.schema import ANY, COUNT, FLAG, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
 from reshard.strategy.strategy import Placed, Strategy
 
@@ -104,12 +102,11 @@ class Made:
 
     def is_as_noted(self) -> bool:
         """Return whether the files are there with the sizes and the times that the ledger noted."""
-        place = as_place(self.root)
-        if isinstance(place, RemotePath):
-            found = results(lambda file: (place / file).status()[:2], list(self.records), REQUESTS)
-        else:
-            found = [store_at(self.root).status(f"{self.root}/{file}")[:2] for file in self.records]
-        return all(record.ready == state for record, state in zip(self.records.values(), found, strict=True))
+        found = any_store().statuses([f"{self.root}/{file}" for file in self.records])
+        return all(
+            not isinstance(state, SourceError) and record.ready == state[:2]
+            for record, state in zip(self.records.values(), found, strict=True)
+        )
 
 
 def made_of(target: Place) -> Made | None:
@@ -130,13 +127,15 @@ def made_of(target: Place) -> Made | None:
 def _newest(root: str, file: str | None = None, *, directory: str | None = None) -> Made | None:
     """Return the newest of what files are made from, with the files that are made from that."""
     directory = directory or f"{root}/{DIRECTORY}"
-    if not is_url(root) and os.path.islink(directory):  # noqa: PTH114 -- a path or a URL
+    if as_place(directory).is_symlink():
         return None
     records = known(root, None if file is None else [file], directory=directory).records
     digest = next((record.made for record in reversed(records.values()) if record.ready), "")
     some = {path: one for path, one in records.items() if one.made == digest and one.ready and is_inner_path(path)}
     try:
         text = read_small(as_place(f"{directory}/made-{digest}.json"), "ledger", _LARGEST, SourceError)
+        if digest_of(text) != digest:  # another's, or changed since
+            return None
         content = parse(text)
         check(content, _MADE)
         read_small_strategy(content["target"]["strategy"])
@@ -151,7 +150,7 @@ def source_data(source: Checkpoint) -> dict[str, Any]:
     is_zarr = source.format == "zarr"
     return {
         "given": source.root,
-        "root": source.root if is_url(source.root) else os.path.abspath(source.root),  # noqa: PTH100 -- links as they are
+        "root": str(as_place(source.root).absolute()),
         "is_store": is_zarr,
         "files": [] if is_zarr else [(r, file.path) for r, file in zip(source.ranks, source.files, strict=True)],
         "strategy": small_strategy(source.strategy),

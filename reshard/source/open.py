@@ -364,10 +364,10 @@ def _one_stage(
         return strategy, None
     number = strategy.stages.start
     if stage is None:
-        told = ", and files of other stages are there" if beside else ", which has others"
+        others = ", and files of other stages are there" if beside else ", which has others"
         raise StrategyError(
             Text(
-                f"{root}: the strategy is that of stage {number} of a pipeline{told}; give {ALL_STAGES}, or ",
+                f"{root}: the strategy is that of stage {number} of a pipeline{others}; give {ALL_STAGES}, or ",
                 Option("stage", number),
                 " if only this one is meant",
             )

@@ -27,11 +27,12 @@ import re
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.storage.page_cache import boot_id
-from reshard.storage.places import RemotePath, is_url
+from reshard.storage.places import RemotePath, can
 from reshard.storage.remote import REQUESTS, remote_store
 from reshard.storage.threads import results
 
@@ -48,6 +49,8 @@ UNSOUND = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 """What a line that lies makes its readers raise."""
 
 RANGES_A_LINE = 1 << 12
+
+DIGEST_BYTES = 16
 
 _LONGEST_LINE = 1 << 20
 _MOST_BYTES = 64 << 20  # of a log of few files; what is noted beyond is not known, and so written again
@@ -101,6 +104,17 @@ class Record:
         return self.boot not in {"", boot_id()}
 
 
+def digest(content: object) -> str:
+    """Return the digest of bytes, or of what JSON can say.
+
+    >>> digest([1, "w"]) == digest((1, "w")), len(digest(b""))
+    (True, 32)
+    """
+    if not isinstance(content, bytes):
+        content = json.dumps(content, separators=(",", ":")).encode()
+    return blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+
+
 class Known(NamedTuple):
     """What the logs of a target say.
 
@@ -147,7 +161,7 @@ def parts_of(directory: str) -> dict[str, list[str]]:
 
 def listed(directory: str) -> list[str]:
     """Return the names of what is in a directory for logs, sorted; none where it is not there."""
-    if is_url(directory):
+    if not can(directory).appends:
         return sorted(str(path.relative_to(RemotePath(directory))) for path in RemotePath(directory).files())
     with suppress(OSError):
         return sorted(os.listdir(directory))  # noqa: PTH208 -- by text, as at URLs
@@ -156,7 +170,7 @@ def listed(directory: str) -> list[str]:
 
 def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
     """Yield the lines of a log, up to so many bytes; no line that is longer than any that is written is whole."""
-    if any(map(is_url, parts)):
+    if parts and not can(parts[0]).appends:
         for content in results(remote_store().contents, parts, REQUESTS):
             yield from (content or b"")[:most].splitlines()
         return

@@ -248,7 +248,7 @@ class Ordered:
         path: for messages.
         size: of the file; None where that is not known.
         room: how many bytes may wait, but for constant ones.
-        ends: the file ends with its last byte; without, when it is told to.
+        ends: the file ends with its last byte; without, when `finish` is called.
     """
 
     def __init__(

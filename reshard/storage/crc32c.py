@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reshard.storage.base import Readable
+
 _POLYNOMIAL = 0x82F63B78  # bits reflected: the highest is the coefficient of x ** 0
 _ONE = 1 << 31
 _X8 = 1 << 23  # x ** 8: a step of one byte
+_READ_BYTES = 4 << 20
 
 
 def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
@@ -34,6 +37,21 @@ def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
         return int(extend(value, bytes(view)))
     # It takes no memoryview; an array of ctypes is the same bytes without a copy.
     return int(extend(value, (ctypes.c_char * len(view)).from_buffer(view)))
+
+
+def crc_of_range(store: Readable, path: str, begin: int, nbytes: int) -> int:
+    """Return the CRC-32C of a range of a file, which is read some MB at a time.
+
+    Raises:
+        SourceError: the file ends before, or cannot be read.
+    """
+    buffer = memoryview(bytearray(min(nbytes, _READ_BYTES)))
+    value = 0
+    for start in range(0, nbytes, _READ_BYTES):
+        part = buffer[: min(_READ_BYTES, nbytes - start)]
+        store.read_into(path, begin + start, part)
+        value = crc32c(part, value)
+    return value
 
 
 def combine(first: int, second: int, second_nbytes: int) -> int:

@@ -46,7 +46,7 @@ With large folios a long write at a multiple of its length takes several times a
 """
 
 NUMBERS = 4
-"""How many threads are told from each other."""
+"""How many threads have numbers of their own."""
 
 _Key = tuple[str, int, int]  # of a handle: path, flags, and the number of the thread that reads through it
 

@@ -70,7 +70,7 @@ class Glances:
 
 def drop_pages(fd: int, first: int = 0, last: int | None = None) -> None:
     """Leave nothing in the page cache of a file, or of its bytes from `first` to `last`, but what is to be written."""
-    page = resource.getpagesize()  # the kernel leaves one of which it is told only a part
+    page = resource.getpagesize()  # the kernel leaves one that is named only in part
     first = first // page * page
     count = 0 if last is None else max(-(-last // page) * page - first, 1)  # 0 is all
     os.posix_fadvise(fd, first, count, os.POSIX_FADV_DONTNEED)
@@ -106,7 +106,7 @@ def boot_id() -> str:
 def cache_of(directory: str) -> str:
     """Return what two processes have in common whose files in a directory are one: the kernel and the mounted device.
 
-    What one of them wrote there, the other one can have put on the disk. Empty where that cannot be told.
+    What one of them wrote there, the other one can have put on the disk. Empty where that is not known.
     """
     try:
         return f"{boot_id()} {os.stat(directory).st_dev}" if boot_id() else ""

@@ -22,7 +22,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _END = object()
-"""What the work tells last."""
+"""What the work reports last."""
 
 
 class _Done(NamedTuple):
@@ -36,27 +36,29 @@ class _GivenUpError(Exception):
     """Raised in work that nobody wants any more."""
 
 
-def shielded(work: Callable[[Callable[[T], None]], R], told: Callable[[T], None], give_up: Callable[[], object]) -> R:
+def uninterrupted(
+    work: Callable[[Callable[[T], None]], R], on_event: Callable[[T], None], give_up: Callable[[], object]
+) -> R:
     """Do work that waits for threads where no interrupt reaches it; what is raised here ends it first.
 
     Args:
-        work: what to do. It gets a function to tell something with, which waits until that is told, and raises where
+        work: what to do. It gets a function to report something with, which waits until that is done, and raises where
             the work is given up.
-        told: called here with each thing that the work tells.
-        give_up: called where this is interrupted, or `told` raises, to have the work end soon. That is waited for,
-            whatever interrupts come meanwhile. (Outside the main thread, `told` raises in the work itself.)
+        on_event: called here with each thing that the work reports.
+        give_up: called where this is interrupted, or `on_event` raises, to have the work end soon. That is waited for,
+            whatever interrupts come meanwhile. (Outside the main thread, `on_event` raises in the work itself.)
 
     Returns:
         what the work returns; what it raises is raised.
     """
     if threading.current_thread() is not threading.main_thread():
-        return work(told)  # interrupts are the main thread's
+        return work(on_event)  # interrupts are the main thread's
     calls: SimpleQueue[Any] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
     done: list[_Done] = []  # not in the queue: an interrupt may take what that has just given
     may_begin = [True]  # taken by the work, or where it is given up before it begins
 
-    def tell(value: T) -> None:
+    def report(value: T) -> None:
         calls.put(value)
         if not answers.get():
             raise _GivenUpError
@@ -65,7 +67,7 @@ def shielded(work: Callable[[Callable[[T], None]], R], told: Callable[[T], None]
         if not _take(may_begin):
             return
         try:
-            done.append(_Done(work(tell)))
+            done.append(_Done(work(report)))
         except BaseException as error:  # it is raised where the result is wanted
             done.append(_Done(error=error))
         calls.put(_END)
@@ -81,7 +83,7 @@ def shielded(work: Callable[[Callable[[T], None]], R], told: Callable[[T], None]
     try:
         start(lambda: start_new_thread(start, (thread.start,)))  # to start a thread is to wait for it, too
         while (call := calls.get()) is not _END:
-            told(call)
+            on_event(call)
             answers.put(True)
     except BaseException:
         answers.put(False)
@@ -110,10 +112,10 @@ def _take(some: list[bool]) -> bool:
     return False
 
 
-def each(function: Callable[[T], R], items: Sequence[T], threads: int, told: Callable[[R], None]) -> None:
-    """Call a function with each item on some threads, and `told` here with each result, in the order of the items.
+def each(function: Callable[[T], R], items: Sequence[T], threads: int, on_event: Callable[[R], None]) -> None:
+    """Call a function with each item on some threads, and `on_event` here with each result, in the order of the items.
 
-    Whatever the function or `told` raises is raised; of what is not begun by then, nothing is.
+    Whatever the function or `on_event` raises is raised; of what is not begun by then, nothing is.
     """
     if not items:
         return
@@ -124,11 +126,11 @@ def each(function: Callable[[T], R], items: Sequence[T], threads: int, told: Cal
             raise _GivenUpError
         return function(item)
 
-    def work(tell: Callable[[R], None]) -> None:
+    def work(report: Callable[[R], None]) -> None:
         pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
         try:
             for result in pool.map(one, items):
-                tell(result)
+                report(result)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -136,7 +138,7 @@ def each(function: Callable[[T], R], items: Sequence[T], threads: int, told: Cal
         nonlocal given_up
         given_up = True
 
-    shielded(work, told, give_up)
+    uninterrupted(work, on_event, give_up)
 
 
 def results(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:

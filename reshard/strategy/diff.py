@@ -133,9 +133,9 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
                 strategy.grid(name, shape)
             except LayoutError as error:
                 faults.add(f"tensor {name!r}", str(error).removeprefix(f"tensor {name!r}: "))
-            told = {p.shape for p in places if p.shape is not None and not p.expanded} - {shape}
-            if told:
-                strategys = " and ".join(map(shape_text, told))
+            stated = {p.shape for p in places if p.shape is not None and not p.expanded} - {shape}
+            if stated:
+                strategys = " and ".join(map(shape_text, stated))
                 faults.add(f"tensor {name!r}", f"is of shape {shape_text(shape)}; the strategy says {strategys}")
         elif name in states:
             notices.append(f"optimizer state {name!r} is in the strategy and not in the files")

@@ -65,7 +65,7 @@ _RANGES = {
 def read_strategy(path: AnyName) -> Strategy:
     """Read a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks.
 
-    The format is told by content. The files of a directory are merged in memory. Beside a local file that is not merged
+    The content tells the format. The files of a directory are merged in memory. Beside a local file that is not merged
     the one that has the highest number in place of its own is looked at: whether the file is of one stage of several.
 
     Args:
@@ -333,7 +333,7 @@ def _to_protobuf(strategy: Strategy) -> bytes:
         if placed.expanded:
             raise UsageError(
                 f"tensor {name!r}: whether its layout {layout} of shape {shape_text(placed.shape or ())} is a nested "
-                "one, which JSON has expanded, cannot be told; write JSON (a name that ends with .json)"
+                "one, which JSON has expanded, cannot be known; write JSON (a name that ends with .json)"
             )
         item = message.parallel_layout_item.add(param_name=name)
         given = item.parallel_layouts
@@ -451,7 +451,7 @@ def _objects(top: Json, key: str, faults: Faults) -> list[tuple[str, Json]]:
         return []
     for name, item in items.items():
         if not is_text(name):
-            faults.add(f"$.{key}.{name!a}", "is no name; half of a surrogate pair stands alone in it")
+            faults.add(f"$.{key}.{name!a}", "is not a name; half of a surrogate pair stands alone in it")
         if not isinstance(item, dict):
             faults.add(f"$.{key}.{name}", f"is a {type(item).__name__}; expected an object")
     return [(name, item) for name, item in items.items() if isinstance(item, dict)]

@@ -53,7 +53,7 @@ class Options(TypedDict, total=False):
     """What strategies from rules and from operators have in common.
 
     Attributes:
-        dtypes: of the tensors, by name, for the threshold; float32 where it is not told.
+        dtypes: of the tensors, by name, for the threshold; float32 where it is not given.
         optimizer_parallel: cut blocks again over the devices that share them (`enable_parallel_optimizer`).
         optimizer_weight_shard_size: into at most so many pieces; -1 for all devices that share a block.
         parallel_optimizer_threshold: weights smaller than this are not cut by it, in KB of 1024 bytes; 64.
@@ -295,7 +295,7 @@ def _layouts(
     key: str,
     faults: Faults,
 ) -> dict[str, Layout]:
-    """Return the layout that the rules give to each weight; those that do not fit are faults, told once a rule."""
+    """Return the layout that the rules give to each weight; those that do not fit are faults, reported once a rule."""
     layouts: dict[str, Layout] = {}
     wrong: dict[tuple[str, str], list[str]] = {}
     for name, shape in shapes.items():

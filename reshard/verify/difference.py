@@ -19,7 +19,7 @@ class Difference:
         kind: `values` (elements differ), `missing` or `extra` (a tensor, in the target or in one rank's file, which
             may be there so that it cannot be read), `dtype`, `shape`, `text` (a `str` entry), `note` (in the
             `__metadata__` of a file); and against a manifest `file` (not there, or not readable), `size`, `checksum`.
-        told: what was found and what was expected, in words.
+        text: what was found and what was expected, in words.
         name: the tensor, as the target calls it; None where a file, or a note of it, is meant.
         side: `source` where a replica in the source differs from another one there.
         rank: of the file; None where no file is meant.
@@ -33,7 +33,7 @@ class Difference:
     """
 
     kind: Kind
-    told: str
+    text: str
     name: str | None = None
     side: Literal["source", "target"] = "target"
     rank: int | None = None

@@ -14,7 +14,7 @@ from reshard.plan.select import Selection
 from reshard.source.made import read_small_strategy
 from reshard.source.open import open as open_checkpoint
 from reshard.source.open import reopen
-from reshard.storage.crc32c import crc32c
+from reshard.storage.crc32c import crc_of_range
 from reshard.storage.places import any_store, as_place
 from reshard.storage.threads import each
 from reshard.verify.difference import Difference
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from reshard.source.checkpoint import Checkpoint
     from reshard.source.made import Made
-
-_READ_BYTES = 4 << 20
 
 Sums = tuple[tuple[Difference, ...], int, int]
 """What is not as it was noted; how many ranges were compared, and their bytes."""
@@ -98,7 +96,7 @@ def _opened(
     )
 
 
-def check_sums(made: Made, *, threads: int, told: Callable[[int, int], None]) -> Sums:
+def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], None]) -> Sums:
     """Compare the files of a target with the sizes and checksums that its ledger noted."""
     differences: list[Difference] = []
     total = sum(sum(record.wrote[1::3]) for record in made.records.values())
@@ -108,7 +106,7 @@ def check_sums(made: Made, *, threads: int, told: Callable[[int, int], None]) ->
         nonlocal count, done
         differences.extend(one[0])
         count, done = count + one[1], done + one[2]
-        told(done, total)
+        on_progress(done, total)
 
     each(lambda file: _sums_of(made, file), list(made.records), threads, compared)
     return tuple(differences), count, done
@@ -128,15 +126,11 @@ def _sums_of(made: Made, file: str) -> tuple[list[Difference], int, int]:
     if record.ready and size != record.ready[0]:
         return [difference("size", f"has {size} bytes; {record.ready[0]} were written")], 0, 0
     wrong = []
-    buffer = memoryview(bytearray(_READ_BYTES))
     for begin, nbytes, crc in record.ranges:
-        value = 0
-        for start in range(0, nbytes, _READ_BYTES):
-            part = buffer[: min(_READ_BYTES, nbytes - start)]
-            store.read_into(path, begin + start, part)
-            value = crc32c(part, value)
         found += nbytes
-        if value != crc:
+        if crc_of_range(store, path, begin, nbytes) != crc:
             wrong.append(f"{begin} to {begin + nbytes}")
-    told = [difference("checksum", f"has other bytes than were written at {names(wrong, most=3)}")] if wrong else []
-    return told, len(record.wrote) // 3, found
+    differences = (
+        [difference("checksum", f"has other bytes than were written at {names(wrong, most=3)}")] if wrong else []
+    )
+    return differences, len(record.wrote) // 3, found

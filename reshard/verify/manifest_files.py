@@ -141,8 +141,8 @@ def check_files(
         expected = file.crc32c if name is None else file.tensors[name].crc32c
         if found != expected:
             what = "the header, or what else is not contents, " if name is None and file.tensors else ""
-            told = f"{what}has the CRC-32C {found:08x}; expected {expected:08x}"
-            differences.append(Difference("checksum", told, name, path=paths[where]))
+            text = f"{what}has the CRC-32C {found:08x}; expected {expected:08x}"
+            differences.append(Difference("checksum", text, name, path=paths[where]))
     return Checked(tuple(differences), tuple(paths.values()), summed.read)
 
 
@@ -188,9 +188,9 @@ def _entries(
         if entry is None:
             differences.append(Difference("missing", "is not in the file", name=name, path=path))
         elif (entry.dtype, shape_of(entry)) != part[:2]:
-            told = f"is {entry.dtype} {shape_text(shape_of(entry))}; expected {part.dtype} {shape_text(part.shape)}"
+            fault = f"is {entry.dtype} {shape_text(shape_of(entry))}; expected {part.dtype} {shape_text(part.shape)}"
             kind: Kind = "dtype" if entry.dtype is not part.dtype else "shape"
-            differences.append(Difference(kind, told, name=name, path=path))
+            differences.append(Difference(kind, fault, name=name, path=path))
         else:
             found[name] = entry
     differences += [

@@ -132,8 +132,8 @@ def match(
     for name in set(source.unreadable) & set(selected.dropped):
         found.dropped.append(name)
         if not matches(name, wishes.drop):
-            told = Text(f"{source.unreadable[name]}; to leave it out give ", Option("drop", name))
-            found.differences.append(Difference("missing", told, name=name))
+            fault = Text(f"{source.unreadable[name]}; to leave it out give ", Option("drop", name))
+            found.differences.append(Difference("missing", fault, name=name))
     expected = {new_names[name] for name in chosen}
     known = set(new_names.values())
     for name in target.tensors:
@@ -194,8 +194,8 @@ def _of_notes(source: Checkpoint, target: Checkpoint, rank: int | None) -> Itera
         for key in sorted({key for some in (notes, *given) for key in some} - {"format"}):
             values = [some.get(key) for some in given]
             if file.index.format == SAFETENSORS and notes.get(key) not in values:
-                told = f"has {_noted(key, notes.get(key))}; the source has {_noted(key, values[0])}"
-                yield Difference("note", told, None, "target", target.ranks[number], file.path)
+                fault = f"has {_noted(key, notes.get(key))}; the source has {_noted(key, values[0])}"
+                yield Difference("note", fault, None, "target", target.ranks[number], file.path)
 
 
 def _noted(key: str, value: str | None) -> str:
@@ -228,11 +228,11 @@ def _compare_headers(
         return
     dtype = wishes.target_dtype(tensor.spec.dtype)
     if other.spec.dtype is not dtype:
-        told = f"is {other.spec.dtype}; the source's becomes {dtype}"
-        found.differences.append(Difference("dtype", told, name=name))
+        fault = f"is {other.spec.dtype}; the source's becomes {dtype}"
+        found.differences.append(Difference("dtype", fault, name=name))
     elif other.spec.shape != tensor.spec.shape:
-        told = f"is {shape_text(other.spec.shape)}; the source has {shape_text(tensor.spec.shape)}"
-        found.differences.append(Difference("shape", told, name=name))
+        fault = f"is {shape_text(other.spec.shape)}; the source has {shape_text(tensor.spec.shape)}"
+        found.differences.append(Difference("shape", fault, name=name))
     else:
         absent = sum(not replicas for one in (tensor, other) for replicas in one.sharding.replicas)
         if absent:
@@ -247,9 +247,9 @@ def _of_texts(source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Ten
         for number, _ in replicas:
             text = target.entry_text(number, other.spec.name)
             if text not in held:
-                told = f"is {_shown(text)}; the source has {_shown(next(iter(held)))}"
+                fault = f"is {_shown(text)}; the source has {_shown(next(iter(held)))}"
                 file = target.files[number]
-                yield Difference("text", told, other.spec.name, "target", target.ranks[number], file.path)
+                yield Difference("text", fault, other.spec.name, "target", target.ranks[number], file.path)
 
 
 def _shown(text: str | None) -> str:

@@ -110,14 +110,14 @@ def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable
 def _check_ranks(target: Checkpoint, wishes: Selection, faults: Faults, *, once: bool) -> None:
     """Every rank that is there must have what the strategy gives it, as far as any rank of its stage has it."""
     replicas = Replicas(target, once=once, converted=False)
-    told = {
+    unreadable = {
         (rank, name) for rank, file in zip(target.ranks, target.files, strict=True) for name, _ in file.index.unreadable
     }
     lacking: dict[int, list[str]] = {}
     for name, tensor in target.tensors.items():
         lacks = replicas.lacking(tensor)
         if lacks and not matches(name, wishes.allow_missing):
-            for rank in dict.fromkeys(lack.rank for lack in lacks if (lack.rank, name) not in told):
+            for rank in dict.fromkeys(lack.rank for lack in lacks if (lack.rank, name) not in unreadable):
                 lacking.setdefault(rank, []).append(name)
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, some in sorted(lacking.items()):
@@ -147,8 +147,8 @@ def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
                 stages |= without
     if not lacking:
         return []
-    told = f"stage {names(sorted(stages))} has nothing of {names(lacking, most=3)}, which it shares with others"
-    return [f"{told}: MindSpore leaves out what another stage stores"]
+    lack = f"stage {names(sorted(stages))} has nothing of {names(lacking, most=3)}, which it shares with others"
+    return [f"{lack}: MindSpore leaves out what another stage stores"]
 
 
 def leftovers(root: Path) -> list[str]:

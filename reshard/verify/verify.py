@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
     from reshard.verify.compare import Check, Compared, Mismatch
 
-    Told = Callable[[int, int], None]
+    OnProgress = Callable[[int, int], None]
     """Gets the bytes done and the bytes to be done."""
 
 _NEVER = "checksums that files carry (crc_num), and how text entries are stored"
@@ -166,14 +166,14 @@ def verify(
         raise UsageError("a manifest says what each file holds; leave deduplicated out")
     if sample is not None and (not 0 < sample <= 1 or against is None):
         raise UsageError(f"sample is {sample}; expected a share of what is compared with a source, up to 1")
-    threads, told = _threads(threads), _told(progress, began)
+    threads, on_progress = _threads(threads), _on_progress(progress, began)
     if manifest is not None:
         if isinstance(target, Checkpoint):
             raise UsageError("a manifest is of files: name the directory that they are in")
         _refuse_url(target)
-        found = _against_manifest(Path(str(target)), manifest, partial, threads, told)
+        found = _against_manifest(Path(str(target)), manifest, partial, threads, on_progress)
     elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
-        found = _against_made(made, memory, threads, client, told)
+        found = _against_made(made, memory, threads, client, on_progress)
     else:
         checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy)
         wishes = selection or Selection()
@@ -184,7 +184,7 @@ def verify(
         else:
             source = against if isinstance(against, Checkpoint) else opened(against, source_strategy, what="source")
             found = _against_source(
-                checkpoint, source, wishes, deduplicated, sample, seed, memory, threads, client, told
+                checkpoint, source, wishes, deduplicated, sample, seed, memory, threads, client, on_progress
             )
     return replace(found, seconds=time.perf_counter() - began)
 
@@ -198,7 +198,7 @@ def _made(
     return None if partial else made_at(target)
 
 
-def _against_made(made: Made, memory: int | None, threads: int, client: Any, told: Told) -> Verification:
+def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_progress: OnProgress) -> Verification:
     """Compare a target with what it was made from, as its ledger says it, or with the checksums there."""
     from reshard.verify.made import check_sums, source_of, target_of  # not on every start
 
@@ -206,7 +206,7 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, tol
     try:
         source, selection, deduplicated = source_of(made)
     except SourceError as error:
-        differences, count, read = check_sums(made, threads=threads, told=told)
+        differences, count, read = check_sums(made, threads=threads, on_progress=on_progress)
         notice = f"compared with the sizes and checksums that its ledger has, not with {given}: {error}"
         return Verification(
             made.root,
@@ -222,7 +222,7 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, tol
             unchecked=("headers, and what has no checksum", _NEVER),
         )
     target = target_of(made)
-    return _against_source(target, source, selection, deduplicated, None, None, memory, threads, client, told)
+    return _against_source(target, source, selection, deduplicated, None, None, memory, threads, client, on_progress)
 
 
 def make_manifest(
@@ -246,14 +246,14 @@ def make_manifest(
         SourceError: a file cannot be read, or is not sound.
         UsageError: it is a zarr store, or at a URL.
     """
-    told = _told(progress, time.perf_counter())
+    on_progress = _on_progress(progress, time.perf_counter())
     _refuse_url(target)
     files, _, _ = read_headers(target, rank_pattern=rank_pattern, suffix=suffix)
     if files[0].index.format == ZARR:
         raise UsageError(f"{target}: is a zarr store; a manifest is of checkpoint files; compare it with its source")
     root = _root(Path(str(target)))
     others = [name for name in SET_INDEXES if Path(str(target)).is_dir() and (root / name).is_file()]
-    return sum_files(root, files, others, threads=_threads(threads), progress=told)
+    return sum_files(root, files, others, threads=_threads(threads), progress=on_progress)
 
 
 def manifest_can_check(target: AnyName) -> bool:
@@ -282,7 +282,7 @@ def opened(
         reading: other options of `reshard.open`.
 
     Raises:
-        SourceError: as `reshard.open`; beside it, unfinished files that are there are told.
+        SourceError: as `reshard.open`; beside it, unfinished files that are there are named.
     """
     try:
         if strategy is None and not reading.get("layouts") and reading.get("stage") is None:
@@ -305,7 +305,7 @@ def _threads(threads: int | None) -> int:
     return threads
 
 
-def _told(progress: Callable[[Progress], None] | None, began: float) -> Told:
+def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> OnProgress:
     """Return what tells a user's callback how far it is."""
     if progress is None:
         return lambda _done, _total: None
@@ -340,7 +340,7 @@ def _against_source(
     memory: int | None,
     threads: int,
     client: Any,
-    told: Told,
+    on_progress: OnProgress,
 ) -> Verification:
     """Compare what a conversion of the source would have made with what is there."""
     from reshard.verify.compare import Comparison, checks, gathered  # it brings numpy
@@ -367,7 +367,7 @@ def _against_source(
 
     def compared(one: Compared) -> None:
         found.append(one)
-        told(min(sum(each.read for each in found), nbytes), nbytes)
+        on_progress(min(sum(each.read for each in found), nbytes), nbytes)
 
     try:
         map_tasks(Comparison.run, comparison, tasks, threads=threads, client=client, on_result=compared)
@@ -443,12 +443,12 @@ def _within(memory: int | None, threads: int, sides: Sequence[Checkpoint]) -> tu
 
 
 def _against_manifest(
-    target: Path, manifest: Manifest | str | os.PathLike[str], partial: bool, threads: int, told: Told
+    target: Path, manifest: Manifest | str | os.PathLike[str], partial: bool, threads: int, on_progress: OnProgress
 ) -> Verification:
     """Compare files with a manifest."""
     known = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
     root = _root(target)
-    checked = check_files(root, known, partial=partial, threads=threads, progress=told)
+    checked = check_files(root, known, partial=partial, threads=threads, progress=on_progress)
     notices = leftovers(target)
     if target.is_dir():
         below = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.suffix in EXTENSIONS)

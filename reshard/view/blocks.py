@@ -191,17 +191,17 @@ def draw(sides: Sequence[Side], title: str) -> Picture:
         for number, side in enumerate(sides[:_MOST_SIDES])
     ]
     drawing, width, height = wrapped(parts, 900, 44)
-    told = []
+    remarks = []
     if any(len(ranks) > 1 for side in sides for ranks in side.ranks):
-        told.append("hatched: on several ranks")
+        remarks.append("hatched: on several ranks")
     if any(cuts):
-        told.append("dashed: where the source is cut")
+        remarks.append("dashed: where the source is cut")
     if any(not ranks for side in sides for ranks in side.ranks):
-        told.append("empty: in no file")
+        remarks.append("empty: in no file")
     if len(sides) > _MOST_SIDES:
-        told.append(f"and {len(sides) - _MOST_SIDES} more stages")
-    if told:
-        text = " · ".join(told)
+        remarks.append(f"and {len(sides) - _MOST_SIDES} more stages")
+    if remarks:
+        text = " · ".join(remarks)
         drawing = join([drawing, label(0, height + 18, text, opacity=0.66)])
         width, height = max(width, text_width(text)), height + 26
     return Picture(title, ceil(width) + 2.0, ceil(height) + 2.0, drawing)
@@ -407,7 +407,7 @@ def _label(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]]) -
     choices = [_who(cell)]
     if cell.ranks:
         choices += [ranges_text(cell.ranks), f"{cell.ranks[0]} +{len(cell.ranks) - 1}", f"{cell.ranks[0]}"]
-    told = fitting(choices, x1 - x0 - 4, 10) if y1 - y0 >= 13 else ""
+    caption = fitting(choices, x1 - x0 - 4, 10) if y1 - y0 >= 13 else ""
     fill, ink = _colour(cell, colours)
     around: dict[str, str | float] = {
         "fill": ink,
@@ -417,7 +417,7 @@ def _label(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]]) -
         "stroke_linejoin": "round",
     }
     x, y = (x0 + x1) / 2, (y0 + y1) / 2 + 3.5
-    return label(x, y, told, anchor="middle", size=10, **around) if told else Markup("")
+    return label(x, y, caption, anchor="middle", size=10, **around) if caption else Markup("")
 
 
 def _colour(cell: _Cell, colours: Mapping[int, tuple[str, str]]) -> tuple[str, str]:

@@ -232,7 +232,7 @@ def verdict_data(found: Verification) -> dict[str, object]:
 def _difference_data(one: Difference) -> dict[str, object]:
     return {
         "kind": one.kind,
-        "told": one.told,
+        "text": one.text,
         "tensor": one.name,
         "side": one.side,
         "rank": one.rank,

@@ -47,7 +47,7 @@ class Node:
         name: what is written beside it.
         remark: what is written below that.
         nbytes: what goes through it.
-        tip: what is told where the pointer rests; by default the name.
+        tip: what is shown where the pointer rests; by default the name.
         rank: the first rank of those that it is of, which decides its colour.
     """
 
@@ -160,7 +160,7 @@ def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
     every = ((place, run) for place, move in enumerate(moves) for run in move.recipe.segments(move.axis, 0, move.rows))
     most = max(_MOST_MEETINGS // (len(shards) + len(wanted)), _MOST_MIDDLES)
     runs = list(islice(every, most))
-    told = "row bands" if next(every, None) is None else f"row bands, the first {most:,} runs"
+    title = "row bands" if next(every, None) is None else f"row bands, the first {most:,} runs"
     shard_number = {key: number for number, key in enumerate(shards)}
     wanted_number = {key: number for number, key in enumerate(wanted)}
     source_of, run_of, target_of = _shared(len(shards)), _shared(len(runs), _MOST_MIDDLES), _shared(len(wanted))
@@ -181,7 +181,7 @@ def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
         for p, n in wanted
     ]
     return Flow(
-        ("source blocks", told, "target blocks"),
+        ("source blocks", title, "target blocks"),
         _blocks(source_of, holders, _sums(read, 0)),
         _bands(plan, run_of, [(moves[place], segment) for place, segment in runs], _sums(read, 1)),
         _blocks(target_of, takers, _sums(written, 1)),

@@ -457,9 +457,9 @@ def _listing(title: str, names: Sequence[str], meaning: str) -> Markup:
     items = [tag("li", tag("code", name)) for name in folded[:_MOST_NAMES]]
     if not names:
         return details(title, _note(f"no tensor is {meaning}"), more="none")
-    told = tag("ul", *items)
+    listing = tag("ul", *items)
     return details(
-        title, told, *_more(len(folded), _MOST_NAMES, "name"), more=f"{len(names):,}, {meaning}", opened=True
+        title, listing, *_more(len(folded), _MOST_NAMES, "name"), more=f"{len(names):,}, {meaning}", opened=True
     )
 
 

@@ -45,9 +45,9 @@ def tag(name: str, *children: str, **attributes: str | float) -> Markup:
     >>> print(tag("p", "a < b ", tag("b", "!"), class_="x"))
     <p class="x">a &lt; b <b>!</b></p>
     """
-    told = "".join(f' {_attribute(key)}="{_value(value)}"' for key, value in attributes.items())
+    written = "".join(f' {_attribute(key)}="{_value(value)}"' for key, value in attributes.items())
     inside = "".join(child if isinstance(child, Markup) else _escaped(child) for child in children)
-    return Markup(f"<{name}{told}>{inside}</{name}>" if inside or name not in _EMPTY else f"<{name}{told}/>")
+    return Markup(f"<{name}{written}>{inside}</{name}>" if inside or name not in _EMPTY else f"<{name}{written}/>")
 
 
 _EMPTY = frozenset({"rect", "path", "line"})

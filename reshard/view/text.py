@@ -362,12 +362,12 @@ def _kind(checkpoint: Checkpoint, tensor: Tensor, shards: str) -> tuple[str, Sha
     """Return what the row of a tensor says beside its name."""
     layouts = layouts_of(checkpoint, tensor)
     if len(layouts) > 1:
-        told = ", ".join(f"stage {stage}: {layout}" for stage, layout in layouts)
+        rule = ", ".join(f"stage {stage}: {layout}" for stage, layout in layouts)
     else:
-        told = str(layouts[0][1]) if layouts else "whole"
+        rule = str(layouts[0][1]) if layouts else "whole"
     if checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1 and len(layouts) == 1:
-        told = f"stage {layouts[0][0]}: {told}"
-    return tensor.spec.dtype.name, tensor.spec.shape, tensor.spec.nbytes, told, shards
+        rule = f"stage {layouts[0][0]}: {rule}"
+    return tensor.spec.dtype.name, tensor.spec.shape, tensor.spec.nbytes, rule, shards
 
 
 def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
@@ -578,7 +578,7 @@ def _conclusion(found: Verification) -> str:
 
 def _difference_lines(one: Difference, found: Verification, words: Words) -> Iterable[str]:
     subject = f"tensor {printable(one.name)}" if one.name is not None else _below(one.path or "", found.target)
-    yield f"  {subject}: {printable(spelled(one.told, words))}"
+    yield f"  {subject}: {printable(spelled(one.text, words))}"
     if one.path is not None and one.name is not None:
         root = found.against if one.side == "source" else found.target
         rank = "" if one.rank is None else f"rank {one.rank}, "

@@ -132,7 +132,7 @@ JSON = [
     a_json("an axis out of range", layout(tensor_map=[1]), "$.parallel_layout_item.w: tensor_map[0] is 1; expected -1 to 0 for dev_matrix [2]"),
     a_json("an axis twice", layout(tensor_map=[0, 0], tensor_shape=[4, 4]), "$.parallel_layout_item.w: tensor_map[1] uses device axis 0 a second time"),
     a_json("a shape of other dimensions", layout(tensor_shape=[4, 4]), "$.parallel_layout_item.w.tensor_shape: is [4, 4], of 2 dimensions; tensor_map has 1"),
-    a_json("a name with half of a surrogate pair", layouts({"\ud800": {"dev_matrix": [2], "tensor_map": [0]}}), "$.parallel_layout_item.'\\ud800': is no name; half of a surrogate pair stands alone in it"),
+    a_json("a name with half of a surrogate pair", layouts({"\ud800": {"dev_matrix": [2], "tensor_map": [0]}}), "$.parallel_layout_item.'\\ud800': is not a name; half of a surrogate pair stands alone in it"),
     a_json("no layouts", layouts([]), "$.parallel_layout_item: is a list; expected an object"),
     a_json("1,000 dimensions of one device each", layout(dev_matrix=[1] * 1000, tensor_map=list(range(1000)), tensor_shape=[1] * 1000), "$.parallel_layout_item.w: dev_matrix has 1000 entries; more than 64 is taken for a corrupt file"),
     Item("2 MB of empty lists", layout(more=[[]] * 500_000), "", ("strategy check {bad} {file}", "strategy show {bad}"), 0, "bad.json"),

@@ -24,8 +24,8 @@ TARGETS = [
     Item("a prefix of 300 characters", tree({}), ".ckpt.partial: cannot be made: File name too long", (f"{_TO_RANKS} --prefix {'x' * 300}",), 6, "out"),
     a_target("a rank directory that leads out", tree({"rank_0": link("../outside")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/checkpoint_0.ckpt; remove the link"),
     a_target("a rank directory that leads above", tree({"rank_1": link("..")}), "rank_1/checkpoint_1.ckpt: leads out of the target directory, to /item/checkpoint_1.ckpt; remove the link"),
-    a_target("a rank directory that is a link to itself", tree({"rank_0": link("rank_0")}), "/item/out/rank_0: is no directory; expected one for the target"),
-    a_target("a rank directory that is a file", tree({"rank_0": b""}), "/item/out/rank_0: is no directory; expected one for the target"),
+    a_target("a rank directory that is a link to itself", tree({"rank_0": link("rank_0")}), "/item/out/rank_0: is not a directory; expected one for the target"),
+    a_target("a rank directory that is a file", tree({"rank_0": b""}), "/item/out/rank_0: is not a directory; expected one for the target"),
     a_target("a file that leads out", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/keep")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/keep; remove the link"),
     a_target("a file that leads to nothing outside", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/new")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/new; remove the link"),
     a_target("an unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.partial": link("../../outside/keep")}), "", code=0),  # it is no run's own, and removed
@@ -68,8 +68,8 @@ TARGETS = [
     a_target("a manifest that is a FIFO", tree({"m.json": fifo}), "m.json: is no regular file but a pipe or a device", commands=(f"{_SUMMED} --overwrite",)),
     a_target("a manifest that is a directory", tree({"m.json/a": b""}), "m.json: is a directory; expected the name of a file", commands=(_SUMMED, f"{_SUMMED} --overwrite")),
     a_target("an unfinished manifest that leads out", tree({"m.json.partial": link("../outside/keep")}), "", commands=(_SUMMED,), code=0),
-    a_target("a target that is a file", b"", "/item/out: is no directory; expected one for the target"),
-    a_target("a target that is a FIFO", fifo, "/item/out: is no directory; expected one for the target"),
-    a_target("a target that is a link to itself", link("out"), "/item/out: is no directory; expected one for the target"),
+    a_target("a target that is a file", b"", "/item/out: is not a directory; expected one for the target"),
+    a_target("a target that is a FIFO", fifo, "/item/out: is not a directory; expected one for the target"),
+    a_target("a target that is a link to itself", link("out"), "/item/out: is not a directory; expected one for the target"),
     a_target("a target without permission", lambda path: path.mkdir(0o500), "/item/out/.reshard/lock: cannot be written: Permission denied"),
 ]

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.run.fates import Do, Fate, How, Seen, Wanted, fate, fates, of
+from reshard.run.fates import Do, Fate, Planned, Policy, Seen, fate, fates, of
 from reshard.source.records import Record
 from reshard.storage.page_cache import boot_id
 
 NOW, OTHER = (10, 1), (10, 2)
-WANTED = Wanted("9f", 10)
+WANTED = Planned("9f", 10)
 BEGUN = Record("9f", 10, sources="s")
 DONE = Record("9f", 10, ready=NOW, sources="s")
 OLD = Record("old", 10, ready=NOW, sources="s")
@@ -70,7 +70,7 @@ KEEP, RESUME, MAKE, CHANGED, UNMANAGED = Do
 def test_what_to_do(
     record: Record, state: tuple[int, int] | None, is_begun: bool, options: dict[str, Any], expected: Do
 ) -> None:
-    found = fate(WANTED, Seen(record, state, is_begun), How(**{"sources": "s", **options}))
+    found = fate(WANTED, Seen(record, state, is_begun), Policy(**{"sources": "s", **options}))
     assert found.do is expected
     if found.do is not UNMANAGED and state in {record.ready, record.replaces}:
         assert found.ours == state
@@ -78,14 +78,14 @@ def test_what_to_do(
 
 def test_a_link_may_be_there_before_it_is_noted() -> None:
     for is_link, expected in ((True, RESUME), (False, UNMANAGED)):
-        assert fate(Wanted("9f", 10, is_link=is_link), Seen(BEGUN, NOW), How()).do is expected
+        assert fate(Planned("9f", 10, is_link=is_link), Seen(BEGUN, NOW), Policy()).do is expected
 
 
 @pytest.mark.parametrize("lacking", [False, True])
 def test_an_index_is_kept_with_all_that_it_is_of(lacking: bool) -> None:
-    wanted = {"a": WANTED, "index": Wanted("9f", 10, is_last=True)}
+    wanted = {"a": WANTED, "index": Planned("9f", 10, is_last=True)}
     seen = {"index": Seen(DONE, NOW), **({} if lacking else {"a": Seen(DONE, NOW)})}
-    found = fates(wanted, seen, How())
+    found = fates(wanted, seen, Policy())
     assert found == ({"a": Fate(MAKE), "index": Fate(MAKE, NOW)} if lacking else dict.fromkeys(wanted, Fate(KEEP, NOW)))
 
 
@@ -100,38 +100,38 @@ records = st.builds(
     sources=st.sampled_from(["", "s", "t"]),
 )
 seens = st.builds(Seen, records, states, st.booleans())
-hows = st.builds(How, st.sampled_from(["", "s"]), st.booleans(), st.booleans(), st.booleans())
+hows = st.builds(Policy, st.sampled_from(["", "s"]), st.booleans(), st.booleans(), st.booleans())
 
 
-@given(st.builds(Wanted, st.just("9f"), st.just(10), st.booleans()), seens, hows)
-def test_nothing_of_others_is_touched_and_nothing_wrong_is_kept(wanted: Wanted, seen: Seen, how: How) -> None:
-    found = fate(wanted, seen, how)
+@given(st.builds(Planned, st.just("9f"), st.just(10), st.booleans()), seens, hows)
+def test_nothing_of_others_is_touched_and_nothing_wrong_is_kept(wanted: Planned, seen: Seen, policy: Policy) -> None:
+    found = fate(wanted, seen, policy)
     record, state = seen.record, seen.state
     if found.do is KEEP:  # as this run would make it, and it is there as it was noted
         assert record.digest == wanted.digest
         assert state == record.ready is not None
         assert not record.may_be_lost
-        assert not how.restart
-    if found.do in {RESUME, MAKE} and state is not None and not how.overwrite:  # it is replaced: it is ours
+        assert not policy.restart
+    if found.do in {RESUME, MAKE} and state is not None and not policy.overwrite:  # it is replaced: it is ours
         noted = state in {record.ready, record.replaces}
         assert noted or (record.digest == wanted.digest and record.ready is None)
     if found.do is RESUME:
         assert record.digest == wanted.digest
-        assert not how.restart
+        assert not policy.restart
         assert not found.is_touched
-    if how.overwrite:
+    if policy.overwrite:
         assert found.do in {KEEP, RESUME, MAKE}
-    if how.restart:
+    if policy.restart:
         assert found.do in {MAKE, UNMANAGED}
     if found.ours is not None:
         assert found.ours == state
 
 
 @given(st.dictionaries(st.sampled_from("abc"), seens, min_size=3), hows)
-def test_all_is_done_again_or_nothing_is_left_to_do(seen: dict[str, Seen], how: How) -> None:
+def test_all_is_done_again_or_nothing_is_left_to_do(seen: dict[str, Seen], policy: Policy) -> None:
     """What a run has finished the next one keeps, whatever was there before."""
-    wanted = {file: Wanted("9f", 10, is_last=file == "c") for file in "abc"}
-    found = fates(wanted, seen, how)
+    wanted = {file: Planned("9f", 10, is_last=file == "c") for file in "abc"}
+    found = fates(wanted, seen, policy)
     assert sorted(file for do in Do for file in of(found, do)) == sorted(wanted)
     after = {file: Seen(Record("9f", 10, ready=(10, 5)), (10, 5)) for file in wanted}
-    assert of(fates(wanted, after, how._replace(restart=False)), KEEP) == list(wanted)
+    assert of(fates(wanted, after, policy._replace(restart=False)), KEEP) == list(wanted)

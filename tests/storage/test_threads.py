@@ -17,7 +17,7 @@ from commands import interruptible
 from stopped_runs import TARGET, small_tasks, source
 
 import reshard
-from reshard.storage.threads import each, results, shielded
+from reshard.storage.threads import each, results, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,12 +99,12 @@ def test_what_goes_wrong_ends_the_work(thread: str) -> None:
 
 
 HANGS = {
-    "as the work ends": "shielded(lambda tell: interrupt_main(), print, list)",
-    "as the work tells": "shielded(lambda tell: (interrupt_main(), tell(1), tell(2)), lambda value: None, list)",
-    "as it begins": "threading.Thread.start = kill; shielded(lambda tell: 1, print, list)",
-    "while it is given up": "shielded(lambda tell: (tell(1), time.sleep(0.2)), fails, interrupt_main)",
-    "what gives up fails": "shielded(lambda tell: tell(1), fails, fails)",
-    "no memory": "threads.start_new_thread = no_memory; shielded(lambda tell: 1, print, list)",
+    "as the work ends": "uninterrupted(lambda tell: interrupt_main(), print, list)",
+    "as the work tells": "uninterrupted(lambda tell: (interrupt_main(), tell(1), tell(2)), lambda value: None, list)",
+    "as it begins": "threading.Thread.start = kill; uninterrupted(lambda tell: 1, print, list)",
+    "while it is given up": "uninterrupted(lambda tell: (tell(1), time.sleep(0.2)), fails, interrupt_main)",
+    "what gives up fails": "uninterrupted(lambda tell: tell(1), fails, fails)",
+    "no memory": "threads.start_new_thread = no_memory; uninterrupted(lambda tell: 1, print, list)",
 }
 
 
@@ -121,7 +121,7 @@ def raises_once(*_):
         raise KeyboardInterrupt
 signal.signal(signal.SIGINT, raises_once)  # who starts the tests may ignore it
 from reshard.storage import threads
-from reshard.storage.threads import shielded
+from reshard.storage.threads import uninterrupted
 def fails(*_): raise LookupError
 def no_memory(*_): raise MemoryError
 def kill(*_):  # wakes the main thread, as `interrupt_main` does not; where that has looked for signals and does not
@@ -152,7 +152,7 @@ def test_an_error_is_held_by_nobody() -> None:
     gc.disable()
     try:
         with suppress(LookupError):
-            shielded(fails, nothing, list)
+            uninterrupted(fails, nothing, list)
         del held, fails
         assert gone() is None
     finally:
@@ -186,7 +186,7 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
 
     def attempt() -> None:
         with pytest.raises(RuntimeError, match="can't start"):
-            shielded(lambda tell: tell(1), nothing, list)
+            uninterrupted(lambda tell: tell(1), nothing, list)
 
     with monkeypatch.context() as patch:
         patch.setattr("reshard.storage.threads.start_new_thread", fails)

@@ -113,7 +113,7 @@ def test_an_expanded_layout_is_not_written_as_protobuf_of_more_dimensions(tmp_pa
         Strategy.of({"w": Layout.of([2, 2, 2], [-1, (1, 0)])}, shapes={"w": (784, 512)}), tmp_path / "b.json"
     )
     strategy = read_strategy(tmp_path / "b.json")
-    with pytest.raises(UsageError, match="cannot be told; write JSON"):
+    with pytest.raises(UsageError, match="cannot be known; write JSON"):
         write_strategy(strategy, tmp_path / "a.ckpt")
     write_strategy(strategy, tmp_path / "a.json")
 

@@ -101,7 +101,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (json_top({"w": json_item(field=None)}), ".w.field: is None; expected an integer"),
         (json_top({"w": json_item(opt_weight_shard_step=1 << 40)}), ".w.opt_weight_shard_step: is 1099511627776"),
         (json_top({"w": json_item(opt_weight_shard_size=-7)}), "opt_weight_shard_size is -7; expected -1 or more"),
-        (json_top({"\ud800": json_item()}), "is no name; half of a surrogate pair"),
+        (json_top({"\ud800": json_item()}), "is not a name; half of a surrogate pair"),
         (json_top({"w": json_item()}, {"op": {"stage": -1}}), "$.parallel_strategy_item.op.stage: is -1; expected 0"),
         (json_top({"w": json_item()}, {"op": {"parallel_strategy": [1]}}), ".op.parallel_strategy[0]: is 1;"),
         (json_top({"w": json_item()}, {"op": {"parallel_strategy": 1}}), ".op.parallel_strategy: is 1; expected"),

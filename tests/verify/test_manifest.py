@@ -129,7 +129,7 @@ def test_a_flipped_bit_of_a_note_is_a_difference_of_the_file(tmp_path: Path) -> 
     path.write_bytes(path.read_bytes().replace(b'"epoch":"7"', b'"epoch":"6"'))
     (one,) = reshard.verify(path, manifest=made).differences
     assert (one.kind, one.name, one.path) == ("checksum", None, "a.safetensors")
-    assert one.told.startswith("the header, or what else is not contents, has the CRC-32C ")
+    assert one.text.startswith("the header, or what else is not contents, has the CRC-32C ")
 
 
 def test_what_is_wrong_is_told_of_each_file(sides: Sides, made: Manifest) -> None:
@@ -145,7 +145,7 @@ def test_what_is_wrong_is_told_of_each_file(sides: Sides, made: Manifest) -> Non
     (target / "rank_4" / "checkpoint_4.safetensors").symlink_to(outside)
     write_file(target / "rank_9" / "late.ckpt", FULL, "ckpt")
     found = reshard.verify(target, manifest=made)
-    told = {str(one.path)[:6]: (one.kind, one.told.split(";")[0]) for one in found.differences}
+    told = {str(one.path)[:6]: (one.kind, one.text.split(";")[0]) for one in found.differences}
     assert told == {
         "rank_0": ("file", "is not there"),
         "rank_1": ("size", f"has {rank_file(target, 1).stat().st_size} bytes"),

@@ -240,7 +240,7 @@ def test_shapes_that_differ(tmp_path: Path) -> None:
     one = write_file(tmp_path / "a.ckpt", {"w": np.zeros((4, 2), np.float32)}, "ckpt")
     two = write_file(tmp_path / "b.ckpt", {"w": np.zeros((2, 4), np.float32)}, "ckpt")
     (difference,) = reshard.verify(two, against=one).differences
-    assert (difference.kind, difference.told) == ("shape", "is [2, 4]; the source has [4, 2]")
+    assert (difference.kind, difference.text) == ("shape", "is [2, 4]; the source has [4, 2]")
 
 
 def test_directories_of_the_same_ranks_need_no_strategy(sides: tuple[Path, Path], tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_an_empty_file_of_a_rank_is_not_equal(plain: tuple[Path, Path]) -> None:
     assert lacking(found) == {("missing", 1, "w")}
     (one,) = found.differences
     assert (one.path, one.block) == (str(path), reshard.Block((0, 18), (48, 36)))
-    assert one.told.endswith("if each replica is stored once, give deduplicated=True")
+    assert one.text.endswith("if each replica is stored once, give deduplicated=True")
     assert compared(source, target, deduplicated=True).equal
     only_w = Strategy.of({"w": AFTER.tensors["w"][0].layout})
     with pytest.raises(
@@ -407,7 +407,7 @@ def test_one_bit_makes_a_tensor_a_map_parameter(tmp_path: Path, name: str) -> No
         found = compared(source, target, **more)
         assert lacking(found) == {("missing", 4, name)}
         assert (
-            found.differences[0].told == "is a map parameter (a hash table), which has no layout, and is not compared"
+            found.differences[0].text == "is a map parameter (a hash table), which has no layout, and is not compared"
         )
     with pytest.raises(SourceError, match=f"rank 4: '{name}': is a map parameter.*drop='{name}'"):
         reshard.verify(target, AFTER)
@@ -536,7 +536,7 @@ def test_notes_of_the_files_are_carried_over(tmp_path: Path) -> None:
     ):  # fmt: skip
         target.write_bytes(content.replace(old, new))
         differences = reshard.verify(tmp_path / "dst", against=source).differences
-        assert [one.told for one in differences] == told
+        assert [one.text for one in differences] == told
         assert {(one.kind, one.rank, one.path) for one in differences} == {("note", 0, str(target))}
     plain = write_file(tmp_path / "src.ckpt", FULL, "ckpt")
     found = reshard.verify(tmp_path / "dst", against=plain)  # such files have none
