@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import helpers
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from remotes import asked, bucket, root, server, several_groups  # noqa: F401 -- likewise; they have one server
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Deterministic and without deadlines by default, so that a run tells the same on a slow machine and a fast
@@ -50,3 +52,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"{'kind':36}" + "".join(f"{column:>24}" for column in _COLUMNS))
     for kind, *numbers in [*rows, ("in all", *(sum(column) for column in list(zip(*rows, strict=True))[1:]))]:
         terminalreporter.write_line(f"{kind:36}" + "".join(f"{number:>24}" for number in numbers))
+
+
+@pytest.fixture(autouse=True)
+def _no_lock_is_left() -> Iterator[None]:
+    """Locks at URLs are refreshed by a thread; whoever takes one gives it up."""
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name == "reshard-lock"]
+    for thread in left:
+        thread.join(timeout=1)  # one that was asked to end
+    assert not any(thread.is_alive() for thread in left)

@@ -20,11 +20,10 @@ SHELVES = [
 ]  # fmt: skip
 ROOT = {"__init__", "__main__", "dtypes", "errors", "upward"}
 
-# Rooms of a shelf: nine at most, and these until their merging is done (the ledger, the sinks, the one engine).
-MOST_ROOMS = 9
-MORE_ROOMS = {"mindspore": 10, "run": 14, "plan": 13, "formats": 10}
+MOST_ROOMS = 9  # of a shelf
+MORE_ROOMS = {"mindspore": 10}
 
-DASK_USERS = {"run.cluster", "run.executor", "run.graph", "run.run", "view.arrays"}
+DASK_USERS = {"run.executor", "run.graph", "run.run", "view.arrays"}
 
 
 def module_name(path: Path) -> str:

@@ -309,7 +309,7 @@ def cluster_client(cluster: str | None, threads: int | None, *, quiet: bool) -> 
     if cluster is None:
         yield None
         return
-    from reshard.run.cluster import connected
+    from reshard.run.executor import connected
 
     with connected(cluster, threads) as client:
         if not quiet:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from reshard.formats.target_files import TargetFiles
+    from reshard.formats.entries import TargetFiles
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
     from reshard.storage.places import AnyName, Place
@@ -259,7 +259,7 @@ def convert(
     Files keep their places and names but for the extension. Where SOURCE is one file, TARGET is one too. No strategy is
     needed.
     """
-    from reshard.plan.convert import plan_convert
+    from reshard.plan.make import plan_convert
 
     directory, name = target, None
     if source.is_file():
@@ -313,7 +313,7 @@ def _make_store(
     Raises:
         TargetError: the store is finished, and of another source or of one that changed since.
     """
-    from reshard.plan.zarr import provenance
+    from reshard.plan.destination import provenance
     from reshard.source.zarr import noted_provenance
 
     noted = noted_provenance(store)
@@ -455,8 +455,7 @@ def _report_plan(plan: Plan, target: Place, running: Running) -> None:
 
 def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
     """Tell what a run would find of its target files, and which option it would need."""
-    from reshard.run.fates import Do, of
-    from reshard.run.session import preflight
+    from reshard.run.preflight import Do, of, preflight
     from reshard.view.text import count_text
 
     there = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart)
@@ -505,7 +504,7 @@ def _check_manifest(path: Path | None, plan: Plan, target: Place) -> None:
     """
     if path is None:
         return
-    if plan.alone:
+    if plan.exclusive:
         raise UsageError(
             f"--write-manifest is of checkpoint files, and {target} becomes a zarr store; leave it out, and compare "
             "the store with its source by `reshard verify --against`"

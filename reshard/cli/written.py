@@ -17,9 +17,9 @@ from reshard.cli.terminal import called_as
 from reshard.errors import SourceError, names
 from reshard.formats.ckpt import NAME as CKPT
 from reshard.formats.directories import DIRECTORY_FORMATS, RUNS
+from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, every_file, is_checkpoint_name, rank_files
 from reshard.formats.sets import SET_INDEXES
-from reshard.formats.target_files import NamedFile, RankFiles
 from reshard.formats.zarr_files import is_store
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def beside(plan: Plan, target: Place) -> Beside:
     It is what an older run left there, or another program: files of other ranks, of another format or checkpoint, a
     unified set or a zarr store, whose readers do not look at rank files at all.
     """
-    if plan.alone:  # `check_target` refuses any
+    if plan.exclusive:  # `check_target` refuses any
         return Beside()
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.formats.target_files import SomeFiles, Volumes
+from reshard.formats.entries import SomeFiles, Volumes
 from reshard.storage.base import reading
 from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from reshard.formats.target_files import Stored
+    from reshard.formats.entries import Stored
     from reshard.storage.places import Place
 
 MAX_SHARD_BYTES = 4_000_000_000

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import INT4
 from reshard.errors import Option, Text, UsageError
-from reshard.formats.entries import Content, FileLayout
-from reshard.formats.target_files import Volumes
+from reshard.formats.entries import Content, FileLayout, Volumes
 from reshard.layout.block import Block
 from reshard.storage.crc32c import crc32c
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.dtypes import DType
-    from reshard.formats.target_files import Stored
+    from reshard.formats.entries import Stored
     from reshard.layout.block import Shape
 
 NAME = "zarr"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, UsageError, names
-from reshard.plan.convert import plan_files
+from reshard.plan.make import plan_files
 from reshard.plan.select import Selection
 from reshard.run.run import run
 from reshard.source.checkpoint import Checkpoint

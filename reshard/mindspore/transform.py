@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.formats.target_files import NamedFile
+from reshard.formats.entries import NamedFile
 from reshard.mindspore.arguments import (
     FORMATS,
     DirectoryError,

@@ -23,8 +23,8 @@ import numpy as np
 
 from reshard.dtypes import INT4
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
+from reshard.formats.entries import NamedFile, Stored
 from reshard.formats.sets import MindSporeSet, read_index, share_of
-from reshard.formats.target_files import NamedFile, Stored
 from reshard.mindspore.arguments import (
     carry_out,
     check_all_stages,

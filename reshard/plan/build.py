@@ -85,14 +85,14 @@ class Destination(Protocol):
     Attributes:
         format: the name of the files' format.
         ranks: the ranks of the target that are written.
-        alone: the target directory may have nothing else in it.
+        exclusive: the target directory may have nothing else in it.
         coding: how the files are coded; None where their contents are plain.
         memory: what it takes beside what every plan does.
     """
 
     format: str
     ranks: tuple[int, ...]
-    alone: bool
+    exclusive: bool
     coding: TargetCoding | None
     memory: tuple[Share, ...]
 
@@ -168,7 +168,7 @@ def build(source: Checkpoint, items: Sequence[Item], destination: Destination, b
         budget.threads,
         texts={item.name: item.tensor.text or "" for item in texts},
         coding=destination.coding,
-        alone=destination.alone,
+        exclusive=destination.exclusive,
         memory=memory,
     )
 

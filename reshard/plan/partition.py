@@ -28,15 +28,16 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
+from reshard.formats.entries import ranges
 from reshard.plan import budget
 from reshard.plan.bands import Recipe
 from reshard.plan.budget import thread_bytes
-from reshard.plan.plan import Piece, Way
+from reshard.plan.plan import Piece, Task, Way
 from reshard.storage.places import can
 from reshard.storage.remote import part_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.formats.entries import FileLayout
     from reshard.layout.block import Block
@@ -69,14 +70,14 @@ def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
         raise UsageError(
             f"{directory}: files at URLs are written from first byte to last; leave ownership 'tensor' out"
         )
-    if plan.alone and ownership == "file" and can(directory).positioned:
+    if plan.exclusive and ownership == "file" and can(directory).positioned:
         raise UsageError(
             f"{directory}: a zarr store in a local directory is written by tensor; leave ownership 'file' out"
         )
     by_file = ownership == "file" or not can(directory).positioned
-    if not by_file or plan.groups:
+    if not by_file or plan.by_file:
         return plan
-    if plan.alone:
+    if plan.exclusive:
         return _with_whole_chunks(plan, directory)
     readers = _readers(plan.moves)
     numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
@@ -88,12 +89,18 @@ def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
         tasks=len(groups),
         peak_memory=plan.stats.peak_memory + sum(nbytes for _, nbytes in memory),
     )
-    return replace(plan, groups=groups, tasks=(), stats=stats, memory=(*plan.memory, *memory))
+    tasks = tuple(Task(files=some) for some in groups)
+    return replace(plan, tasks=tasks, stats=stats, memory=(*plan.memory, *memory))
 
 
-def group_plan(plan: Plan, group: Sequence[int]) -> Plan:
-    """Return the plan of one group of files alone: one task, which writes each file in its order."""
-    wanted = frozenset(group)
+def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
+    """Return what a task that writes whole files moves, in the order of each file, and the plan that has the moves.
+
+    Of a plan by tensor and rank that is one of these files alone; tasks of a store have their pieces.
+    """
+    if task.pieces:
+        return plan, task.pieces
+    wanted = frozenset(task.files)
     known: dict[Way, tuple[Way, dict[tuple[FileLayout, int], None]] | None] = {}
     moves: list[tuple[int, Move]] = []
     begins: dict[FileLayout, list[tuple[int, int]]] = {}  # of contents in files alike: offset and move
@@ -115,7 +122,7 @@ def group_plan(plan: Plan, group: Sequence[int]) -> Plan:
     ordered = [moves[number] for number in sorter.static_order()]
     pieces = tuple(Piece(number, 0, move.rows) for number, (_, move) in enumerate(ordered))
     labels = tuple(plan.labels[number] for number, _ in ordered)
-    return replace(plan, moves=tuple(move for _, move in ordered), labels=labels, tasks=(pieces,), groups=())
+    return replace(plan, moves=tuple(move for _, move in ordered), labels=labels), pieces
 
 
 def _share(plan: Plan, way: Way, wanted: frozenset[int]) -> tuple[Way, dict[tuple[FileLayout, int], None]] | None:
@@ -153,7 +160,7 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     groups: list[dict[int, None]] = [{} for _ in tasks]
     pieces: list[list[tuple[int, int]]] = [[] for _ in moves]  # of each move: first row and task
     for number, task in enumerate(tasks):
-        for piece in task:
+        for piece in task.pieces:
             pieces[piece.move].append((piece.start, number))
     sent = held = 0
     for move, some in zip(moves, pieces, strict=True):
@@ -167,7 +174,8 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     memory = _library_bytes(plan, directory) + min(plan.threads, max(len(tasks), 1)) * (sent + held + more)
     stats = plan.stats._replace(tasks=len(tasks), peak_memory=plan.stats.peak_memory + memory)
     shares = (*plan.memory, ("sending", memory))
-    return replace(plan, groups=tuple(map(tuple, groups)), tasks=tasks, stats=stats, memory=shares)
+    tasks = tuple(Task(task.pieces, tuple(files)) for task, files in zip(tasks, groups, strict=True))
+    return replace(plan, tasks=tasks, stats=stats, memory=shares)
 
 
 def _at_once(plan: Plan, move: Move) -> tuple[int, int]:
@@ -226,7 +234,7 @@ def _elements(way: Way) -> Counter[frozenset[int]]:
     return found
 
 
-def share_out(moves: Sequence[Move], weights: Sequence[int], *, whole_files: bool) -> tuple[tuple[Piece, ...], ...]:
+def share_out(moves: Sequence[Move], weights: Sequence[int], *, whole_files: bool) -> tuple[Task, ...]:
     """Share the rows of moves out into tasks of about equal weight.
 
     Args:
@@ -235,7 +243,7 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], *, whole_files: boo
         whole_files: a task does whole files (`Way.row_multiple`).
     """
     limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
-    tasks: list[tuple[Piece, ...]] = []
+    tasks: list[Task] = []
     task: list[Piece] = []
     room = limit
     for number, (move, weight) in enumerate(zip(moves, weights, strict=True)):
@@ -248,10 +256,10 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], *, whole_files: boo
             start += count
             room -= weight * count // rows
             if room <= limit // 16:
-                tasks.append(tuple(task))
+                tasks.append(Task(tuple(task)))
                 task, room = [], limit
     if task:
-        tasks.append(tuple(task))
+        tasks.append(Task(tuple(task)))
     return tuple(tasks)
 
 
@@ -293,3 +301,97 @@ def _held(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
 def _library_bytes(plan: Plan, directory: str) -> int:
     """Return what the library takes that writes the target; where sources have one too, the plan has it already."""
     return 0 if any(can(file.path).library_bytes for file in plan.source.files) else can(directory).library_bytes
+
+
+Spans = list[tuple[int, int]]
+"""Begins and ends of byte ranges of a file, ascending, which do not touch."""
+
+
+def remaining(plan: Plan, finished: Iterable[int], written: Mapping[int, Spans], complete: Iterable[int] = ()) -> Plan:
+    """Return a plan without what is done; files keep their numbers.
+
+    Args:
+        plan: the whole plan.
+        finished: the numbers of finished files.
+        written: for unfinished files, the byte ranges that are written.
+        complete: the numbers of unfinished files that, written in order, have all their bytes.
+    """
+    done = frozenset(finished)
+    if not done and not written:
+        return plan
+    files = tuple(file._replace(done=True) if number in done else file for number, file in enumerate(plan.files))
+    ways: dict[Way, Way] = {}
+    moves = tuple(move._replace(way=_without(move.way, done, ways)) for move in plan.moves) if done else plan.moves
+    plan = replace(plan, files=files, moves=moves)
+    made = done.union(complete)
+    left = (_left(plan, task, done, made, written) for task in plan.tasks)
+    return replace(plan, tasks=tuple(task for task in left if task))
+
+
+def _left(
+    plan: Plan, task: Task, done: frozenset[int], made: frozenset[int], written: Mapping[int, Spans]
+) -> Task | None:
+    """Return what is left of a task when some files are done, and some more have all their bytes."""
+    if not task.files:
+        pieces = tuple(piece for piece in task.pieces if _is_left(plan, piece, written))
+        return Task(pieces) if pieces else None
+    files = tuple(file for file in task.files if file not in done)
+    return None if made.issuperset(files) else task._replace(files=files)
+
+
+def _without(way: Way, done: frozenset[int], known: dict[Way, Way]) -> Way:
+    """Return a way that writes nothing into files that are done."""
+    if way not in known:
+        writes = tuple(tuple(at for at in some if at.file not in done) for some in way.writes)
+        known[way] = replace(way, writes=writes)
+    return known[way]
+
+
+def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
+    """Return whether some bytes of a piece are not in all their files."""
+    move = plan.moves[piece.move]
+    width = move.target_dtype.itemsize
+    for number, extents in enumerate(move.writes):
+        begin, end = (move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
+        for file, runs in extents:
+            spans = written.get(file, [])
+            if not all(covers(spans, at, at + stop - start) for at, start, stop in ranges(runs, begin, end - begin)):
+                return True
+    return False
+
+
+def bytes_left(plan: Plan) -> int:
+    """Return how many bytes of contents a plan writes."""
+    total = sum(plan.files[n].layout.content_bytes for task in plan.tasks if not task.pieces for n in task.files)
+    for piece in (piece for task in plan.tasks for piece in task.pieces):
+        move = plan.moves[piece.move]
+        for number, written in enumerate(move.way.writes):
+            if written:
+                rows = (move.recipe.before(number, move.axis, row) for row in (piece.stop, piece.start))
+                total += (next(rows) - next(rows)) * move.target_dtype.itemsize * len(written)
+    return total
+
+
+def covers(spans: Spans, begin: int, end: int) -> bool:
+    """Return whether one of some spans holds a range.
+
+    >>> [covers([(0, 4), (6, 9)], *some) for some in ((0, 4), (3, 7), (6, 6), (9, 10))]
+    [True, False, True, False]
+    """
+    place = bisect_right(spans, begin, key=lambda span: span[0]) - 1
+    return begin == end or (place >= 0 and end <= spans[place][1])
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return begins and ends, those joined that touch or overlap.
+
+    >>> merged([(4, 6), (0, 2), (2, 3), (5, 9)])
+    [(0, 3), (4, 9)]
+    """
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found

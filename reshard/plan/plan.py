@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError, names
 from reshard.formats.entries import Extent
 from reshard.layout.block import Block
+from reshard.source.headers import index_digests
+from reshard.source.records import digest
 from reshard.upward import upward
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import FileLayout, Runs, Where
-    from reshard.formats.target_files import TargetFiles
+    from reshard.formats.entries import FileLayout, Runs, TargetFiles, Where
     from reshard.plan.bands import Recipe
     from reshard.plan.budget import Share
     from reshard.plan.select import Selection
@@ -143,11 +145,24 @@ class Held(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some rows of one move: the part of a task."""
+    """Some rows of one move."""
 
     move: int
     start: int
     stop: int
+
+
+class Task(NamedTuple):
+    """A part of the work; one thread does it from beginning to end.
+
+    Attributes:
+        pieces: the rows that it moves; where it writes whole files of ranks, `partition.whole_files` knows which.
+        files: the numbers of the files that it writes from first byte to last, side by side; none where tasks write
+            parts of all files.
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    files: tuple[int, ...] = ()
 
 
 class Stats(NamedTuple):
@@ -204,7 +219,7 @@ class Plan:
         files: the files to be written.
         moves: one for each tensor (several for a copy whose source differs from rank to rank).
         labels: what the tensors of the moves are called.
-        tasks: how the moves are shared out; each is done by one thread from beginning to end.
+        tasks: how the work is shared out (see `partition`).
         stats: what it costs.
         format: name of the target files' format.
         ranks: the ranks of the target that are written.
@@ -213,12 +228,10 @@ class Plan:
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
         texts: target name to value of the `str` entries, which every rank gets.
-        groups: where files are written one by one (see `partition`), the numbers of the files that a task writes side
-            by side; none where tasks write parts of all files.
         notices: what a user should know though it is no error.
         request: what was asked for; None where the plan was put together from others.
         coding: how the target files are coded; None where their contents are plain.
-        alone: the target directory may have nothing else in it.
+        exclusive: the target directory may have nothing else in it.
         memory: what the prediction of memory consists of (see `budget`).
     """
 
@@ -226,7 +239,7 @@ class Plan:
     files: tuple[TargetFile, ...]
     moves: tuple[Move, ...]
     labels: tuple[Label, ...]
-    tasks: tuple[tuple[Piece, ...], ...]
+    tasks: tuple[Task, ...]
     stats: Stats
     format: str
     ranks: tuple[int, ...]
@@ -236,18 +249,21 @@ class Plan:
     missing: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
     request: Request | None = None
+    coding: TargetCoding | None = None
+    exclusive: bool = False
+    memory: tuple[Share, ...] = ()
+
+    @property
+    def by_file(self) -> bool:
+        """Whether each task writes whole files."""
+        return any(task.files for task in self.tasks)
 
     @property
     def replicas(self) -> int:
         """How many blocks are written for one more rank, beyond the first that gets them; linked files write none."""
         ways = Counter(move.way for move in self.moves)
         return sum(count * sum(max(len(files) - 1, 0) for files in way.writes) for way, count in ways.items())
-
-    coding: TargetCoding | None = None
-    alone: bool = False
-    memory: tuple[Share, ...] = ()
 
     def explain_memory(self) -> dict[str, int]:
         """Return what the predicted peak of memory consists of, in bytes; the sum is `Stats.peak_memory`."""
@@ -361,3 +377,89 @@ class Plan:
             f"<Plan: {stats.tensors} tensors to {stats.target_files} {self.format} files, "
             f"{stats.bytes_read} bytes to read, {stats.target_bytes} to write>"
         )
+
+
+def plan_digest(plan: Plan) -> str:
+    """Return the digest of all that a plan writes: files, their headers, and which bytes of which file go there.
+
+    How the work is shared out (tasks, bands, threads), and where the source is, is not in it.
+    """
+    sources = [b"%d" % number for number in range(len(plan.source.files))]
+    whole = [plan.format, plan.ranks, plan.dropped, plan.missing, dict(plan.texts)]
+    files = [(file.rank, file.last) for file in plan.files]
+    return digest([whole, files, _file_digests(plan, sources)])
+
+
+def file_digests(plan: Plan) -> list[str]:
+    """Return, for each target file of a plan, a digest of all that makes its bytes.
+
+    That is its layout and literal bytes, and for each block in it the dtypes, the extents that it is made of, and path,
+    size, time and header of their files. What else the plan writes is not in it: other ranks of the same target may be
+    written by other plans.
+    """
+    headers = index_digests([file.index for file in plan.source.files])
+    return _file_digests(
+        plan,
+        [
+            repr((file.path, file.nbytes, file.mtime_ns, header)).encode()
+            for file, header in zip(plan.source.files, headers, strict=True)
+        ],
+    )
+
+
+def _file_digests(plan: Plan, sources: Sequence[bytes]) -> list[str]:
+    """Return a digest for each target file, in which these bytes stand for the source files."""
+    literals: dict[FileLayout, bytes] = {}
+    for layout in {file.layout for file in plan.files}:
+        found = sha256()
+        for offset, content in layout.literals:
+            found.update(b"%d %d:" % (offset, len(content)))
+            found.update(content)
+        literals[layout] = found.digest()
+    hashes = [
+        sha256(repr((file.path, file.layout.size, file.link, *plan.coded(file))).encode() + literals[file.layout])
+        for file in plan.files
+    ]
+    known: dict[Way, list[tuple[int, int, bytes]]] = {}  # file, number of runs, what the block is made of
+    for move in plan.moves:
+        way = move.way
+        if way not in known:
+            made_of = zip(_made_of(way, sources), way.writes, strict=True)
+            known[way] = [(file, runs, block) for block, written in made_of for file, runs in written]
+        own = repr((move.dtype.name, move.target_dtype.name, move.read_runs)).encode()
+        in_files = [sha256(own + repr(runs).encode()).digest() for runs in move.write_runs]
+        for number, runs, block in known[way]:
+            hashes[number].update(in_files[runs] + block)
+    # Of a link no block is written: what makes its bytes is what makes the file that it links to.
+    made = {file.path: found.digest() for file, found in zip(plan.files, hashes, strict=True)}
+    for file, found in zip(plan.files, hashes, strict=True):
+        if file.link is not None:
+            found.update(made[file.link])
+    return [found.hexdigest() for found in hashes]
+
+
+def _made_of(way: Way, sources: Sequence[bytes]) -> list[bytes]:
+    """Return, for each target block, a digest of it and of all that it is made of."""
+    recipe = way.recipe
+    rows: dict[tuple[int, int], list[int]] = {}  # source blocks by their first axis, so that few are looked at
+    for number, source in enumerate(recipe.sources):
+        rows.setdefault((source.start[0], source.stop[0]), []).append(number)
+    made_of = []
+    for block in recipe.targets:
+        near = [some for (start, stop), some in rows.items() if start < block.stop[0] and stop > block.start[0]]
+        given = [number for some in near for number in some if recipe.sources[number] & block]
+        read = [(recipe.sources[number], way.reads[number].runs) for number in given]
+        found = sha256(repr((recipe.shape, block, read)).encode())
+        for number in given:
+            found.update(sources[way.reads[number].file])
+        made_of.append(found.digest())
+    return made_of
+
+
+def changes_digest(plan: Plan) -> str:
+    """Return a digest of when anything of each source file last changed; empty where that is not known of all.
+
+    Not of the numbers of their inodes, which some network file systems give again.
+    """
+    changes = [(file.path, file.change[0]) for file in plan.source.files]
+    return digest(changes) if all(changed for _, changed in changes) else ""

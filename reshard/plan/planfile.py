@@ -10,7 +10,7 @@ What was planned is what is run, or nothing is. These are compared:
 
 1. of each source file its size, a digest of all that its header says, and one of some pages of it, because checkpoints
    of two steps have equal headers; times are not, because a copy has others;
-2. a digest of the plan made anew with that of the plan that was saved: target files, headers, blocks (`fingerprint`).
+2. a digest of the plan made anew with that of the plan that was saved: target files, headers, blocks (`plan_digest`).
 
 The file is JSON of a numbered version. It is checked whole before anything of it is used (`schema`). Layouts, and the
 places that tensors alike have, are listed once; the same plan gives the same bytes.
@@ -28,15 +28,16 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
+from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.sets import HuggingFaceSet, MindSporeSet
-from reshard.formats.target_files import NamedFile, RankFiles
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.layout import MOST_DEVICES
-from reshard.plan.fingerprint import index_digests, pages_digest, plan_digest
 from reshard.plan.make import plan as make_plan
+from reshard.plan.plan import plan_digest
 from reshard.plan.select import Selection, selection_data
 from reshard.source.checkpoint import Looked
+from reshard.source.headers import index_digests, pages_digest
 from reshard.source.made import STRATEGY, read_small_strategy, small_strategy
 from reshard.source.open import files_read, reopen
 from reshard.storage.places import Place, as_place
@@ -44,7 +45,7 @@ from reshard.storage.small import read_small, refuse_existing, refuse_inputs, wr
 from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse
 
 if TYPE_CHECKING:
-    from reshard.formats.target_files import TargetFiles
+    from reshard.formats.entries import TargetFiles
     from reshard.plan.plan import Plan, Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher

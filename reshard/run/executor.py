@@ -1,19 +1,34 @@
-"""Doing tasks that need one thing in common: on threads of this process, or on the workers of a dask cluster.
+"""Where tasks are done: on threads of this process, or on the workers of a dask cluster.
 
-A run's graph has stages that wait for each other, and goes to a scheduler whole (`graph`). To compare is to do one
-function many times, and needs no more than this.
+A run's graph has stages that wait for each other, and goes to a scheduler whole (`work_here`, `work_on`). To compare is
+to do one function many times, and needs no more than `map_tasks`.
+
+On a cluster nothing but receipts and the plan travels. The plan is one node of the graph: it goes to the scheduler
+once, which gives it to one worker; the others fetch it from there. Tasks name it, and carry a number and a few words.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
+import os
+import signal
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, SourceError, TargetError
+from reshard.run.tasks import Receipt, running
+from reshard.storage.page_cache import cache_of
+from reshard.storage.places import any_store, can
 from reshard.storage.threads import each, uninterrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from reshard.plan.plan import Plan
+    from reshard.run.graph import Graph
+    from reshard.storage.base import Status
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -73,3 +88,229 @@ def map_tasks(
         if isinstance(error, ReshardError | KeyboardInterrupt) or not isinstance(error, Exception):
             raise
         raise ReshardError(f"the cluster failed: {error}") from error
+
+
+REACHED_WITHIN = 10
+"""How many seconds a scheduler has to answer, and to have a worker."""
+
+_MOST_LOOKED_AT = 64  # source files that each worker is asked for before a run; tasks check their own
+_LARGE_GRAPH = "1 GiB"  # a plan is one node, which dask would warn of from 10 MB on
+
+
+@contextmanager
+def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
+    """Give a client of a cluster: one that is there, or one of this machine that ends with the context.
+
+    Args:
+        cluster: `local`, `local:N` with N worker processes, or the address of a scheduler.
+        threads: of each worker of a cluster of this machine; by default the processors are shared out.
+
+    Raises:
+        ReshardError: `distributed` is not installed, or the cluster does not answer in time.
+    """
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError:
+        raise ReshardError("a cluster needs the library distributed; pip install 'reshard[distributed]'") from None
+    if not cluster.startswith("local"):
+        try:
+            client = Client(cluster, timeout=REACHED_WITHIN, set_as_default=False)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ReshardError(f"cluster {cluster}: cannot be reached within {REACHED_WITHIN} s: {error}") from None
+        with client:
+            try:
+                client.wait_for_workers(1, timeout=REACHED_WITHIN)
+            except TimeoutError:
+                raise ReshardError(
+                    f"cluster {cluster}: has no worker after {REACHED_WITHIN} s; start one: dask worker {cluster}"
+                ) from None
+            yield client
+        return
+    processors = len(os.sched_getaffinity(0))
+    workers = int(cluster.partition(":")[2] or min(processors, 4))
+    with (
+        LocalCluster(
+            n_workers=workers,
+            threads_per_worker=threads or max(1, processors // workers),
+            processes=True,
+            dashboard_address="127.0.0.1:0",
+            silence_logs=logging.CRITICAL,  # a stopped run's workers log tracebacks; what fails is raised here
+        ) as local,
+        Client(local, set_as_default=False) as client,
+    ):
+        client.run(ignore_interrupts)
+        yield client
+
+
+def check_workers(plan: Plan, root: str, client: Any) -> str:
+    """Refuse a cluster of which a worker does not see the source files, or sees another target directory.
+
+    Returns:
+        what all workers and this process share: `page_cache.cache_of` of the target directory; empty where they do not.
+
+    Raises:
+        SourceError, TargetError: the worker and the file are named.
+        ReshardError: a worker cannot run this program.
+    """
+    files = plan.read_files()
+    some = [plan.source.files[number] for number in files[:: len(files) // _MOST_LOOKED_AT + 1]]
+    expected = [(file.path, (file.nbytes, file.mtime_ns)) for file in some]  # all that machines have in common
+    with _probe(root) as probe:
+        here = cache_of(os.path.dirname(probe)) if probe else ""
+        answers = client.run(look, expected, probe, on_error="return")
+        for worker, answer in answers.items():
+            if isinstance(answer, SourceError | TargetError):
+                raise type(answer)(
+                    f"worker {worker}: {answer}; every worker must reach the source and the target by the same paths"
+                )
+            if isinstance(answer, BaseException):
+                raise ReshardError(f"worker {worker}: cannot run reshard: {type(answer).__name__}: {answer}")
+    return here if all(answer == here for answer in answers.values()) else ""
+
+
+def look(expected: Sequence[tuple[str, tuple[int, int]]], probe: str | None) -> str:
+    """On a worker: see that the source files are those that were opened, and the target directory is the same.
+
+    Returns:
+        `page_cache.cache_of` of the target directory.
+    """
+    found: list[Status | SourceError] = any_store().statuses([path for path, _ in expected])
+    for (path, known), status in zip(expected, found, strict=True):
+        if isinstance(status, SourceError):
+            raise status
+        if status[:2] != known:
+            raise SourceError(f"{path}: is another file there (other size or time) than the one that was opened")
+    if probe is not None and not os.path.exists(probe):
+        raise TargetError(f"{os.path.dirname(probe)}: is another directory there, or none")
+    return cache_of(os.path.dirname(probe)) if probe is not None else ""
+
+
+@contextmanager
+def _probe(root: str) -> Iterator[str | None]:
+    """Give the path of a file that is in the target directory for a moment; none where that is at a URL."""
+    if not can(root).positioned:
+        yield None
+        return
+    made = not os.path.isdir(root)
+    path = f"{root}/.reshard-{uuid.uuid4().hex}"
+    try:
+        os.makedirs(root, exist_ok=True)
+        with open(path, "x"):
+            pass
+    except OSError as error:
+        raise TargetError(f"{root}: cannot be written: {error.strerror}") from None
+    try:
+        yield path
+    except BaseException:
+        os.unlink(path)
+        if made:
+            with suppress(OSError):
+                os.rmdir(root)
+        raise
+    os.unlink(path)
+    if made:
+        with suppress(OSError):
+            os.rmdir(root)
+
+
+def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> list[Receipt]:
+    """Have the work of a graph done on a cluster; return its receipts. After a failure none of it goes on.
+
+    Args:
+        client: a `distributed.Client`.
+        graph: what to do; the files are not given their names.
+        on_event: called with each task's receipt.
+
+    Raises:
+        ReshardError: what went wrong on a worker, or with the cluster.
+    """
+    import dask
+    from distributed import as_completed
+
+    tasks = graph.work()
+    plan_key = next(iter(tasks))
+    with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGE_GRAPH}):
+        futures = client.get(tasks, [key for key in tasks if key != plan_key], sync=False)
+    completed = as_completed(futures, loop=client.loop, with_results=True)
+
+    def work(report: Callable[[Receipt], None]) -> list[Receipt]:
+        found: list[Receipt] | None = None
+        for future, result in completed:
+            if isinstance(result, BaseException):  # of a lost scheduler, `as_completed` tells so
+                raise result
+            if isinstance(result, Receipt):
+                report(result)
+            if future.key == graph.ready:
+                found = result
+        if found is None:
+            raise ReshardError("the cluster ended before the work was done")
+        return found
+
+    def give_up() -> None:
+        completed.clear()  # or it waits for a scheduler that is lost
+        client.cancel(futures)
+
+    try:
+        return uninterrupted(work, on_event, give_up)
+    except BaseException as error:
+        client.cancel(futures)
+        with suppress(Exception):  # a cluster that is gone has nobody to wait for
+            client.run(settled, graph.run)
+        if isinstance(error, (ReshardError, KeyboardInterrupt)) or not isinstance(error, Exception):
+            raise
+        raise ReshardError(f"the cluster failed: {error}") from error
+
+
+async def settled(run: str) -> None:
+    """On a worker: give a run up, and wait until none of its tasks writes, since the files are to be removed."""
+    import asyncio
+
+    running.stopped.add(run)
+    while running.tasks[run]:
+        await asyncio.sleep(0.05)
+
+
+def ignore_interrupts() -> None:
+    """On a worker of this machine: leave Ctrl-C, which a terminal sends to all, to the command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def work_here(
+    tasks: dict[str, Any], key: str, run: str, threads: int, on_event: Callable[[Receipt], None]
+) -> list[Receipt]:
+    """Run tasks on this machine and return the receipts of a key; after a failure no task of the run does anything."""
+    from dask.callbacks import Callback
+    from dask.local import get_async, get_sync
+
+    def callback(report: Callable[[Receipt], None]) -> Callback:
+        def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
+            if isinstance(result, Receipt):
+                report(result)
+            elif isinstance(result, list):  # all of some tasks are done; what waited for them is ready, in no order
+                state["ready"].sort()  # the last one runs first
+
+        return Callback(posttask=posttask)
+
+    def give_up() -> None:
+        running.stopped.add(run)
+
+    def work(report: Callable[[Receipt], None]) -> list[Receipt]:
+        found: list[Receipt]
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+        try:
+            with callback(report):
+                # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
+                (found,) = get_async(pool.submit, 2 * threads, tasks, [key])
+        except BaseException:
+            give_up()
+            raise
+        finally:
+            # dask raises while other tasks still write: wait for them before anybody touches the files.
+            pool.shutdown(wait=True, cancel_futures=True)
+        return found
+
+    if threads:
+        return uninterrupted(work, on_event, give_up)
+    with callback(on_event):
+        (receipts,) = get_sync(tasks, [key])
+    return list(receipts)

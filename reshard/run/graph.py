@@ -124,15 +124,15 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         plan, directory, how = self.plan, self.directory, self.how
         graph = self._with_plan()
         if self._by_file:
-            groups = [(number, directory, how) for number in range(len(plan.groups))]
-            done = [self._add(graph, "files", files_task, groups)]
-            if plan.alone:  # others look themselves, before they complete a file
+            tasks = [(number, directory, how) for number in range(len(plan.tasks))]
+            done = [self._add(graph, "files", files_task, tasks)]
+            if plan.exclusive:  # others look themselves, before they complete a file
                 done.append(self._unchanged(graph, done[0]))
         else:
             written = [number for number, file in enumerate(plan.files) if file.link is None and not file.done]
             made = self._add(graph, "create", create_files, [(files, directory, how) for files in _batches(written)])
-            tasks = [(number, directory, how, made) for number in range(len(plan.tasks))]
-            moved = self._add(graph, "move", move_task, tasks) if tasks else made
+            moves = [(number, directory, how, made) for number in range(len(plan.tasks))]
+            moved = self._add(graph, "move", move_task, moves) if moves else made
             done = [made, moved, self._unchanged(graph, moved)]
         graph[self.ready] = Task(self.ready, collect, *done)
         return graph
@@ -174,14 +174,14 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     @property
     def _by_file(self) -> bool:
         """Return whether tasks write whole files; none may be left to be written."""
-        return bool(self.plan.groups) or not can(self.directory).positioned
+        return self.plan.by_file or not can(self.directory).positioned
 
     def _unnamed(self, file: TargetFile) -> bool:
         """Return whether no task of the work names a file, as they do where no file can be resumed.
 
         Metadata of a store is not written by any.
         """
-        return can(self.directory).positioned or (self.plan.alone and not file.layout.contents)
+        return can(self.directory).positioned or (self.plan.exclusive and not file.layout.contents)
 
     def _unchanged(self, graph: dict[str, Any], moved: TaskRef) -> TaskRef:
         """Add the task that looks at the sources when all is moved."""

@@ -10,21 +10,20 @@ import os
 import resource
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError, names
 from reshard.plan.partition import owned
+from reshard.run.executor import check_workers, work_here, work_on
 from reshard.run.graph import Graph
-from reshard.run.receipts import Checksums
+from reshard.run.ledger import Checksums
+from reshard.run.preflight import check_target
 from reshard.run.session import Session
-from reshard.run.target_check import check_target
-from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources, running
+from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
 from reshard.storage.places import any_store, as_place
-from reshard.storage.threads import uninterrupted
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -191,8 +190,6 @@ def run(
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
     cached = ""
     if client is not None:
-        from reshard.run.cluster import check_workers, work_on
-
         cached = check_workers(plan, root, client)
     session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, journal=journal)
     if checksums is None:
@@ -206,10 +203,10 @@ def run(
             receipts = work_on(client, graph, reporter.add)
             check_sources(plan, None)  # what the workers did not see
         else:
-            receipts = _here(graph.work(), graph.ready, graph.run, threads, reporter.add)
-        receipts = _here(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
+            receipts = work_here(graph.work(), graph.ready, graph.run, threads, reporter.add)
+        receipts = work_here(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
-        receipts = _here(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
+        receipts = work_here(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
         session.finished()
     except BaseException as error:
         session.failed(error, changed_sources(plan))
@@ -238,7 +235,7 @@ def run(
         session.resumed,
         sum(file.done for file in session.plan.files),
         session.touched,
-        Checksums(plan, root) if journal and checksums and not plan.alone else None,
+        Checksums(plan, root) if journal and checksums and not plan.exclusive else None,
     )
 
 
@@ -283,44 +280,3 @@ class _Reporter:
         if self.progress is not None:
             self.written += receipt.written
             self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))
-
-
-def _here(
-    tasks: dict[str, Any], key: str, run: str, threads: int, on_event: Callable[[Receipt], None]
-) -> list[Receipt]:
-    """Run tasks on this machine and return the receipts of a key; after a failure no task of the run does anything."""
-    from dask.callbacks import Callback
-    from dask.local import get_async, get_sync
-
-    def callback(report: Callable[[Receipt], None]) -> Callback:
-        def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:
-            if isinstance(result, Receipt):
-                report(result)
-            elif isinstance(result, list):  # all of some tasks are done; what waited for them is ready, in no order
-                state["ready"].sort()  # the last one runs first
-
-        return Callback(posttask=posttask)
-
-    def give_up() -> None:
-        running.stopped.add(run)
-
-    def work(report: Callable[[Receipt], None]) -> list[Receipt]:
-        found: list[Receipt]
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
-        try:
-            with callback(report):
-                # As many tasks again wait in the pool, so that no thread idles until dask hears that one is done.
-                (found,) = get_async(pool.submit, 2 * threads, tasks, [key])
-        except BaseException:
-            give_up()
-            raise
-        finally:
-            # dask raises while other tasks still write: wait for them before anybody touches the files.
-            pool.shutdown(wait=True, cancel_futures=True)
-        return found
-
-    if threads:
-        return uninterrupted(work, on_event, give_up)
-    with callback(on_event):
-        (receipts,) = get_sync(tasks, [key])
-    return list(receipts)

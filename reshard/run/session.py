@@ -1,8 +1,8 @@
 """One run's hold on its target files: what an earlier run left of them, what this one writes, what it leaves.
 
-What to do with each file is decided in `run.fates`, from the plan, the ledger and what is found; here it is looked for
-and done. What is kept of unfinished files, and where names are given, depends on the storage: at URLs a file has its
-name as soon as it is complete, and an unfinished one is of no use to the next run.
+What to do with each file is decided in `run.preflight`, from the plan, the ledger and what is found; here it is done.
+What is kept of unfinished files, and where names are given, depends on the storage: at URLs a file has its name as soon
+as it is complete, and an unfinished one is of no use to the next run.
 """
 
 from __future__ import annotations
@@ -17,28 +17,34 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, names
-from reshard.plan.fingerprint import changes_digest, file_digests
-from reshard.plan.remaining import bytes_left, covers, merged, remaining
+from reshard.plan.partition import bytes_left, covers, merged, remaining
+from reshard.plan.plan import changes_digest, file_digests
 from reshard.plan.select import selection_data
-from reshard.run.fates import Do, Fate, Planned, Policy, Seen, fates, is_unnoted, of
-from reshard.run.ledger import Ledger
-from reshard.run.locks import refuse_link
-from reshard.run.receipts import in_files
-from reshard.run.target_check import check_target
+from reshard.run.ledger import Ledger, in_files
+from reshard.run.preflight import (
+    Do,
+    Policy,
+    fates,
+    is_unnoted,
+    of,
+    planned_files,
+    seen_files,
+    states_of,
+)
 from reshard.source.made import VERSION, small_strategy, source_data
-from reshard.source.records import Record, known
+from reshard.source.records import Record
 from reshard.storage.crc32c import crc_of_range
 from reshard.storage.local import local_store
 from reshard.storage.page_cache import boot_id
-from reshard.storage.places import RemotePath, as_place, can
+from reshard.storage.places import can
 from reshard.storage.remote import REQUESTS, remote_store
 from reshard.storage.threads import results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from reshard.plan.partition import Spans
     from reshard.plan.plan import Plan
-    from reshard.plan.remaining import Spans
     from reshard.run.tasks import Receipt
     from reshard.source.records import Range, State
     from reshard.storage.base import Status
@@ -47,39 +53,6 @@ FLUSH_SECONDS = 1.0
 """Policy long receipts wait before they are noted: what is lost of them with the process is written again."""
 
 T = TypeVar("T")
-
-
-class Preflight(NamedTuple):
-    """What a run would find of its target files.
-
-    Attributes:
-        fates: what it would do with each.
-        resumable: how many of those to be resumed have anything written that is noted.
-    """
-
-    fates: Mapping[str, Fate]
-    resumable: int = 0
-
-
-def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Preflight:
-    """Return what a run would find of its target files now; nothing is taken or changed.
-
-    Locks of other runs, and room on the disk, are seen by the run alone.
-
-    Raises:
-        TargetError: no run may write there (`check_target`), or the logs are behind a link.
-        SourceError: the target's storage cannot be reached.
-    """
-    root = str(as_place(root).real())
-    check_target(plan, root)
-    refuse_link(root)
-    records = known(root, [file.path for file in plan.files]).records
-    seen = _seen(plan, root, records, records)
-    if not any(some.state is not None or some.record.digest for some in seen.values()):
-        return Preflight({file.path: Fate(Do.MAKE) for file in plan.files})  # digests of a large plan take long
-    policy = Policy(changes_digest(plan), not can(root).positioned, overwrite, restart)
-    found = fates(_wanted(plan, file_digests(plan)), seen, policy)
-    return Preflight(found, sum(len(seen[file].record.wrote) > 0 for file in of(found, Do.RESUME)))
 
 
 class _Left(NamedTuple):
@@ -126,9 +99,9 @@ class Session:
         self.ledger.hold(self._paths)
         try:
             digests = file_digests(plan) if journal else [""] * len(plan.files)
-            self._wanted = _wanted(plan, digests)
+            self._wanted = planned_files(plan, digests)
             records = self.ledger.load(self._paths)
-            self._seen = _seen(plan, root, records, self._paths if overwrite or restart else records)
+            self._seen = seen_files(plan, root, records, self._paths if overwrite or restart else records)
             policy = Policy(sources, self._early, overwrite or (restart and not journal), restart)
             self._fates = fates(self._wanted, self._seen, policy)
             self._refuse()
@@ -141,7 +114,7 @@ class Session:
             good = {number: ranges for number, ranges in zip(begun, found, strict=True) if ranges}
             local_store().close()  # what was read is written next
             self._spans = {number: _spans(ranges) for number, ranges in good.items()}
-            complete = [n for n, spans in self._spans.items() if plan.groups and _is_complete(plan, n, spans, root)]
+            complete = [n for n, spans in self._spans.items() if plan.by_file and _is_complete(plan, n, spans, root)]
             self.plan = remaining(plan, kept, self._spans, complete)
             self._ready: dict[int, State | None] = {number: self._record(number).ready for number in kept}
             self._left = [number for number, file in enumerate(self.plan.files) if not file.done]
@@ -188,7 +161,7 @@ class Session:
     def finished(self) -> None:
         """End the ledger; of a directory that may have nothing else in it, leave none."""
         self.flush()
-        if self._whole.alone:
+        if self._whole.exclusive:
             self.ledger.move(f"{self._root}.reshard")
 
     def failed(self, error: BaseException, changed: Mapping[int, Status | None]) -> None:
@@ -205,7 +178,7 @@ class Session:
         if is_spoiled or not self.ledger.keeps:
             self._spans = {}
         try:
-            states = _states(self._root, self._paths, self._paths)  # no task of the run writes any more
+            states = states_of(self._root, self._paths, self._paths)  # no task of the run writes any more
         except ReshardError:  # the storage cannot be reached, which may be why the run failed
             if not isinstance(error, ChangedError):
                 more = "nothing unfinished is kept; start again"
@@ -262,7 +235,7 @@ class Session:
         before, ready = self._seen[path].state, self._ready.get(number)
         keeps = self.ledger.keeps
         if self._early and is_left and state is not None and (is_spoiled or not keeps):
-            if state == ready or (not keeps and (before is None or self._whole.alone)):
+            if state == ready or (not keeps and (before is None or self._whole.exclusive)):
                 remote_store().discard(f"{self._root}/{path}")  # it got its name before all were complete
                 return _Left(is_known=False)
         elif self._early and is_left and ready is None and state not in {None, before}:
@@ -414,51 +387,6 @@ def made_data(plan: Plan) -> bytes:
         "options": selection_data(request.selection) if request else None,
     }
     return json.dumps(content, separators=(",", ":")).encode()
-
-
-def _wanted(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
-    return {
-        file.path: Planned(made_of, file.layout.size, file.link is not None, file.last)
-        for file, made_of in zip(plan.files, digests, strict=True)
-    }
-
-
-def _seen(plan: Plan, root: str, records: Mapping[str, Record], asked: Collection[str]) -> dict[str, Seen]:
-    """Return what is known and found of a plan's files; of those at URLs that are `asked`, all of their state."""
-    paths = [file.path for file in plan.files]
-    states = _states(root, paths, asked)
-    begun: set[str] = set()
-    if can(root).positioned:
-        begun = {path for path in records if os.path.lexists(local_store().unfinished(f"{root}/{path}"))}
-    return {path: Seen(records.get(path, _NOTHING), states.get(path), path in begun) for path in paths}
-
-
-_NOTHING = Record()
-
-
-def _states(root: str, files: Sequence[str], asked: Collection[str]) -> dict[str, State]:
-    """Return the states of what has the names of some files.
-
-    At URLs one listing says which there are; only some of them are asked for more, one by one. Some file systems say
-    other things of a file in a listing than where they are asked for it alone.
-
-    Raises:
-        SourceError: the storage cannot be reached.
-    """
-    if can(root).positioned:
-        found = {}
-        for file in files:
-            with suppress(OSError):
-                status = os.lstat(f"{root}/{file}")
-                found[file] = status.st_size, status.st_mtime_ns
-        return found
-    place = RemotePath(root)
-    place.refresh()
-    there = {file.url for file in place.files()}
-    present = [file for file in files if f"{root}/{file}" in there]
-    some = [file for file in present if file in asked]
-    states = results(lambda file: (place / file).status()[:2], some, REQUESTS)
-    return dict.fromkeys(present, (-1, 0)) | dict(zip(some, states, strict=True))
 
 
 def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:

@@ -16,11 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import ChangedError, GoneError, ReshardError, SourceError
-from reshard.plan.partition import group_plan
-from reshard.run.file_task import write_files, write_literals
-from reshard.run.mover import move_pieces
-from reshard.run.receipts import in_files
-from reshard.storage.base import Around, Sinks
+from reshard.plan.partition import whole_files
+from reshard.run.engine import Moved, move_pieces
+from reshard.run.ledger import in_files
+from reshard.storage.base import Around, Ordered, Sinks
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
 from reshard.storage.page_cache import cache_of
@@ -29,7 +28,8 @@ from reshard.storage.places import any_store, can, store_at
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reshard.plan.plan import Move, Plan
+    from reshard.formats.entries import FileLayout
+    from reshard.plan.plan import Move, Piece, Plan
     from reshard.storage.base import ReadStore, Sink, Status
 
 SYNC_TASKS = 16
@@ -37,6 +37,8 @@ SYNC_TASKS = 16
 
 WRITEBACK_FILES = 64
 """Where there are more target files, a task writes too little of each for the disk to begin with it at once."""
+
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 class Receipt(NamedTuple):
@@ -147,7 +149,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     with _working(how, directory, _written(plan, [number], directory) if how.apart else ()):
         moved = move_pieces(
             plan,
-            plan.tasks[number],
+            plan.tasks[number].pieces,
             directory,
             spans or store,
             sinks,
@@ -159,7 +161,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
         if spans:
             spans.drop()
         elif how.drop_cache:
-            drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number]], store)
+            drop_sources(plan, [plan.moves[piece.move] for piece in plan.tasks[number].pieces], store)
         if how.drop_cache:
             last = number % SYNC_TASKS == SYNC_TASKS - 1
             tasks = range(number + 1 - SYNC_TASKS, number + 1) if last and not how.apart else [number]
@@ -208,7 +210,7 @@ def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
 def _targets(plan: Plan, number: int) -> set[int]:
     """Return the files that a task writes; of the many of a zarr array, those that its rows are in."""
     found: set[int] = set()
-    for piece in plan.tasks[number]:
+    for piece in plan.tasks[number].pieces:
         move = plan.moves[piece.move]
         for target, written in enumerate(move.way.writes):
             begin, end = (move.recipe.before(target, move.axis, row) for row in (piece.start, piece.stop))
@@ -225,28 +227,17 @@ def drop_sources(plan: Plan, moves: Iterable[Move], store: ReadStore) -> None:
 
 
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
-    """Write one group of files, each from its first byte to its last; at a URL what is complete stays."""
+    """Write the files of a task, each from its first byte to its last; at a URL what is complete stays."""
     began = time.perf_counter()
-    files, store = plan.groups[number], store_at(directory)
-    part = plan if plan.alone else group_plan(plan, files)
+    files, store = plan.tasks[number].files, store_at(directory)
+    part, pieces = whole_files(plan, plan.tasks[number])
     ready: tuple[tuple[int, int, int], ...] = ()
     with _working(how, directory):
-        moved = write_files(
-            part,
-            number if plan.alone else 0,
-            files,
-            directory,
-            sync=how.fsync,
-            checksums=how.checksums,
-            check=lambda: plan.alone or check_sources(part, None),  # a store is not complete without its group
-            go_on=lambda: running.go_on(how.run),
-        )
+        moved = _write_files(part, pieces, files, directory, how)
         if not can(directory).positioned:  # what is complete stays, whatever comes of the others
             ready = tuple(_published(plan, target, directory, how) for target in files)
         if how.drop_cache:
-            drop_sources(
-                plan, [part.moves[piece.move] for piece in part.tasks[number if plan.alone else 0]], any_store()
-            )
+            drop_sources(plan, [part.moves[piece.move] for piece in pieces], any_store())
             for target in files:
                 any_store().drop_cache(store.unfinished(f"{directory}/{plan.files[target].path}"), written=True)
     found = in_files(part, moved.wrote).items()
@@ -313,9 +304,9 @@ def close_files(plan: Plan, files: Sequence[int], directory: str, how: How, _mov
     ready = []
     for number in files:
         path = local_store().unfinished(f"{directory}/{plan.files[number].path}")
-        if plan.groups and plan.files[number].last:
+        if plan.by_file and plan.files[number].last:
             write_literals(plan, number, f"{directory}/{plan.files[number].path}", sync=how.fsync)
-        elif not plan.groups and (how.cached or not how.apart):
+        elif not plan.by_file and (how.cached or not how.apart):
             if how.drop_cache:
                 local_store().drop_cache(path, written=True)
             if how.fsync:
@@ -353,3 +344,83 @@ def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
         if file.last and not file.done:
             store_at(directory).remove(f"{directory}/{file.path}")
     return []
+
+
+def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, how: How) -> Moved:
+    """Write some files in the order of their bytes; nothing of them is left where that fails.
+
+    What stands in a file before and between the contents (its header, the heads of its messages, zeros of a chunk at
+    the edge, the index of a shard) waits in the file's sink for its turn, so that nothing is written twice.
+
+    A checkpoint file takes its contents in its own order. Of a zarr store, whose files are small and many, bytes come
+    row by row: a file is begun when its first byte comes and ends with its last one, so that only those that some rows
+    meet are open at a time; in a shard, bytes of a later chunk wait for those before them.
+
+    Raises:
+        SourceError: a source file ends early, cannot be read or changed.
+        TargetError, BudgetError: a target file cannot be written.
+    """
+    numbers = {f"{directory}/{plan.files[n].path}": n for n in files}
+    sinks = Sinks(lambda path: _sink(plan, numbers[path], path))
+    try:
+        sinks.open(numbers)
+        moved = move_pieces(
+            plan,
+            pieces,
+            directory,
+            store_of(plan.source.coding),
+            sinks,
+            checksums=how.checksums,
+            in_order=True,
+            go_on=lambda: running.go_on(how.run),
+        )
+        if not plan.exclusive:  # a store is not complete without its group, and the graph looks before that is written
+            check_sources(plan, None)
+        sinks.finish(durable=how.fsync)
+    except BaseException:
+        sinks.abort()
+        store = store_at(directory)
+        for path in numbers:
+            if path not in sinks:
+                store.discard(store.unfinished(path))  # it has no name yet but where files appear whole
+        raise
+    return moved
+
+
+def write_literals(plan: Plan, number: int, path: str, *, sync: bool) -> None:
+    """Write a file that has no contents of tensors, such as the index of a set."""
+    sink = _sink(plan, number, path)
+    try:
+        sink.finish(durable=sync)
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def _sink(plan: Plan, number: int, path: str) -> Sink:
+    """Return what takes the contents of a target file, by its final name, in about their order."""
+    file, store = plan.files[number], store_at(path)
+    unfinished, layout = store.unfinished(path), file.layout
+
+    def begin() -> Sink:
+        return store.create(unfinished, layout.size)
+
+    if plan.coding and plan.coding.of(file.path):
+        return plan.coding.sink(file.path, Ordered(begin, path, None))
+    ends = plan.exclusive and bool(layout.contents)
+    ordered = Ordered(begin, path, layout.size, room=layout.size if ends else 0, ends=ends)
+    constant: list[tuple[int, bytes | memoryview]] = [*layout.literals, *_zeros(layout)]
+    for offset, content in constant:
+        ordered.write_at(offset, content)
+    return ordered
+
+
+def _zeros(layout: FileLayout) -> Iterator[tuple[int, memoryview]]:
+    """Yield the zeros of a file where neither contents come nor its own bytes are: offset, and up to a MB of them."""
+    known = [(offset, len(content)) for offset, content in layout.literals]
+    known += [run for content in layout.contents for run in content.runs]
+    end = 0
+    for start, nbytes in sorted([*known, (layout.size, 0)]):
+        for begin in range(end, start, len(_ZEROS)):
+            yield begin, _ZEROS[: start - begin]
+        end = start + nbytes

@@ -1,8 +1,10 @@
-"""The headers of many files: equal ones are parsed once and held once.
+"""The headers of many files: equal ones are parsed once and held once; and digests of them.
 
 Ranks that do the same have files that differ in nothing but contents. A file as long as one that is indexed, and with
 the same bytes everywhere outside of contents, has the same index: to compare takes a tenth of the time of parsing, and
 4,096 ranks with an index each would not fit into memory.
+
+Digests are of what two machines, or two runs, must have the same. None depends on a time: copying a file changes that.
 """
 
 from __future__ import annotations
@@ -13,12 +15,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats import index_file
 from reshard.formats.entries import RangeReader
+from reshard.source.records import digest
+from reshard.storage.local import local_store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reshard.formats.entries import FileIndex, Runs
     from reshard.storage.base import ReadStore
 
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; what cannot be converted, such as a hash table, may be huge
+
+_SMALL = 64 << 10
+_PAGE = 4096
+_PAGES = 4
 
 
 class _Header(NamedTuple):
@@ -78,3 +88,46 @@ def gaps(index: FileIndex, size: int) -> Runs:
     if position < size:
         found.append((position, size - position))
     return tuple(found)
+
+
+def index_digest(index: FileIndex) -> str:
+    """Return the digest of all that a file's header says: names, dtypes, shapes, byte ranges, notes and text."""
+    return index_digests([index])[0]
+
+
+def index_digests(indexes: Sequence[FileIndex]) -> list[str]:
+    """Return the digest of each of the headers that were read together (`index_digest`): of shared entries, once."""
+    entries = {index.header: index for index in indexes}
+    digests = {header: _entries_digest(index) for header, index in entries.items()}
+    notes: dict[tuple[object, ...], str] = {}
+    found = []
+    for index in indexes:
+        key = (index.format, digests[index.header], index.metadata, index.crc, index.deduplicated, index.unreadable)
+        if key not in notes:
+            notes[key] = digest(key)
+        found.append(notes[key])
+    return found
+
+
+def pages_digest(path: str) -> str:
+    """Return the digest of four pages of a file, the last one among them; of all of it up to 64 KiB.
+
+    Checkpoints of two steps of one training have equal names, shapes and headers; their weights differ everywhere.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    store = local_store()
+    nbytes = store.size(path)
+    pages, length = 1, nbytes
+    if nbytes > _SMALL:
+        pages, length = _PAGES, _PAGE
+    content = bytearray(pages * length)
+    for number in range(pages):
+        offset = (nbytes - length) * (number + 1) // pages
+        store.read_into(path, offset, memoryview(content)[number * length : (number + 1) * length])
+    return digest(bytes(content))
+
+
+def _entries_digest(index: FileIndex) -> str:
+    return digest([(name, e.dtype.name, e.shape, e.runs, e.text) for name, e in index.entries.items()])

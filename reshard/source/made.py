@@ -127,12 +127,12 @@ def made_of(target: Place) -> Made | None:
 def _newest(root: str, file: str | None = None, *, directory: str | None = None) -> Made | None:
     """Return the newest of what files are made from, with the files that are made from that."""
     directory = directory or f"{root}/{DIRECTORY}"
-    if as_place(directory).is_symlink():
-        return None
     records = known(root, None if file is None else [file], directory=directory).records
     digest = next((record.made for record in reversed(records.values()) if record.ready), "")
     some = {path: one for path, one in records.items() if one.made == digest and one.ready and is_inner_path(path)}
     try:
+        if as_place(directory).is_symlink():
+            return None
         text = read_small(as_place(f"{directory}/made-{digest}.json"), "ledger", _LARGEST, SourceError)
         if digest_of(text) != digest:  # another's, or changed since
             return None
@@ -140,7 +140,7 @@ def _newest(root: str, file: str | None = None, *, directory: str | None = None)
         check(content, _MADE)
         read_small_strategy(content["target"]["strategy"])
         read_small_strategy(content["source"]["strategy"])
-    except (SourceError, ValueError):
+    except (SourceError, ValueError, OSError):
         return None
     return Made(root, some, content) if content["reshard_made"] == VERSION else None
 

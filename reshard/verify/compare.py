@@ -27,7 +27,7 @@ from reshard.plan import budget
 from reshard.plan.bands import Recipe
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Move, Piece, Way
-from reshard.run.reader import BandReader, cast
+from reshard.run.engine import BandReader, cast
 from reshard.source.replicas import in_every_stage, in_several_stages
 from reshard.storage.cipher import store_of
 
@@ -164,7 +164,7 @@ class Comparison:
             others = [0 if check.own_values else n for check, n in zip(self.checks, weights, strict=True)]
             shared = share_out(moves, others, whole_files=False)
             own = (Piece(n, 0, 1) for n, check in enumerate(self.checks) if check.own_values and weights[n])
-            return [*shared, *((piece,) for piece in own)]
+            return [*(task.pieces for task in shared), *((piece,) for piece in own)]
         pieces: list[Piece] = []
         for number, (check, weight) in enumerate(zip(self.checks, weights, strict=True)):
             rows = 1 if check.own_values else check.move.rows

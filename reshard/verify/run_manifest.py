@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
 from reshard.formats.entries import Entry
-from reshard.run.receipts import Checksums
+from reshard.run.ledger import Checksums
 from reshard.storage.crc32c import crc32c
 from reshard.storage.small import refuse_inputs
 from reshard.verify.manifest import FileSums, Manifest, Part, write_manifest

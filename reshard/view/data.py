@@ -167,7 +167,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "format": plan.format,
         "ranks": list(plan.ranks),
         **stats,
-        "ownership": "file" if plan.groups else "tensor",
+        "ownership": "file" if plan.by_file else "tensor",
         "read_amplification": plan.stats.read_amplification,
         "seconds": None if report is None else report.seconds,
         "dropped": list(plan.dropped),

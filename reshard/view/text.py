@@ -426,7 +426,7 @@ def plan_text(plan: Plan, directory: str) -> str:
             ),
         ),
         ("write", f"{bytes_text(stats.target_bytes)} to {count_text(stats.target_files, 'file')}"),
-        ("tasks", f"{stats.tasks:,}{', each of which writes whole files' if plan.groups else ''}"),
+        ("tasks", f"{stats.tasks:,}{', each of which writes whole files' if plan.by_file else ''}"),
         ("memory", f"about {bytes_text(stats.peak_memory)} at the peak"),
         ("dropped", list_text(plan.dropped) if plan.dropped else "none"),
         ("missing", list_text(plan.missing) if plan.missing else "none"),

@@ -13,8 +13,8 @@ from commands import call, done
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import TargetError
+from reshard.formats.entries import Stored
 from reshard.formats.sets import share_of
-from reshard.formats.target_files import Stored
 from reshard.storage.remote import filesystem
 
 if TYPE_CHECKING:

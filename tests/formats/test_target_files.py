@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import UsageError
-from reshard.formats.target_files import NamedFile, RankFiles, Stored, TargetFiles
+from reshard.formats.entries import NamedFile, RankFiles, Stored, TargetFiles
 
 if TYPE_CHECKING:
     from pathlib import Path

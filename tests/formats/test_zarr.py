@@ -26,7 +26,7 @@ from reshard.formats import by_name
 from reshard.formats import zarr as format_zarr
 from reshard.formats.entries import Content
 from reshard.plan import budget
-from reshard.plan.zarr import provenance
+from reshard.plan.destination import provenance
 from reshard.source.zarr import clipped
 
 if TYPE_CHECKING:

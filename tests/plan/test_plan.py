@@ -222,7 +222,7 @@ def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
     assert len(plan.tasks) <= MOST_TASKS * 1.1
     rows = {}
     for task in plan.tasks:
-        for piece in task:
+        for piece in task.pieces:
             assert rows.setdefault(piece.move, 0) == piece.start  # in order, without gap or overlap
             rows[piece.move] = piece.stop
     assert all(rows[number] == move.recipe.rows(move.axis) for number, move in enumerate(plan.moves))

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.errors import PlanError, ReshardError, SourceError, TargetError, UsageError
-from reshard.formats.target_files import NamedFile, SomeFiles, Volumes
-from reshard.plan.convert import plan_convert
-from reshard.plan.fingerprint import index_digest, pages_digest, plan_digest
+from reshard.formats.entries import NamedFile, SomeFiles, Volumes
+from reshard.plan.make import plan_convert
+from reshard.plan.plan import plan_digest
 from reshard.plan.planfile import Names, read, save
+from reshard.source.headers import index_digest, pages_digest
 from reshard.storage.local import local_store
 
 if TYPE_CHECKING:

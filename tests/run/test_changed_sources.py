@@ -16,9 +16,9 @@ from stopped_runs import FULL, SOURCE, TARGET, call, command, small_tasks, sourc
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ChangedError, ReshardError, SourceError, TargetError
-from reshard.plan import fingerprint
-from reshard.plan.fingerprint import file_digests
+from reshard.plan.plan import file_digests
 from reshard.run import session as resume
+from reshard.source import headers
 from reshard.storage.local import local_store
 
 if TYPE_CHECKING:
@@ -193,16 +193,16 @@ def test_a_header_that_is_shared_is_digested_once(tmp_path: Path, monkeypatch: p
     """A header has up to ten thousand tensors; those of ranks alike are one object."""
     replicas = Strategy.of({name: Layout.of([8], [-1] * array.ndim) for name, array in FULL.items()})
     source = reshard.open(write_ranks(tmp_path / "src", FULL, replicas), strategy=replicas)
-    real, digested = fingerprint._entries_digest, []
+    real, digested = headers._entries_digest, []
 
     def entries_digest(entries: Any) -> str:
         digested.append(entries)
         return real(entries)
 
-    monkeypatch.setattr(fingerprint, "_entries_digest", entries_digest)
+    monkeypatch.setattr(headers, "_entries_digest", entries_digest)
     file_digests(reshard.plan(source, TARGET))
     assert len(digested) == 1
-    assert len({*fingerprint.index_digests([source.files[0].index._replace(crc=crc) for crc in (1, 2, 3)])}) == 3
+    assert len({*headers.index_digests([source.files[0].index._replace(crc=crc) for crc in (1, 2, 3)])}) == 3
     assert len(digested) == 2
 
 

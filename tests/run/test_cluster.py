@@ -25,7 +25,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.plan import budget, partition
-from reshard.run import cluster as reshard_cluster
+from reshard.run import executor as reshard_cluster
 from reshard.run import graph, tasks
 from reshard.storage.local import _LocalSink
 from reshard.storage.page_cache import cache_of
@@ -198,7 +198,7 @@ def test_a_failure_on_a_worker_leaves_nothing(
         os.truncate(path, 1 << 16)
         return cached
 
-    monkeypatch.setattr(reshard_cluster, "check_workers", then_cut)  # just before they begin
+    monkeypatch.setattr("reshard.run.run.check_workers", then_cut)  # just before they begin
     with pytest.raises((SourceError, TargetError), match=r"checkpoint_7\.safetensors: (ends at|changed since)"):
         plan.run(tmp_path / "out", client=wired[1], ownership=ownership)
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.run.fates import Do, Fate, Planned, Policy, Seen, fate, fates, of
+from reshard.run.preflight import Do, Fate, Planned, Policy, Seen, fate, fates, of
 from reshard.source.records import Record
 from reshard.storage.page_cache import boot_id
 

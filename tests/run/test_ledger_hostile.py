@@ -11,7 +11,7 @@ from stopped_runs import TARGET, small_tasks, source, stopped
 
 import reshard
 from reshard.errors import TargetError
-from reshard.plan.fingerprint import file_digests
+from reshard.plan.plan import file_digests
 from reshard.source.records import DIRECTORY
 from reshard.storage.base import PARTIAL
 

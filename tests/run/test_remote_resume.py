@@ -17,7 +17,7 @@ from remotes import COLUMNS, FULL, ROWS, get, put, records
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ChangedError, TargetError
-from reshard.plan.fingerprint import file_digests
+from reshard.plan.plan import file_digests
 from reshard.run import session
 from reshard.source.records import DIRECTORY
 from reshard.view.text import report_text

@@ -40,10 +40,9 @@ from reshard.errors import TargetError
 from reshard.layout.block import Block
 from reshard.plan import budget, partition
 from reshard.plan.bands import Recipe
-from reshard.plan.remaining import bytes_left, covers, remaining
+from reshard.plan.partition import bytes_left, covers, remaining
 from reshard.run import session as resume
-from reshard.run.fates import Do, of
-from reshard.run.session import preflight
+from reshard.run.preflight import Do, of, preflight
 from reshard.source import records
 from reshard.storage.base import PARTIAL
 from reshard.storage.crc32c import crc32c

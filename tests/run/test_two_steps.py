@@ -162,7 +162,7 @@ def test_what_is_no_directory_and_no_file_is_told_before(source: reshard.Checkpo
     plan = reshard.plan(source, TARGET)
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(TargetError, match="file: is no directory"):
+        with pytest.raises(TargetError, match="file: is not a directory"):
             plan.run(target)
     (tmp_path / "out" / "rank_1" / "checkpoint_1.safetensors").mkdir(parents=True)
     for more in ({}, {"overwrite": True}, {"restart": True}):

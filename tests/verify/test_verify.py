@@ -25,7 +25,7 @@ from reshard import Layout, Selection, Strategy
 from reshard.errors import BudgetError, SourceError, UsageError
 from reshard.formats import index_file
 from reshard.plan import budget
-from reshard.plan.convert import plan_convert
+from reshard.plan.make import plan_convert
 from reshard.verify import compare
 from reshard.verify import verify as verification
 
