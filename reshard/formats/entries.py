@@ -222,8 +222,7 @@ class TargetFiles(Protocol):
         """Share the tensors out to files."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankFiles:
+class RankFiles(NamedTuple):
     """`rank_<r>/<prefix><r><suffix>.<ext>`; the suffix is `_part<stage>` for one stage of a pipeline.
 
     >>> RankFiles("checkpoint_").volumes([], ".ckpt").paths
@@ -243,8 +242,7 @@ class RankFiles:
         return Volumes((path,), {tensor.name: 0 for tensor in tensors})
 
 
-@dataclass(frozen=True, slots=True)
-class NamedFile:
+class NamedFile(NamedTuple):
     """One file a rank, of a given name below the target directory, in which `{rank}` stands for the rank."""
 
     name: str
@@ -257,8 +255,7 @@ class NamedFile:
         return Volumes((self.name,), {tensor.name: 0 for tensor in tensors})
 
 
-@dataclass(frozen=True, slots=True)
-class SomeFiles:
+class SomeFiles(NamedTuple):
     """Some files of a set that is laid out already: one process's share of the work.
 
     Attributes:

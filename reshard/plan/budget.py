@@ -6,9 +6,8 @@ against runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import BudgetError
 from reshard.formats.zarr import NAME as ZARR
@@ -65,8 +64,7 @@ class Coder(Protocol):
         """Return the memory that so many threads take for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """What a run's memory consists of.
 
     Attributes:

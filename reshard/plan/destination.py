@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats.entries import Content, FileLayout, Stored
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
-from reshard.formats.zarr_chunks import Encoding, ToCompress, slab_bytes
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
 from reshard.plan.build import Wanted
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.errors import Faults
     from reshard.formats.entries import Format, TargetFiles, Where
     from reshard.formats.zarr import Array, ZarrGroup
+    from reshard.formats.zarr_chunks import Encoding
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
     from reshard.plan.budget import Share
@@ -413,6 +413,8 @@ class ZarrStore:
         """Return how chunks are compressed."""
         if self._group.level is None:
             return None
+        from reshard.formats.zarr_chunks import Encoding, ToCompress, slab_bytes  # not on every start
+
         known: dict[tuple[Array, Shape], ToCompress] = {}
         units = {}
         for name, array in self._arrays.items():

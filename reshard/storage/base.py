@@ -8,7 +8,6 @@ A path or URL becomes a `Place` once (`places.as_place`), and a place knows its 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import TargetError
@@ -51,8 +50,7 @@ class Status(NamedTuple):
         return self[:2] == before[:2] and ((0, 0) in {self.change, before.change} or self.change == before.change)
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
+class Capabilities(NamedTuple):
     """What a store can do.
 
     Attributes:

@@ -8,7 +8,6 @@ object's keys and their kinds, all of them needed and no other known; `{TEXT: ki
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,8 +24,7 @@ class Kind(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Maybe:
+class Maybe(NamedTuple):
     """A value of some schema, or null."""
 
     schema: object
