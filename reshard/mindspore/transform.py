@@ -211,7 +211,7 @@ def rank_list_for_transform(
 ) -> list[int]:
     """List the source ranks whose files `transform_checkpoint_by_rank` needs for one target rank.
 
-    It is the least set that suffices for the tensors that both strategies name; MindSpore's is often longer.
+    They suffice for the tensors that both strategies name, and none can be left out; MindSpore's list is often longer.
 
     Args:
         rank_id: the target rank.

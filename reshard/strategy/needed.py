@@ -1,11 +1,11 @@
-"""Which source ranks a target rank needs: the least set of them, known from two strategies without any file.
+"""Which source ranks a target rank needs: few of them, known from two strategies without any file.
 
 1. For a tensor that both strategies name, take a shape that both layouts cut evenly. It stands for the real one, as
    the edges of equal parts lie at the same fractions of every shape.
 2. Every source block that overlaps the target rank's block is needed. The ranks that hold it are a *group*: one of
    them suffices.
-3. The least set of ranks that has one of every group is looked for: what is forced first, then a search, which
-   ends at a bound or, in the rare hard case, after a fixed number of steps with the best that was found.
+3. The rank that is in most groups is taken, again and again, until each group has one; then those are left out whose
+   groups have others. None of what remains can be left out; a smaller set may exist, which is hard to find.
 """
 
 from __future__ import annotations
@@ -28,16 +28,13 @@ if TYPE_CHECKING:
 
 Group = frozenset[int]
 
-_MOST_COMPARED = 512  # groups or ranks, up to which each is compared with each
-_MOST_STEPS = 20_000
-
 
 def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[int, ...]:
-    """Return the least set of source ranks that have all that a target rank gets of the tensors that both name.
+    """Return source ranks, few of them, that have all that a target rank gets of the tensors that both name.
 
     A tensor that several pipeline stages hold is taken from the lowest, as `reshard.open` does: the files of later ones
-    may lack it. Of sets of the same size, one with the target rank's own number is taken if there is one, so that
-    what each rank has a value of its own for stays with its number. There is at least one rank, from which copies come.
+    may lack it. Of ranks that would do equally well, the target rank's own number is taken, so that what each rank has a
+    value of its own for stays with its number. There is at least one rank, from which copies come.
 
     Args:
         source: the strategy of the files.
@@ -60,7 +57,7 @@ def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[
     """
     groups = {group for _, of_stages in _needs(source, target, rank) for group in of_stages[0]}
     own = rank if rank in source.ranks else source.ranks.start
-    return tuple(sorted(_least(groups, own))) or (own,)
+    return tuple(sorted(_cover(groups, own))) or (own,)
 
 
 def lacking_ranks(
@@ -90,7 +87,7 @@ def lacking_ranks(
         if all(unmet):
             for group in unmet[0]:
                 needing[group].append(name)
-    found = sorted(_least(set(needing), rank))
+    found = sorted(_cover(needing, rank))
     return {
         lacking: list(dict.fromkeys(name for group, some in needing.items() if lacking in group for name in some))
         for lacking in found
@@ -168,65 +165,8 @@ def _shape(*layouts: Layout) -> Shape:
     return tuple(sizes)
 
 
-# --- the least set that has one of every group ---
-
-
-def _least(groups: set[Group], own: int) -> set[int]:
-    """Return as few ranks as possible of which every group has one; `own` is among them if that costs nothing."""
-    chosen: set[int] = set()
-    while groups:
-        forced = {rank for group in groups if len(group) == 1 for rank in group}
-        chosen |= forced
-        groups = {group for group in groups if not group & forced}
-        smaller = _reduced(groups, own)
-        if not forced and smaller == groups:
-            break
-        groups = smaller
-    return chosen | _searched(sorted(groups, key=lambda group: (len(group), sorted(group))), own)
-
-
-def _reduced(groups: set[Group], own: int) -> set[Group]:
-    """Leave out ranks that another can stand for, and groups that another implies."""
-    member_of: dict[int, list[int]] = defaultdict(list)
-    for number, group in enumerate(groups):
-        for rank in group:
-            member_of[rank].append(number)
-    best: dict[Group, int] = {}
-    for rank in sorted(member_of, key=lambda rank: (rank != own, rank)):
-        best.setdefault(frozenset(member_of[rank]), rank)
-    if len(best) <= _MOST_COMPARED:
-        best = {some: rank for some, rank in best.items() if not any(some < others for others in best)}
-    kept = frozenset(best.values())
-    found = {group & kept for group in groups}
-    if len(found) <= _MOST_COMPARED:
-        found = {group for group in found if not any(other < group for other in found)}
-    return found
-
-
-def _searched(groups: list[Group], own: int) -> set[int]:
-    """Return the smallest set that a search of bounded length finds."""
-    best = _greedy(groups, own)
-    steps = 0
-
-    def search(left: list[Group], taken: frozenset[int]) -> None:
-        nonlocal best, steps
-        steps += 1
-        if not left:
-            if len(taken) < len(best):
-                best = set(taken)
-            return
-        if steps > _MOST_STEPS or len(taken) + _disjoint(left) >= len(best):
-            return
-        for rank in sorted(left[0], key=lambda rank: (-sum(rank in group for group in left), rank != own, rank)):
-            search([group for group in left if rank not in group], taken | {rank})
-
-    if len(groups) <= _MOST_COMPARED:  # of more, the greedy choice is taken
-        search(groups, frozenset())
-    return best
-
-
-def _greedy(groups: Iterable[Group], own: int) -> set[int]:
-    """Take the rank that is in most of the groups left, again and again."""
+def _cover(groups: Iterable[Group], own: int) -> set[int]:
+    """Return ranks of which every group has one and none can be left out; `own` is taken before its equals."""
     member_of: dict[int, list[Group]] = defaultdict(list)
     for group in groups:
         for rank in group:
@@ -240,15 +180,7 @@ def _greedy(groups: Iterable[Group], own: int) -> set[int]:
         for group in left.intersection(member_of[rank]):
             left.discard(group)
             count.subtract(group)
+    for rank in sorted(taken, key=lambda rank: (rank == own, rank)):
+        if all(len(group & taken) > 1 for group in member_of[rank]):
+            taken.discard(rank)  # those that came later have what it was taken for
     return taken
-
-
-def _disjoint(groups: Iterable[Group]) -> int:
-    """Count groups of which no two have a rank in common: so many ranks are needed at least."""
-    seen: set[int] = set()
-    count = 0
-    for group in groups:
-        if not group & seen:
-            seen |= group
-            count += 1
-    return count
