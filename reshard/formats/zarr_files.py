@@ -1,25 +1,22 @@
 """What a zarr store has, on a local disk or at a URL: which files, and the metadata in them.
 
-Nothing is believed. Links on a local disk are refused, because they could lead anywhere. At a URL everything is listed
-at once, and all metadata are requested side by side: a request for each would take longer than reading a small store.
+Nothing is believed. Everything is listed at once. Links on a local disk are refused, because they could lead anywhere;
+at a URL all metadata are requested side by side: a request for each would take longer than reading a small store.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import stat
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError, names
 from reshard.formats.zarr import ATTRIBUTES, METADATA
 from reshard.storage.base import PARTIAL, Status
-from reshard.storage.places import LocalPath, Place, as_place, of_each
+from reshard.storage.places import Place, as_place, of_each
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
-    from pathlib import Path
-
 
 LARGEST_METADATA = 1 << 28
 
@@ -49,108 +46,86 @@ def is_store(root: Place) -> bool:
     return bool(root.existing(signs))
 
 
-class StoreFiles(Protocol):
-    """The files of a store, by their paths."""
+class StoreFiles:
+    """The files of a store, by their paths, as they are when this is made: all are listed at once.
 
-    @property
-    def base(self) -> Place:
-        """The root, without links."""
+    Raises:
+        SourceError: on a local disk: a link, or what is neither a file nor a directory; anywhere: it cannot be listed.
+    """
 
-    def status(self, path: Any) -> Status | None:
-        """Return the state of a file; None where there is none; `SourceError` of a link."""
-
-    def read(self, path: Any) -> bytes:
-        """Return the contents of a small file."""
-
-    def directories(self, directory: Any) -> list[Any]:
-        """Return the directories in a directory that have metadata, by name."""
-
-    def refuse_link(self, directory: Any) -> None:
-        """Raise `SourceError` where a directory is a link."""
-
-
-class LocalFiles:
-    """A store on a local disk, of which one file after the other is looked at."""
-
-    def __init__(self, base: str) -> None:
-        self.base = LocalPath(os.path.realpath(base))
-
-    def status(self, path: Path) -> Status | None:
-        """Return the state of a file; None where there is none.
-
-        Raises:
-            SourceError: it is a link, or no file.
-        """
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
-        if stat.S_ISLNK(status.st_mode):
-            raise _is_link(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise SourceError(f"{path}: is not a regular file; expected a chunk")
-        return Status.of(status)
-
-    def read(self, path: Path) -> bytes:
-        """Return the contents of a small file."""
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
-
-    def directories(self, directory: Path) -> list[Path]:
-        """Return the directories in a directory that have metadata, by name; none may be a link."""
-        with os.scandir(directory) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-        for entry in entries:
-            if entry.is_symlink():
-                raise _is_link(directory / entry.name)
-        some = [directory / entry.name for entry in entries if entry.is_dir()]
-        return [path for path in some if (path / METADATA).exists()]
-
-    def refuse_link(self, directory: Path) -> None:
-        """Raise `SourceError` where a directory is a link."""
-        if directory.is_symlink():
-            raise _is_link(directory)
-
-
-class ListedFiles:
-    """A store at a URL, as it is when this is made: all files are listed at once."""
-
-    def __init__(self, base: Place) -> None:
-        self.base = base
+    def __init__(self, root: Place) -> None:
+        self.base = root.real()
+        self._statuses = _listed(self.base) if self.base.can.waits else _walked(str(self.base))
         self._below: dict[str, list[Place]] = {}
-        base.refresh()
-        files: list[Place] = [*base.files()]
-        # Mostly what was listed; one request each where that is forgotten.
-        self._statuses = dict(zip(map(str, files), of_each(_status, files), strict=True))
-        found = sorted(url.removesuffix(f"/{METADATA}") for url in self._statuses if url.endswith(f"/{METADATA}"))
-        known = {str(base)}
-        for url in found:  # parents come before what is in them
-            parent = url.rpartition("/")[0]
-            if url != str(base) and parent in known:
-                known.add(url)
-                self._below.setdefault(parent, []).append(as_place(url))
-        paths = [as_place(f"{url}/{METADATA}") for url in known]
-        wanted = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
+        end = f"/{METADATA}"
+        known = {str(self.base)}
+        for path in sorted(path.removesuffix(end) for path in self._statuses if path.endswith(end)):
+            parent = path.rpartition("/")[0]  # which comes before what is in it
+            if parent in known:
+                known.add(path)
+                self._below.setdefault(parent, []).append(as_place(path))
+        wanted = []
+        if self.base.can.waits:
+            paths = [as_place(path + end) for path in known]
+            wanted = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
         self._contents = dict(zip(wanted, of_each(_contents, wanted), strict=True))
 
     def status(self, path: Place) -> Status | None:
-        """Return the state of a file; None where there is none."""
-        return self._statuses.get(str(path))
+        """Return the state of a file; None where there is none.
+
+        Raises:
+            SourceError: it is a directory.
+        """
+        status = self._statuses.get(str(path))
+        if status is None and str(path) in self._statuses:
+            raise _is_other(path)
+        return status
 
     def read(self, path: Place) -> bytes:
         """Return the contents of a small file."""
-        return self._contents[path] if path in self._contents else path.read_bytes()
+        try:
+            return self._contents[path] if path in self._contents else path.read_bytes()
+        except OSError as error:
+            raise _not_read(path, error) from None
 
     def directories(self, directory: Place) -> list[Place]:
         """Return the directories in a directory that have metadata, by name."""
         return self._below.get(str(directory), [])
 
-    def refuse_link(self, directory: Place) -> None:
-        """Do nothing: there are no links at URLs."""
+
+def _walked(root: str) -> dict[str, Status | None]:
+    """Return the state of every file below a local directory, by its path; None for a directory.
+
+    Nothing is below one that is not there.
+    """
+    found: dict[str, Status | None] = {}
+    waiting = [root]
+    while waiting:
+        directory = waiting.pop()
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    if entry.is_symlink():
+                        raise SourceError(f"{entry.path}: is a link; those in a zarr store are not followed")
+                    if entry.is_dir():
+                        waiting.append(entry.path)
+                        found[entry.path] = None
+                    elif entry.is_file():
+                        found[entry.path] = Status.of(entry.stat())
+                    else:
+                        raise _is_other(entry.path)
+        except OSError as error:
+            if not (isinstance(error, FileNotFoundError) and directory == root):
+                raise _not_read(directory, error) from None
+    return found
+
+
+def _listed(base: Place) -> dict[str, Status | None]:
+    """Return the state of every file below a URL, by its own URL."""
+    base.refresh()
+    files = [*base.files()]
+    # Mostly what was listed; one request each where that is forgotten.
+    return dict(zip(map(str, files), of_each(_status, files), strict=True))
 
 
 def _status(path: Place) -> Status:
@@ -161,9 +136,12 @@ def _contents(path: Place) -> bytes:
     return path.read_bytes()
 
 
-def files_of(root: Place) -> StoreFiles:
-    """Return the files of a store."""
-    return ListedFiles(root) if root.can.waits else LocalFiles(str(root))
+def _is_other(path: object) -> SourceError:
+    return SourceError(f"{path}: is not a regular file; expected a chunk")
+
+
+def _not_read(path: object, error: OSError) -> SourceError:
+    return SourceError(f"{path}: cannot be read: {error.strerror}")
 
 
 def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
@@ -216,7 +194,3 @@ def own_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return what this program noted in the attributes; nothing in a store of another program."""
     found: dict[str, Any] = metadata.get("attributes", {}).get(ATTRIBUTES, {})
     return found
-
-
-def _is_link(path: Path) -> SourceError:
-    return SourceError(f"{path}: is a link; those in a zarr store are not followed")

@@ -21,7 +21,7 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, combinations, product
-from math import comb, prod
+from math import comb, lcm, prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
@@ -412,6 +412,25 @@ def _position(coordinates: Sequence[int], extents: Sequence[int], axes: Axes) ->
     for axis in axes:
         position = position * extents[axis] + coordinates[axis]
     return position
+
+
+def least_shape(layouts: Sequence[Layout]) -> Shape:
+    """Return the least shape that layouts divide.
+
+    Raises:
+        LayoutError: they have different numbers of dimensions.
+
+    >>> least_shape([Layout.of([2, 4], [1, 0]), Layout.of([3, 2], [1, -1])])
+    (6, 4)
+    """
+    if len({len(layout.tensor_map) for layout in layouts}) > 1:
+        dims = " and ".join(str(len(layout.tensor_map)) for layout in layouts)
+        raise LayoutError(f"the layouts are for {dims} dimensions; give those of one tensor")
+    shape = [lcm(*ways) for ways in zip(*(layout.splits for layout in layouts), strict=True)]
+    uneven = [sum(layout.param_split_shape) for layout in layouts if layout.param_split_shape]
+    if uneven:
+        shape[0] = uneven[0]
+    return tuple(shape)
 
 
 def foldings(layout: Layout, shape: Shape, ndim: int) -> list[tuple[Layout, Shape]]:

@@ -25,7 +25,7 @@ from reshard.formats import zarr
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part
 from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
-from reshard.formats.zarr_files import V2, files_of, own_notes, read_metadata, refuse_unknown
+from reshard.formats.zarr_files import V2, StoreFiles, own_notes, read_metadata, refuse_unknown
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.storage.base import Ahead
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from reshard.dtypes import DType
     from reshard.formats.entries import Runs
-    from reshard.formats.zarr_files import StoreFiles
     from reshard.layout.block import Shape
     from reshard.storage.base import Status
     from reshard.storage.places import Place
@@ -70,7 +69,7 @@ def open_store(root: Place) -> Checkpoint:
     Raises:
         SourceError: it is unfinished, has links, or its metadata does not fit its files.
     """
-    files = files_of(root)
+    files = StoreFiles(root)
     top = files.base / METADATA
     if files.status(top) is None:
         older = any(files.status(files.base / name) for name in V2)
@@ -84,7 +83,7 @@ def open_store(root: Place) -> Checkpoint:
 
 def noted_provenance(root: Place) -> dict[str, Any] | None:
     """Return what a store says of where it comes from; None of one that is unfinished, or not there."""
-    files = files_of(root)
+    files = StoreFiles(root)
     top = files.base / METADATA
     return None if files.status(top) is None else own_notes(read_metadata(files, top))
 
@@ -371,7 +370,6 @@ class _Shards:
 
     def __init__(self, store: _Store, array: _Array, name: str) -> None:
         self.store, self.array, self.name = store, array, name
-        self.directories: set[Place] = set()
         self.indexes = Ahead(any_store())
 
     def found(self) -> tuple[Shard, ...]:
@@ -383,7 +381,6 @@ class _Shards:
         self._fetch_indexes()
         for place in grid(array.shape, array.unit):
             path = array.path(place)
-            self._check_directories(path.parent)
             status = self.store.disk.status(path)
             box = part(array.shape, array.unit, place)
             assert box is not None  # noqa: S101 -- of the array's own grid
@@ -416,13 +413,6 @@ class _Shards:
 
     def _index_bytes(self) -> int:
         return 16 * prod(self.array.inner) + 4
-
-    def _check_directories(self, directory: Place) -> None:
-        """Refuse links among the directories of chunks."""
-        while directory != self.array.directory and directory not in self.directories:
-            self.store.disk.refuse_link(directory)
-            self.directories.add(directory)
-            directory = directory.parent
 
     def _shard(self, block: Block, path: Place, status: Status, runs: Runs) -> Shard:
         return Shard(block, (Extent(self.store.file(path, status), runs),))

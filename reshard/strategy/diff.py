@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import lcm
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, LayoutError, StrategyError
 from reshard.layout.block import shape_text
-from reshard.layout.layout import Layout, foldings
+from reshard.layout.layout import Layout, foldings, least_shape
 from reshard.strategy.names import is_training_state, one_stage_advice, optimizer_states
 
 if TYPE_CHECKING:
@@ -102,11 +101,8 @@ def _same_blocks(a: Layout, b: Layout) -> bool:
     if a.devices != b.devices:
         return False
     try:
-        shape = [lcm(*ways) for ways in zip(a.splits, b.splits, strict=True)]
-        for layout in (a, b):
-            if layout.param_split_shape:
-                shape[0] = sum(layout.param_split_shape)
-        return a.grid(tuple(shape)) == b.grid(tuple(shape))
+        shape = least_shape([a, b])
+        return a.grid(shape) == b.grid(shape)
     except LayoutError:  # interleaved, or the sizes of one are not those of the other
         return False
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from itertools import product
-from math import lcm
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError, UsageError
 from reshard.layout.block import Block
-from reshard.layout.layout import foldings, grid
+from reshard.layout.layout import foldings, grid, least_shape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -33,8 +32,8 @@ def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[
     """Return source ranks, few of them, that have all that a target rank gets of the tensors that both name.
 
     A tensor that several pipeline stages hold is taken from the lowest, as `reshard.open` does: the files of later ones
-    may lack it. Of ranks that would do equally well, the target rank's own number is taken, so that what each rank has a
-    value of its own for stays with its number. There is at least one rank, from which copies come.
+    may lack it. Of ranks that would do equally well the target rank's own number is taken, so that what each rank has
+    a value of its own for stays with its number. There is at least one rank, from which copies come.
 
     Args:
         source: the strategy of the files.
@@ -137,13 +136,13 @@ def _readings(source: Placed, target: Placed | None) -> list[tuple[Layout, Layou
     Only JSON strategies, which write nested entries expanded, may mean several.
     """
     if target is None:
-        return [(source.layout, None, source.shape or _shape(source.layout))]
+        return [(source.layout, None, source.shape or least_shape([source.layout]))]
     found: list[tuple[Layout, Layout | None, Shape]] = []
     ndims = range(1 + max(len(source.layout.tensor_map), len(target.layout.tensor_map)))
     for ndim in ndims:
         for (before, size), (after, other) in product(_folded(source, ndim), _folded(target, ndim)):
             if size is None or other is None or size == other:
-                found.append((before, after, size or other or _shape(before, after)))
+                found.append((before, after, size or other or least_shape([before, after])))
     if not found:
         raise LayoutError(f"the source's layout {source.layout} and the target's {target.layout} fit no common shape")
     return found
@@ -154,15 +153,6 @@ def _folded(placed: Placed, ndim: int) -> list[tuple[Layout, Shape | None]]:
     if placed.expanded and placed.shape is not None:
         return [*foldings(placed.layout, placed.shape, ndim)]
     return [(placed.layout, placed.shape)] if len(placed.layout.tensor_map) == ndim else []
-
-
-def _shape(*layouts: Layout) -> Shape:
-    """Return the smallest shape that some layouts of as many dimensions cut evenly."""
-    sizes = [lcm(*ways) for ways in zip(*(layout.splits for layout in layouts), strict=True)]
-    for layout in layouts:
-        if layout.param_split_shape:  # uneven slices tell the size
-            sizes[0] = sum(layout.param_split_shape)
-    return tuple(sizes)
 
 
 def _cover(groups: Iterable[Group], own: int) -> set[int]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
-from math import ceil, lcm, prod
+from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError, UsageError, names
 from reshard.layout.block import Block, shape_text
+from reshard.layout.layout import least_shape
 from reshard.plan.bands import is_grid
 from reshard.view.svg import Drawn, Markup, Picture, colour, fitting, hatch, join, label, tag, text_width, wrapped
 from reshard.view.text import count_text, ranges_text
@@ -79,23 +80,6 @@ def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | 
         grid = each.grid(tuple(shape))
         sides.append(Side(title, grid.shape, grid.blocks, grid.ranks, str(each)))
     return draw(sides, f"{shape_text(shape)} under {' and '.join(map(str, layouts))}")
-
-
-def least_shape(layouts: Sequence[Layout]) -> Shape:
-    """Return the least shape that layouts divide.
-
-    >>> from reshard.layout.layout import Layout
-    >>> least_shape([Layout.of([2, 4], [1, 0]), Layout.of([3, 2], [1, -1])])
-    (6, 4)
-    """
-    if len({len(layout.tensor_map) for layout in layouts}) > 1:
-        dims = " and ".join(str(len(layout.tensor_map)) for layout in layouts)
-        raise LayoutError(f"the layouts are for {dims} dimensions; give those of one tensor")
-    shape = [lcm(*ways) for ways in zip(*(layout.splits for layout in layouts), strict=True)]
-    uneven = [sum(layout.param_split_shape) for layout in layouts if layout.param_split_shape]
-    if uneven:
-        shape[0] = uneven[0]
-    return tuple(shape)
 
 
 def strategy_picture(
