@@ -27,7 +27,7 @@ from reshard.storage.small import refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files
 from reshard.strategy.names import is_training_state
 from reshard.strategy.needed import lacking_ranks
-from reshard.strategy.strategy import MERGED_NAME, Strategy
+from reshard.strategy.strategy import Strategy, merged_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -93,13 +93,11 @@ def strategy_of(argument: str, given: StrategyLike | None) -> Strategy | None:
         raise TypeError(f"{argument} is a {type(given).__name__}; expected the name of a strategy file")
     if not given:
         raise StrategyError(f"{argument} names no parameter")
-    matches = {name: MERGED_NAME.fullmatch(name) for name in given}
-    merged = all(matches.values())
+    staged = merged_names(given)
     layouts: dict[str, dict[int, Layout]] = {}
     shapes: dict[str, Shape] = {}
     for name, value in given.items():
-        match = matches[name] if merged else None
-        own_name, stage = (match[2], int(match[1])) if match else (name, 0)
+        stage, own_name = staged.get(name, (0, name))
         layouts.setdefault(own_name, {})[stage] = any_layout(value)
         shape = None if isinstance(value, list | tuple) else layout_of(value)[1]
         if shape is not None:
@@ -109,7 +107,7 @@ def strategy_of(argument: str, given: StrategyLike | None) -> Strategy | None:
         name: tuple(placed._replace(expanded=placed.shape is not None) for placed in places)
         for name, places in strategy.tensors.items()
     }
-    return replace(strategy, tensors=tensors, merged=merged)
+    return replace(strategy, tensors=tensors, merged=bool(staged))
 
 
 def thread_count(argument: str, given: object) -> int:

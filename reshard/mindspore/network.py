@@ -178,9 +178,7 @@ def _fitted(name: str, place: Any, value: Any, strict_load: bool) -> Tensor:
                 f"parameter {name!r} has shape {shape} in the network and {tensor.shape} in the checkpoint; "
                 "is it the checkpoint of this network, and of this rank?"
             )
-        reshaped = Tensor.from_numpy(tensor.array.reshape(shape))
-        reshaped.kind = tensor.kind
-        tensor = reshaped
+        tensor = Tensor.of_kind(tensor.array.reshape(shape), tensor.kind)
     if tensor.kind is not kind:
         if strict_load or not any({tensor.kind.name, kind.name} <= family for family in _FAMILIES):
             raise NetworkError(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -110,8 +110,13 @@ class Tensor:
         if not isinstance(array, np.ndarray):
             raise TypeError(f"from_numpy takes a numpy array; got {type(array).__name__}")
         array = array_of(array)
-        tensor = Tensor.__new__(Tensor)
-        tensor.array, tensor.kind = _converted(np.asarray(array, order="C"), array.dtype)
+        return Tensor.of_kind(*_converted(np.asarray(array, order="C"), array.dtype))
+
+    @classmethod
+    def of_kind(cls, array: Array, kind: DType) -> Self:
+        """Return a tensor over a row-major array whose elements are of a kind of the table."""
+        tensor = cls.__new__(cls)
+        tensor.array, tensor.kind = array, kind
         return tensor
 
     @property
@@ -167,9 +172,7 @@ class Tensor:
         return len(self.array)
 
     def __getitem__(self, index: Any) -> Tensor:
-        part = Tensor.__new__(Tensor)
-        part.array, part.kind = np.asarray(self.array[index], order="C"), self.kind
-        return part
+        return Tensor.of_kind(np.asarray(self.array[index], order="C"), self.kind)
 
     def __eq__(self, other: object) -> Any:
         """Compare element by element, as arrays do; a numpy array of bool."""
@@ -241,8 +244,7 @@ class Parameter(Tensor):
     @classmethod
     def over(cls, tensor: Tensor, name: str) -> Parameter:
         """Return a parameter that shares the array of a tensor; `Parameter(tensor, name)` copies it."""
-        parameter = cls.__new__(cls)
-        parameter.array, parameter.kind = tensor.array, tensor.kind
+        parameter = cls.of_kind(tensor.array, tensor.kind)
         parameter.name = name
         parameter.requires_grad = parameter.parallel_optimizer = True
         parameter.layerwise_parallel = parameter.sliced = False
@@ -262,9 +264,7 @@ class Parameter(Tensor):
     @property
     def data(self) -> Tensor:
         """The value as a Tensor, which shares its array with this parameter."""
-        tensor = Tensor.__new__(Tensor)
-        tensor.array, tensor.kind = self.array, self.kind
-        return tensor
+        return Tensor.of_kind(self.array, self.kind)
 
     def value(self) -> Tensor:
         """Return the value as a Tensor."""

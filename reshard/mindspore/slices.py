@@ -88,8 +88,7 @@ def merge_sliced_parameter(sliced_parameters: list[Any], strategy: Mapping[str, 
         raise ValueError(
             f"parameter {first.name!r} has no dimensions, so its slices cannot be joined along axis 0; give a strategy"
         )
-    whole = Parameter.over(Tensor.from_numpy(merged), first.name)
-    whole.kind = first.kind  # Int4 is int8 to numpy
+    whole = Parameter.over(Tensor.of_kind(merged, first.kind), first.name)  # Int4 is int8 to numpy
     whole.requires_grad, whole.layerwise_parallel = first.requires_grad, first.layerwise_parallel
     return whole
 

@@ -33,8 +33,14 @@ from reshard.mindspore.launch import get_group_size, get_rank
 from reshard.storage.cipher import MAGICS
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_inputs
-from reshard.strategy.files import read_strategy, strategy_files, write_strategy
-from reshard.strategy.strategy import MERGED_NAME, Placed
+from reshard.strategy.files import (
+    layout_of_message,
+    read_strategy,
+    strategy_files,
+    tensor_map_parts,
+    write_strategy,
+)
+from reshard.strategy.strategy import MERGED_NAME, Placed, merged_names
 
 PathLike = str | os.PathLike[str]
 
@@ -77,15 +83,9 @@ class ParallelLayouts:
     def of(cls, placed: Placed) -> ParallelLayouts:
         """Return a layout of the core as MindSpore's message would have it."""
         layout = placed.layout
-        if any(len(axes) > 1 for axes in layout.tensor_map):
-            tensor_map = tuple(Dims(axes or (-1,)) for axes in layout.tensor_map)
-            if len(tensor_map) == 1:
-                tensor_map += (Dims(()),)  # how a nested map of one dimension differs from a flat one
-        else:
-            tensor_map = (Dims(tuple(axes[0] if axes else -1 for axes in layout.tensor_map)),)
         return cls(
             (Dims(layout.dev_matrix),),
-            tensor_map,
+            tuple(map(Dims, tensor_map_parts(layout))),
             (Dims(layout.param_split_shape),),
             (Dims(layout.indices_offset),),
             layout.field,
@@ -112,16 +112,7 @@ def layout_of(given: Any) -> tuple[Layout, Shape | None]:
     if isinstance(given, Layout):
         return given, None
     try:
-        parts = [list(part.dim) for part in given.tensor_map]
-        layout = Layout.of(
-            [extent for part in given.dev_matrix for extent in part.dim],
-            parts[0] if len(parts) == 1 else [part for part in parts if part],
-            int(given.opt_weight_shard_size),
-            opt_weight_shard_step=int(given.opt_weight_shard_step),
-            param_split_shape=[n for part in given.param_split_shape for n in part.dim],
-            indices_offset=[n for part in given.indices_offset for n in part.dim],
-            field=int(given.field),
-        )
+        layout = layout_of_message(given)
     except (AttributeError, TypeError) as error:
         raise StrategyError(
             f"a layout is {type(given).__name__} {given!r:.60}, which lacks what a value of "
@@ -176,10 +167,7 @@ def build_searched_strategy(strategy_filename: PathLike | None) -> dict[str, Par
     if strategy_filename is None:
         return None
     strategy = read_strategy(_path(strategy_filename, "strategy_filename"))
-    return {
-        f"{placed.stage}-{name}" if strategy.merged else name: ParallelLayouts.of(placed)
-        for name, placed in strategy.by_stage()
-    }
+    return {name: ParallelLayouts.of(placed) for name, placed in strategy.in_file_order()}
 
 
 def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
@@ -248,14 +236,13 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
             f"layout_obj is {type(layout_obj).__name__}; expected the name of a strategy file, a dict of layouts or a "
             "network"
         )
-    merged = bool(layout_obj) and all(MERGED_NAME.fullmatch(name) for name in layout_obj)
+    staged = merged_names(layout_obj)
     found = {}
     for name in sorted(layout_obj):
         try:
             layout = any_layout(layout_obj[name])
-            match = MERGED_NAME.fullmatch(name) if merged else None
-            if match:
-                first_rank = (initial_rank or 0) + int(match[1]) * layout.devices
+            if name in staged:
+                first_rank = (initial_rank or 0) + staged[name][0] * layout.devices
             elif initial_rank is None:
                 first_rank = get_rank() // layout.devices * layout.devices
             else:

@@ -239,42 +239,10 @@ def rank_list_for_transform(
     return sorted(needed_ranks(before, after, rank_id), reverse=True)
 
 
-def convert_checkpoints(
-    src_checkpoints_dir: PathLike,
-    dst_checkpoints_dir: PathLike,
-    ckpt_prefix: str,
-    src_strategy_file: StrategyLike | None = None,
-    dst_strategy_file: StrategyLike | None = None,
-    process_num: int = 1,
-    output_format: str = "ckpt",
-    *,
-    file_suffix: str | None = None,
-) -> None:
-    """Do what `transform_checkpoints` does: MindSpore's newer name for it."""
-    transform_checkpoints(
-        src_checkpoints_dir, dst_checkpoints_dir, ckpt_prefix, src_strategy_file, dst_strategy_file, process_num,
-        output_format, file_suffix=file_suffix,
-    )  # fmt: skip
-
-
-def convert_checkpoint_by_rank(
-    rank_id: int,
-    checkpoint_files_map: Mapping[int, PathLike],
-    save_checkpoint_file_name: PathLike,
-    src_strategy_file: StrategyLike | None = None,
-    dst_strategy_file: StrategyLike | None = None,
-) -> None:
-    """Do what `transform_checkpoint_by_rank` does: MindSpore's newer name for it."""
-    transform_checkpoint_by_rank(
-        rank_id, checkpoint_files_map, save_checkpoint_file_name, src_strategy_file, dst_strategy_file
-    )
-
-
-def rank_list_for_convert(
-    rank_id: int, src_strategy_file: StrategyLike | None = None, dst_strategy_file: StrategyLike | None = None
-) -> list[int]:
-    """Do what `rank_list_for_transform` does: MindSpore's newer name for it."""
-    return rank_list_for_transform(rank_id, src_strategy_file, dst_strategy_file)
+convert_checkpoints = transform_checkpoints
+convert_checkpoint_by_rank = transform_checkpoint_by_rank
+rank_list_for_convert = rank_list_for_transform
+"""MindSpore's newer names of the same functions."""
 
 
 def load_segmented_checkpoints(

@@ -29,11 +29,11 @@ from reshard.layout.layout import Axes, Layout, foldings
 from reshard.storage.base import reading
 from reshard.storage.places import AnyName, Place, as_place
 from reshard.storage.small import is_text, parse_json, read_small, refuse_inputs, write_whole
-from reshard.strategy.strategy import MERGED_NAME, Operator, Placed, Strategy, agreed_devices, merge
+from reshard.strategy.strategy import Operator, Placed, Strategy, agreed_devices, merge, merged_names
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from google.protobuf.message import Message
 
@@ -194,7 +194,8 @@ def _strategy(
     unknown: bytes | tuple[tuple[str, object], ...],
 ) -> Strategy:
     """Put together what a file says, in either format: stages from names or operators, one number of devices."""
-    merged = bool(layouts) and all(MERGED_NAME.fullmatch(name) for name, *_ in layouts)
+    staged = merged_names(name for name, *_ in layouts)
+    merged = bool(staged)
     operator_stages = {operator.stage for operator in operators}
     if not merged and len(operator_stages) > 1:
         subject.add(
@@ -211,8 +212,7 @@ def _strategy(
                 f"{full_name!r:.60}…", f"is a name of {len(full_name)} characters; at most {LONGEST_NAME} bytes"
             )
             continue
-        match = MERGED_NAME.fullmatch(full_name) if merged else None
-        name, stage = (match[2], int(match[1][:9])) if match else (full_name, own_stage)
+        stage, name = staged.get(full_name, (own_stage, full_name))
         if stage in found.setdefault(name, {}):
             subject.add(full_name, "is listed a second time")
         known = shape is not None and len(shape) == len(layout.tensor_map) > 1
@@ -263,17 +263,8 @@ def _from_protobuf(content: bytes, path: str) -> Strategy:
     faults.raise_if_any(StrategyError)
     layouts = []
     for item in message.parallel_layout_item:
-        given = item.parallel_layouts
         try:
-            layout = Layout.of(
-                [extent for part in given.dev_matrix for extent in part.dim],
-                _entries([list(part.dim) for part in given.tensor_map]),
-                given.opt_weight_shard_size,
-                opt_weight_shard_step=given.opt_weight_shard_step,
-                param_split_shape=[n for part in given.param_split_shape for n in part.dim],
-                indices_offset=[n for part in given.indices_offset for n in part.dim],
-                field=given.field,
-            )
+            layout = layout_of_message(item.parallel_layouts)
         except LayoutError as error:
             faults.add(item.param_name, str(error))
             continue
@@ -290,18 +281,37 @@ def _from_protobuf(content: bytes, path: str) -> Strategy:
     return _strategy(faults, layouts, operators, message.current_stage, _unknown(message))
 
 
-def _entries(parts: list[list[int]]) -> list[int] | list[list[int]]:
-    """Return the entries of a tensor map, one a dimension.
+def layout_of_message(given: Any) -> Layout:
+    """Return the layout of a `ParallelLayouts` message, or of what has its fields.
 
-    One message holds a flat map. Several hold one entry each; of a nested 1-D tensor the second is empty, and is
-    no dimension.
+    One part of a tensor map holds a flat map. Several hold one entry each; of a nested 1-D tensor the second is empty,
+    and is not a dimension.
 
-    >>> _entries([[1, -1]]), _entries([[1, 0], [-1]]), _entries([[1, 0], []])
-    ([1, -1], [[1, 0], [-1]], [[1, 0]])
+    Raises:
+        LayoutError: it contradicts itself.
     """
-    if len(parts) < 2:
-        return parts[0] if parts else []
-    return [part for part in parts if part]
+    parts = [list(part.dim) for part in given.tensor_map]
+    return Layout.of(
+        [extent for part in given.dev_matrix for extent in part.dim],
+        parts[0] if len(parts) == 1 else [part for part in parts if part],
+        int(given.opt_weight_shard_size),
+        opt_weight_shard_step=int(given.opt_weight_shard_step),
+        param_split_shape=[n for part in given.param_split_shape for n in part.dim],
+        indices_offset=[n for part in given.indices_offset for n in part.dim],
+        field=int(given.field),
+    )
+
+
+def tensor_map_parts(layout: Layout) -> list[Axes]:
+    """Return a tensor map in parts, as a message has it; see `layout_of_message`.
+
+    >>> tensor_map_parts(Layout.of([2, 2], [1, -1])), tensor_map_parts(Layout.of([2, 2], [(1, 0)]))
+    ([(1, -1)], [(1, 0), ()])
+    """
+    if all(len(axes) <= 1 for axes in layout.tensor_map):
+        return [tuple(_flat(layout.tensor_map))]
+    parts = [axes or (-1,) for axes in layout.tensor_map]
+    return parts if len(parts) > 1 else [*parts, ()]
 
 
 def _unknown(message: Message, inside: str = "") -> bytes:
@@ -328,7 +338,7 @@ def _to_protobuf(strategy: Strategy) -> bytes:
         # The stage of a file stands only in its operators, and MindSpore's merging refuses a file without any.
         item = message.parallel_strategy_item.add(node_name="reshard")
         item.parallel_strategys.stage = strategy.stages.start
-    for name, placed in _in_file_order(strategy):
+    for name, placed in strategy.in_file_order():
         layout = placed.layout
         if placed.expanded:
             raise UsageError(
@@ -338,13 +348,8 @@ def _to_protobuf(strategy: Strategy) -> bytes:
         item = message.parallel_layout_item.add(param_name=name)
         given = item.parallel_layouts
         given.dev_matrix.add(dim=layout.dev_matrix)
-        if any(len(axes) > 1 for axes in layout.tensor_map):
-            for axes in layout.tensor_map:
-                given.tensor_map.add(dim=axes or (-1,))
-            if len(layout.tensor_map) == 1:
-                given.tensor_map.add()
-        else:
-            given.tensor_map.add(dim=_flat(layout.tensor_map))
+        for part in tensor_map_parts(layout):
+            given.tensor_map.add(dim=part)
         given.param_split_shape.add(dim=layout.param_split_shape)
         given.indices_offset.add(dim=layout.indices_offset)
         given.field = layout.field
@@ -359,12 +364,6 @@ def _to_protobuf(strategy: Strategy) -> bytes:
 def _add_unknown(message: Message, unknown: object) -> None:
     if isinstance(unknown, bytes):
         message.MergeFromString(unknown)
-
-
-def _in_file_order(strategy: Strategy) -> Iterable[tuple[str, Placed]]:
-    """Yield every tensor of every stage under its name in the file, stage after stage."""
-    for name, placed in strategy.by_stage():
-        yield (f"{placed.stage}-{name}" if strategy.merged else name), placed
 
 
 def _flat(tensor_map: tuple[Axes, ...]) -> list[int]:
@@ -500,7 +499,7 @@ def _other_items(item: Json, known: set[str], where: str, faults: Faults) -> byt
 
 def _to_json(strategy: Strategy) -> bytes:
     layouts = {}
-    for name, placed in _in_file_order(strategy):
+    for name, placed in strategy.in_file_order():
         layout = placed.layout
         item: Json = {
             "dev_matrix": list(layout.dev_matrix),

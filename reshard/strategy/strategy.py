@@ -16,7 +16,7 @@ from reshard.layout.layout import Grid, Layout, foldings, grid
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Unpack
 
     from reshard.layout.block import Shape
@@ -27,6 +27,21 @@ if TYPE_CHECKING:
 
 MERGED_NAME = re.compile(r"(\d+)-(.+)", re.DOTALL)
 """A tensor's name in a file that has several pipeline stages: the stage, a dash, the name."""
+
+
+def merged_names(names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Return the stage and the own name of each tensor of a merged file; nothing where any name has no stage.
+
+    >>> merged_names(["0-w", "1-w"]), merged_names(["0-w", "w"])
+    ({'0-w': (0, 'w'), '1-w': (1, 'w')}, {})
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for name in names:
+        match = MERGED_NAME.fullmatch(name)
+        if match is None:
+            return {}
+        found[name] = int(match[1][:9]), match[2]
+    return found
 
 
 class Placed(NamedTuple):
@@ -191,6 +206,11 @@ class Strategy:
     def names_of(self, stage: int) -> list[str]:
         """Return the tensors of one stage, in the file's order."""
         return [name for name, places in self.tensors.items() if any(p.stage == stage for p in places)]
+
+    def in_file_order(self) -> Iterator[tuple[str, Placed]]:
+        """Yield every tensor of every stage under its name in the file, stage after stage."""
+        for name, placed in self.by_stage():
+            yield (f"{placed.stage}-{name}" if self.merged else name), placed
 
     def grid(self, name: str, shape: Shape, *, stage: int | None = None) -> Grid:
         """Return which global ranks hold which block of a tensor, in every stage or in one.
