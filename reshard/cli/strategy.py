@@ -176,7 +176,8 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
 
 
 def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
-    from reshard.view.text import count_text, fold, layout_text, printable
+    from reshard.strategy.names import fold
+    from reshard.view.text import count_text, layout_text, printable
 
     if a.ranks != b.ranks:
         yield f"A is for {count_text(len(a.ranks), 'rank')}, B for {len(b.ranks)}"

@@ -79,6 +79,21 @@ def join_whole(
     return _WithoutStrategy(root, files, ranks, numbers).tensors()
 
 
+def _alike(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[int]]:
+    """Group files that share their entries, as those of most ranks do: what costs time is done once a group."""
+    groups: dict[int, list[int]] = {}
+    for number in numbers:
+        groups.setdefault(files[number].index.header, []).append(number)
+    return list(groups.values())
+
+
+def where(files: Sequence[SourceFile], holders: Iterable[int]) -> tuple[dict[int, Where], tuple[int, ...]]:
+    """Return where each file has what it holds, runs by the number of its header; and a file of each header."""
+    alike = _alike(files, holders)
+    found = {number: Where(number, place) for place, numbers in enumerate(alike) for number in numbers}
+    return found, tuple(numbers[0] for numbers in alike)
+
+
 class _WithoutStrategy:
     """Joins tensors that no strategy names."""
 
@@ -106,7 +121,7 @@ class _WithoutStrategy:
 
     def holders(self) -> dict[str, tuple[int, ...]]:
         """Return the numbers of the files that have each name, ascending."""
-        alike = self.alike(self.numbers)
+        alike = _alike(self.files, self.numbers)
         groups: dict[str, list[int]] = {}
         for place, numbers in enumerate(alike):
             for name in self.files[numbers[0]].index.entries:
@@ -119,13 +134,6 @@ class _WithoutStrategy:
                 known[key] = tuple(sorted(number for place in key for number in alike[place]))
             holders[name] = known[key]
         return holders
-
-    def alike(self, numbers: Iterable[int]) -> list[list[int]]:
-        """Group files that share their entries, as those of most ranks do: what costs time is done once a group."""
-        groups: dict[int, list[int]] = {}
-        for number in numbers:
-            groups.setdefault(self.files[number].index.header, []).append(number)
-        return list(groups.values())
 
     def entry(self, number: int, name: str) -> Entry:
         """Return a tensor's part in a file."""
@@ -156,15 +164,9 @@ class _WithoutStrategy:
         """Return the sharding of tensors of one shape that some files hold whole; and a file of each header."""
         key = (shape, holders)
         if key not in self._whole:
-            where, firsts = self.where(holders)
-            self._whole[key] = Sharding((Block.whole(shape),), (tuple(where[n] for n in holders),)), firsts
+            places, firsts = where(self.files, holders)
+            self._whole[key] = Sharding((Block.whole(shape),), (tuple(places[n] for n in holders),)), firsts
         return self._whole[key]
-
-    def where(self, holders: Iterable[int]) -> tuple[dict[int, Where], tuple[int, ...]]:
-        """Return where each file has what it holds, runs by the number of its header; and a file of each header."""
-        alike = self.alike(holders)
-        found = {number: Where(number, place) for place, numbers in enumerate(alike) for number in numbers}
-        return found, tuple(numbers[0] for numbers in alike)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -351,8 +353,8 @@ class _WithStrategy(_WithoutStrategy):
     def _held_by(self, grid: Grid, holders: tuple[int, ...]) -> _Held:
         key = (grid, holders)
         if key not in self._held:
-            where, firsts = self.where(holders)
-            sharding = sharding_of(grid, self.ranks, where.values())
+            places, firsts = where(self.files, holders)
+            sharding = sharding_of(grid, self.ranks, places.values())
             self._held[key] = _Held(sharding, firsts, self._expected(grid, holders))
         return self._held[key]
 
@@ -361,4 +363,4 @@ class _WithStrategy(_WithoutStrategy):
         by_shape: dict[Shape, list[int]] = {}
         for number in holders:
             by_shape.setdefault(blocks[self.ranks[number]].shape, []).append(number)
-        return tuple((alike, shape) for shape, numbers in by_shape.items() for alike in self.alike(numbers))
+        return tuple((alike, shape) for shape, numbers in by_shape.items() for alike in _alike(self.files, numbers))

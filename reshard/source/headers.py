@@ -90,13 +90,11 @@ def gaps(index: FileIndex, size: int) -> Runs:
     return tuple(found)
 
 
-def index_digest(index: FileIndex) -> str:
-    """Return the digest of all that a file's header says: names, dtypes, shapes, byte ranges, notes and text."""
-    return index_digests([index])[0]
-
-
 def index_digests(indexes: Sequence[FileIndex]) -> list[str]:
-    """Return the digest of each of the headers that were read together (`index_digest`): of shared entries, once."""
+    """Return the digest of all that each header says: names, dtypes, shapes, byte ranges, notes and text.
+
+    The headers were read together: the entries that they share are looked through once.
+    """
     entries = {index.header: index for index in indexes}
     digests = {header: _entries_digest(index) for header, index in entries.items()}
     notes: dict[tuple[object, ...], str] = {}

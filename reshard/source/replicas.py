@@ -11,13 +11,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.formats.entries import Where
-from reshard.source.assemble import sharding_of
+from reshard.source.assemble import sharding_of, where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reshard.formats.entries import Runs
     from reshard.layout.block import Block
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
@@ -42,18 +40,10 @@ def in_every_stage(checkpoint: Checkpoint, tensor: Tensor) -> Tensor:
     if strategy is None or not in_several_stages(checkpoint, tensor):
         return tensor
     name = tensor.spec.name
-    numbers: dict[int, int] = {}  # of the runs in files with one header
-    runs: list[Runs] = []
-    holders = []
-    for number, file in enumerate(checkpoint.files):
-        entry = file.index.entries.get(name)
-        if entry is not None:
-            if file.index.header not in numbers:
-                numbers[file.index.header] = len(runs)
-                runs.append(entry.runs)
-            holders.append(Where(number, numbers[file.index.header]))
-    grid = strategy.grid(name, tensor.spec.shape)
-    return tensor._replace(sharding=sharding_of(grid, checkpoint.ranks, holders), runs=tuple(runs))
+    files = checkpoint.files
+    places, firsts = where(files, (number for number, file in enumerate(files) if name in file.index.entries))
+    sharding = sharding_of(strategy.grid(name, tensor.spec.shape), checkpoint.ranks, places.values())
+    return tensor._replace(sharding=sharding, runs=tuple(files[number].index.entries[name].runs for number in firsts))
 
 
 def is_deduplicated(checkpoint: Checkpoint) -> bool:

@@ -104,8 +104,8 @@ class _Store:
 
     def checkpoint(self, root: str) -> Checkpoint:
         """Return the store as a checkpoint of one rank."""
-        for directory in self._arrays(self.base, 0):
-            self._add(directory)
+        for directory, metadata in self._arrays(self.base, 0):
+            self._add(directory, metadata)
         shards = (Shard(Block.whole((0,)), (Extent(len(self.files), ()),)),)  # of texts, in the group's own file
         for name, text in _strings(self.own.get("texts", {}), self.base).items():
             if name in self.tensors:
@@ -139,16 +139,16 @@ class _Store:
                 "their elements are the fill value"
             )
 
-    def _arrays(self, directory: Place, depth: int) -> Iterator[Place]:
-        """Yield the directories of arrays, by name."""
+    def _arrays(self, directory: Place, depth: int) -> Iterator[tuple[Place, dict[str, Any]]]:
+        """Yield the directories of arrays, by name, with their metadata."""
         for path in self.disk.directories(directory):
-            if read_metadata(self.disk, path / METADATA).get("node_type") != "group":
-                yield path
+            metadata = read_metadata(self.disk, path / METADATA)
+            if metadata.get("node_type") != "group":
+                yield path, metadata
             elif depth < _DEEPEST:
                 yield from self._arrays(path, depth + 1)
 
-    def _add(self, directory: Place) -> None:
-        metadata = read_metadata(self.disk, directory / METADATA)
+    def _add(self, directory: Place, metadata: dict[str, Any]) -> None:
         own = own_notes(metadata)
         name = own.get("name", str(directory).removeprefix(f"{self.base}/"))
         if not isinstance(name, str) or name in self.tensors or name in self.unreadable:

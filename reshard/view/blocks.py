@@ -18,8 +18,9 @@ from reshard.errors import LayoutError, UsageError, names
 from reshard.layout.block import Block, shape_text
 from reshard.layout.layout import least_shape
 from reshard.plan.bands import is_grid
+from reshard.strategy.names import ranges_text
 from reshard.view.svg import Drawn, Markup, Picture, colour, fitting, hatch, join, label, tag, text_width, wrapped
-from reshard.view.text import count_text, ranges_text
+from reshard.view.text import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
+from reshard.strategy.names import fold_members, ranges_text
 from reshard.view.svg import Markup, Picture, colour, join, label, tag, text_width
-from reshard.view.text import bytes_text, count_text, fold_members, printable, ranges_text, shortened
+from reshard.view.text import bytes_text, count_text, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

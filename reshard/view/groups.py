@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError, names
 from reshard.source.checkpoint import Checkpoint
-from reshard.view.text import bytes_text, fold_members, printable, table_lines
+from reshard.strategy.names import fold_members
+from reshard.view.text import bytes_text, printable, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

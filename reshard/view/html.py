@@ -14,20 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LayoutError
 from reshard.layout.block import shape_text
+from reshard.strategy.names import fold, fold_members, ranges_text
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
 from reshard.view.data import groups_of, layouts_of
 from reshard.view.flow import plan_picture
 from reshard.view.svg import Markup, colour, join, page, tag
-from reshard.view.text import (
-    LEGEND,
-    bytes_text,
-    count_text,
-    fold,
-    fold_members,
-    layout_text,
-    ranges_text,
-    shards_text,
-)
+from reshard.view.text import LEGEND, bytes_text, count_text, layout_text, shards_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

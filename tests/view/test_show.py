@@ -17,12 +17,12 @@ from reshard.formats.entries import Entry, Extent, FileIndex, Where
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
 from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
+from reshard.strategy.names import fold
 from reshard.strategy.strategy import Strategy
 from reshard.view.data import plan_data, rank_files_data, strategy_data
 from reshard.view.text import (
     bytes_text,
     checkpoint_text,
-    fold,
     layout_text,
     plan_text,
     printable,
