@@ -189,7 +189,6 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
             raise UsageError(f"tensor {content.name!r}: safetensors has no dtype {content.dtype}")
     tensors.sort(key=lambda content: (-_order(content), content.name))
     header: dict[str, Any] = {"__metadata__": notes} if notes else {}
-    spans: dict[str, tuple[int, int]] = {}
     place = 0
     for content in tensors:
         nbytes = prod(content.shape) * content.dtype.itemsize
@@ -198,15 +197,14 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
             "shape": list(content.shape),
             "data_offsets": [place, place + nbytes],
         }
-        spans[content.name] = (place, nbytes)
         place += nbytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     laid_out = []
     for content in tensors:
-        begin, nbytes = spans[content.name]
-        laid_out.append(content._replace(runs=((start + begin, nbytes),)))
+        begin, stop = header[content.name]["data_offsets"]
+        laid_out.append(content._replace(runs=((start + begin, stop - begin),)))
     laid_out += [content for content in contents if content.text is not None]
     return FileLayout(start + place, ((0, len(text).to_bytes(8, "little") + text),), tuple(laid_out))
 

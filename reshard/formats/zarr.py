@@ -135,7 +135,7 @@ class ZarrGroup:
             most = OTHER_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES
             chunk = cut(shape, most // dtype.itemsize)
         else:
-            beside = prod(-(-extent // part) for extent, part in zip(shape[1:], block[1:], strict=True))
+            beside = prod(counts(shape[1:], block[1:]))
             most = MOST_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES // beside
             chunk = cut(block, most // dtype.itemsize)
         return Array(shape, dtype, chunk, self._shard(shape, chunk, dtype.itemsize), self.level)
@@ -145,8 +145,8 @@ class ZarrGroup:
         most = self.shard_bytes
         if most is None:
             most = SHARD_BYTES if nbytes < SMALL_CHUNK_BYTES else 0
-        counts = cut(_counts(shape, chunk), most // nbytes)
-        return tuple(map(int.__mul__, counts, chunk)) if prod(counts) > 1 else None
+        many = cut(counts(shape, chunk), most // nbytes)
+        return tuple(map(int.__mul__, many, chunk)) if prod(many) > 1 else None
 
 
 class Unit(NamedTuple):
@@ -197,7 +197,7 @@ class Array:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """Every file of chunks, in row-major order."""
-        inner = _counts(self.unit, self.chunk)
+        inner = counts(self.unit, self.chunk)
         whole = follows(self.unit, self.chunk)
         return tuple(self._unit(place, inner, whole) for place in grid(self.shape, self.unit))
 
@@ -213,10 +213,7 @@ class Array:
 
     def _unit(self, place: Shape, inner: Shape, whole: bool) -> Unit:
         path = SEPARATOR.join(("c", *map(str, place)))
-        blocks = [
-            part(self.shape, self.chunk, tuple(map(_sum_of_product, place, inner, within)))
-            for within in product(*map(range, inner))
-        ]
+        blocks = list(parts(self.shape, self.chunk, place, inner))
         valid = tuple(block.size * self.dtype.itemsize if block else 0 for block in blocks)
         there = [block for block in blocks if block]
         if whole:
@@ -320,7 +317,12 @@ def cut(box: Shape, most: int) -> Shape:
 
 def grid(shape: Shape, unit: Shape) -> Iterator[Shape]:
     """Yield the place of every part of a tensor that is cut regularly, in row-major order; none of an empty one."""
-    return product(*map(range, _counts(shape, unit)))
+    return product(*map(range, counts(shape, unit)))
+
+
+def counts(shape: Shape, unit: Shape) -> Shape:
+    """Return how many parts of a shape there are along each dimension, the last ones less than whole."""
+    return tuple(-(-extent // part) for extent, part in zip(shape, unit, strict=True))
 
 
 def part(shape: Shape, unit: Shape, place: Shape) -> Block | None:
@@ -332,6 +334,19 @@ def part(shape: Shape, unit: Shape, place: Shape) -> Block | None:
     start = tuple(map(int.__mul__, place, unit))
     stop = tuple(min(a + extent, end) for a, extent, end in zip(start, unit, shape, strict=True))
     return Block(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+
+def parts(shape: Shape, chunk: Shape, place: Shape, inner: Shape) -> Iterator[Block | None]:
+    """Yield what each chunk of a file has of a tensor, in row-major order; None for a chunk beyond its end.
+
+    Args:
+        shape: the tensor's.
+        chunk: the shape of a chunk.
+        place: that of the file, in the grid of files.
+        inner: how many chunks a file has along each dimension.
+    """
+    for within in product(*map(range, inner)):
+        yield part(shape, chunk, tuple(a * count + b for a, count, b in zip(place, inner, within, strict=True)))
 
 
 def follows(unit: Shape, chunk: Shape) -> bool:
@@ -381,11 +396,3 @@ def _common_shape(shape: Shape, blocks: Iterable[Block]) -> Shape | None:
     (block,) = shapes
     divides = all(part and extent % part == 0 for extent, part in zip(shape, block, strict=True))
     return block if divides else None
-
-
-def _counts(shape: Shape, unit: Shape) -> Shape:
-    return tuple(-(-extent // part) for extent, part in zip(shape, unit, strict=True))
-
-
-def _sum_of_product(place: int, count: int, within: int) -> int:
-    return place * count + within

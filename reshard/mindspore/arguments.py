@@ -22,6 +22,7 @@ from reshard.plan.select import all_states
 from reshard.run.run import run
 from reshard.source.open import open as open_source
 from reshard.source.open import read_headers
+from reshard.source.replicas import is_deduplicated
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files
@@ -117,21 +118,21 @@ def thread_count(argument: str, given: object) -> int:
         TypeError: it is no number.
         UsageError: it is below 1.
     """
-    check_whole(argument, given)
-    assert isinstance(given, int)  # noqa: S101 -- for mypy; checked above
-    if given < 1:
+    count = whole_number(argument, given)
+    if count < 1:
         raise UsageError(f"{argument} is {given}; expected at least 1")
-    return min(given, len(os.sched_getaffinity(0)))
+    return min(count, len(os.sched_getaffinity(0)))
 
 
-def check_whole(argument: str, given: object) -> None:
-    """Refuse what is not a whole number.
+def whole_number(argument: str, given: object) -> int:
+    """Return an argument that is a whole number.
 
     Raises:
         TypeError: it is not one.
     """
     if not isinstance(given, int) or isinstance(given, bool):
         raise TypeError(f"{argument} is {given!r:.60} ({type(given).__name__}); expected an int")
+    return given
 
 
 def check_rank(argument: str, given: object) -> None:
@@ -141,8 +142,7 @@ def check_rank(argument: str, given: object) -> None:
         TypeError: it is not a whole number.
         UsageError: it is below 0.
     """
-    check_whole(argument, given)
-    if isinstance(given, int) and given < 0:
+    if whole_number(argument, given) < 0:
         raise UsageError(f"{argument} is {given}; expected 0 or more")
 
 
@@ -360,25 +360,21 @@ def _check_complete(planned: Plan, after: Strategy | None, rank: int | None = No
         return
     others = set(source.strategy.ranks) - set(source.ranks)
     lost = [name for name in _missing(planned, after, rank) if name in source.strategy.tensors]
-    if lost and others and (len(lost) > 1 or _is_deduplicated(source)):
+    if lost and others and (len(lost) > 1 or _is_deduplicated(source, source.strategy)):
         raise SourceError(
             f"{source.root}: {_counted(lost)} are in none of the files that are there, as in a de-duplicated source; "
             f"source rank {names(sorted(others))} is not there and may have them"
         )
 
 
-def _is_deduplicated(source: Checkpoint) -> bool:
-    """Tell a source that stores replicas once: by its mark or, as `.ckpt` has none, by what is not everywhere."""
-    if any(file.index.deduplicated for file in source.files):
-        return True
-    strategy = source.strategy
-    for name in source.tensors if strategy else ():
-        stages = strategy.stages_of(name)[:1] if strategy else ()
-        here = [n for n, rank in enumerate(source.ranks) if strategy and strategy.stage_of(rank) in stages]
-        holders = [n for n in here if name in source.files[n].index.entries]
-        if 0 < len(holders) < len(here):
+def _is_deduplicated(source: Checkpoint, strategy: Strategy) -> bool:
+    """Return whether a source stores replicas once: by its mark or, as `.ckpt` has none, by what is not everywhere."""
+    for name in source.tensors:
+        stages = strategy.stages_of(name)[:1]
+        here = [n for n, rank in enumerate(source.ranks) if strategy.stage_of(rank) in stages]
+        if 0 < sum(name in source.files[n].index.entries for n in here) < len(here):
             return True
-    return False
+    return is_deduplicated(source)
 
 
 def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:

@@ -33,7 +33,6 @@ from reshard.mindspore.arguments import (
     check_order,
     check_rank,
     check_target_stages,
-    check_whole,
     checked_format,
     open_ranks,
     own_stage,
@@ -45,6 +44,7 @@ from reshard.mindspore.arguments import (
     thread_count,
     warn_of,
     warn_of_others,
+    whole_number,
 )
 from reshard.mindspore.launch import get_rank
 from reshard.mindspore.network import load_param_into_net, parameters_of
@@ -277,7 +277,7 @@ def _share(split_dst_file: object) -> tuple[int, int]:
     if not split_dst_file:
         return 1, 1
     for number in split_dst_file:
-        check_whole("a number of split_dst_file", number)
+        whole_number("a number of split_dst_file", number)
     if len(split_dst_file) != 2 or not 1 <= split_dst_file[0] <= split_dst_file[1]:
         raise UsageError(f"split_dst_file is {split_dst_file}; expected (number, count), numbers from 1 to count")
     return split_dst_file[0], split_dst_file[1]

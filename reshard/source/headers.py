@@ -37,10 +37,6 @@ class _Header(NamedTuple):
     found: FileIndex
     pieces: list[tuple[int, bytes]]
 
-    def is_of(self, path: str, store: ReadStore) -> bool:
-        """Return whether another file of the same size has it."""
-        return store.holds(path, self.pieces)
-
 
 class Headers:
     """Indexes the files of one checkpoint."""
@@ -57,7 +53,7 @@ class Headers:
         """Return what a file holds; `SourceError` where it is not sound, as `index_file`."""
         size = self._store.size(path)
         known = self._known.get(size)
-        if known is not None and known.is_of(path, self._store):
+        if known is not None and self._store.holds(path, known.pieces):
             return known.found
         index = self.shared(index_file(path, store=self._store))
         runs = gaps(index, size)

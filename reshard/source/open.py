@@ -372,7 +372,10 @@ def _one_stage(
                 " if only this one is meant",
             )
         )
-    notices.append(_left_out(strategy, len(set(ranks))))
+    notices.append(
+        f"the strategy is that of stage {number} of a pipeline: of {len(set(ranks))} ranks only "
+        f"{names(strategy.ranks)} are read, and only the tensors of that stage are converted"
+    )
     return strategy, number
 
 
@@ -388,13 +391,6 @@ def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Se
     inside = {n for file, rank in zip(files, ranks, strict=True) if rank in strategy.ranks for n in file.index.entries}
     own = inside & set(strategy.tensors)
     return not any(own <= set(files[number].index.entries) for number in outside)
-
-
-def _left_out(strategy: Strategy, ranks: int) -> str:
-    return (
-        f"the strategy is that of stage {strategy.stages.start} of a pipeline: of {ranks} ranks only "
-        f"{names(strategy.ranks)} are read, and only the tensors of that stage are converted"
-    )
 
 
 def indexed(

@@ -23,7 +23,7 @@ from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError, names
 from reshard.formats import zarr
 from reshard.formats.entries import Entry, Extent, FileIndex
-from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part
+from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, counts, follows, grid, part, parts
 from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
 from reshard.formats.zarr_files import V2, StoreFiles, own_notes, read_metadata, refuse_unknown
 from reshard.layout.block import Block, shape_text
@@ -282,7 +282,7 @@ class _Array:
     @property
     def inner(self) -> Shape:
         """How many chunks a file has along each dimension."""
-        return tuple(a // b for a, b in zip(self.unit, self.chunk, strict=True))
+        return counts(self.unit, self.chunk)
 
     def path(self, place: Shape) -> Place:
         """Return the file of a place in the grid."""
@@ -337,7 +337,7 @@ def _check_shapes(where: str, shape: list[Any], unit: list[Any], chunk: list[Any
             f"{where}: shape {shape_text(shape)}, chunks {shape_text(unit)} and inner chunks {shape_text(chunk)} "
             "do not fit each other"
         )
-    count = prod(-(-a // b) for a, b in zip(shape, chunk, strict=True))
+    count = prod(counts(tuple(shape), tuple(chunk)))
     if count > _MOST_CHUNKS:
         raise SourceError(f"{where}: has {count} chunks; at most {_MOST_CHUNKS} are taken; write it with larger ones")
 
@@ -450,9 +450,7 @@ class _Shards:
     def _blocks(self, place: Shape) -> Iterator[tuple[int, Block]]:
         """Yield the chunks of a file that have anything of the tensor, with their numbers."""
         array = self.array
-        for number, within in enumerate(product(*map(range, array.inner))):
-            at = tuple(a * count + b for a, count, b in zip(place, array.inner, within, strict=True))
-            block = part(array.shape, array.chunk, at)
+        for number, block in enumerate(parts(array.shape, array.chunk, place, array.inner)):
             if block is not None:
                 yield number, block
 

@@ -40,10 +40,6 @@ def _is_line(value: object) -> bool:
     return _is_text(value) and len(str(value).splitlines()) <= 1 and "\n" not in str(value)
 
 
-def _is_inner_path(value: object) -> bool:
-    return _is_line(value) and bool(value) and is_inner_path(str(value))
-
-
 def is_inner_path(path: str) -> bool:
     """Tell a path that, below a directory, leads to something inside of it; links are not resolved.
 
@@ -60,7 +56,9 @@ NUMBER = Kind("a whole number", lambda value: type(value) is int and -1 << 63 <=
 FLAG = Kind("true or false", lambda value: type(value) is bool)
 TEXT = Kind("text", _is_text)
 LINE = Kind("text without a line break", _is_line)
-INNER_PATH = Kind("a path that stays below its directory", _is_inner_path)
+INNER_PATH = Kind(
+    "a path that stays below its directory", lambda value: _is_line(value) and bool(value) and is_inner_path(str(value))
+)
 
 
 def parse(content: bytes) -> Any:

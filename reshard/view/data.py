@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
-    from reshard.source.checkpoint import Checkpoint, Looked, Sharding, SourceFile, Tensor
+    from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.verify.difference import Difference
     from reshard.verify.verify import Verification
@@ -52,11 +52,6 @@ def strategy_data(strategy: Strategy) -> dict[str, object]:
     }
 
 
-def looked_data(looked: Looked | None) -> dict[str, int] | None:
-    """Return how much of the contents was looked at, as plain data."""
-    return None if looked is None else looked._asdict()
-
-
 def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
     """Return the layouts of a tensor by stage; none of one that no strategy names."""
     if checkpoint.strategy is None or not tensor.listed:
@@ -72,7 +67,7 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
         **_files_data(checkpoint.root, checkpoint.files, ranks),
         "nbytes": checkpoint.nbytes,
         "notices": list(checkpoint.notices),
-        "sampled": looked_data(checkpoint.looked),
+        "sampled": checkpoint.looked and checkpoint.looked._asdict(),
         "unreadable": dict(checkpoint.unreadable),
         "tensors": [
             {
@@ -173,7 +168,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "dropped": list(plan.dropped),
         "missing": list(plan.missing),
         "notices": list(plan.notices),
-        "sampled": looked_data(plan.source.looked),
+        "sampled": plan.source.looked and plan.source.looked._asdict(),
         "files": [{"rank": file.rank, "path": file.path, "nbytes": file.layout.size} for file in plan.files],
     }
 
