@@ -84,7 +84,7 @@ def load_checkpoint(
         ValueError: no such file, a name that does not end with the format, nothing left to load, a file that is
             corrupt, encrypted, or not with this key, a CRC that differs.
     """
-    prefixes = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
+    is_wanted = _choice(specify_prefix, filter_prefix, choice_func)
     cipher = _cipher(dec_key, dec_mode, format, "dec")
     _expect("crc_check", crc_check, bool)
     _expect("remove_redundancy", remove_redundancy, bool)
@@ -94,7 +94,7 @@ def load_checkpoint(
         _check_crc(path, index, store)
     if index.deduplicated:
         _log.warning("%s: is one of a de-duplicated set; it lacks what other ranks store for this one", path)
-    loaded = _loaded(path, index, store, lambda name: _is_wanted(name, *prefixes, choice_func))
+    loaded = _loaded(path, index, store, is_wanted)
     if not loaded:
         raise UsageError(
             f"{path}: nothing is left to load of its {len(index.entries)} entries "
@@ -120,14 +120,14 @@ def load_parts(
     Raises:
         SourceError: two files have different contents of one name; they are two checkpoints, not parts of one.
     """
-    prefixes = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
+    is_wanted = _choice(specify_prefix, filter_prefix, choice_func)
     store = _source_store(_cipher(dec_key, dec_mode, "ckpt", "dec"))
     loaded: dict[str, Any] = {}
     found_in: dict[str, str] = {}
     for path in [os.fspath(path) for path in paths]:
         if Path(path).stat().st_size:
             index = index_file(path, store=store)
-            part = _loaded(path, index, store, lambda name: _is_wanted(name, *prefixes, choice_func))
+            part = _loaded(path, index, store, is_wanted)
             for name in part:
                 if name in loaded and not _are_same(loaded[name], part[name]):
                     raise SourceError(
@@ -444,15 +444,14 @@ def _prefixes(given: object, argument: str) -> tuple[str, ...] | None:
     return prefixes
 
 
-def _is_wanted(
-    name: str,
-    specified: tuple[str, ...] | None,
-    filtered: tuple[str, ...] | None,
-    choice_func: Callable[[str], bool] | None,
-) -> bool:
+def _choice(
+    specify_prefix: object, filter_prefix: object, choice_func: Callable[[str], bool] | None
+) -> Callable[[str], bool]:
+    """Return what says of a name whether it is loaded; `choice_func` is not asked where a prefix is given."""
+    specified, filtered = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
     if specified is None and filtered is None:
-        return choice_func is None or bool(choice_func(name))
-    return (specified is None or name.startswith(specified)) and not (filtered and name.startswith(filtered))
+        return choice_func or (lambda _: True)
+    return lambda name: name.startswith(specified or "") and not name.startswith(filtered or ())
 
 
 def _cipher(key: object, mode: object, format: str, which: str) -> Cipher | None:  # noqa: A002 -- as above
