@@ -15,7 +15,7 @@ Source: MindSpore 2.10 `train/serialization.py` (`_exec_save`, `_write_parameter
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import BY_MINDSPORE, STR
 from reshard.errors import SourceError, UsageError
@@ -62,7 +62,7 @@ def index(reader: RangeReader) -> FileIndex:
             f"{reader.path}: is encrypted ({cipher}); open it with its key: "
             f"reshard.open(..., cipher=reshard.Cipher({cipher!r}, key))"
         )
-    parts: dict[str, _Parts] = {}
+    parts: dict[str, list[_Value]] = {}
     unreadable: dict[str, str] = {}
     last: str | None = None
     position, end = 0, reader.size
@@ -75,61 +75,50 @@ def index(reader: RangeReader) -> FileIndex:
         if (number, wire) == (1, _BYTES):
             name, value = _value(reader, start, stop)
             if value is not None and name == last:
-                parts[name].append(value, reader.path, start)
+                first = parts[name][0]
+                if value[:2] != first[:2]:
+                    raise SourceError(
+                        f"{reader.path}: tensor {name!r} goes on at byte {start} as {value.dtype} "
+                        f"{shape_text(value.dims)}; it began as {first.dtype} {shape_text(first.dims)}"
+                    )
+                parts[name].append(value)
             elif name in parts or name in unreadable:
                 raise SourceError(f"{reader.path}: tensor {name!r} is there a second time, at byte {position}")
             elif value is None:
                 unreadable[name] = "is a map parameter (a hash table), which has no layout"
             else:
-                parts[name] = _Parts(value)
+                parts[name] = [value]
             last = name if value else None
         else:
             raise _unknown_field(reader, position, number, "checkpoint")
         position = stop
-    entries = {name: held.entry(reader, name) for name, held in parts.items()}
+    entries = {name: _entry(reader, name, some) for name, some in parts.items()}
     return FileIndex(NAME, entries, crc=crc, unreadable=tuple(unreadable.items()))
 
 
-class _Value:
+class _Value(NamedTuple):
     """One message: a tensor or a part of one."""
 
-    __slots__ = ("dims", "dtype", "name", "run")
+    dims: Shape
+    dtype: DType
+    run: tuple[int, int]
 
-    def __init__(self, name: str, dims: Shape, dtype: DType, run: tuple[int, int]) -> None:
-        self.name, self.dims, self.dtype, self.run = name, dims, dtype, run
 
-
-class _Parts:
-    """The messages of one tensor."""
-
-    __slots__ = ("first", "runs")
-
-    def __init__(self, first: _Value) -> None:
-        self.first = first
-        self.runs = [first.run]
-
-    def append(self, value: _Value, path: str, byte: int) -> None:
-        if (value.dims, value.dtype) != (self.first.dims, self.first.dtype):
-            raise SourceError(
-                f"{path}: tensor {value.name!r} goes on at byte {byte} as {value.dtype} {shape_text(value.dims)}; "
-                f"it began as {self.first.dtype} {shape_text(self.first.dims)}"
-            )
-        self.runs.append(value.run)
-
-    def entry(self, reader: RangeReader, name: str) -> Entry:
-        dtype, shape = self.first.dtype, self.first.dims
-        nbytes = sum(length for _, length in self.runs)
-        runs = tuple(run for run in self.runs if run[1])
-        if dtype is STR:
-            return Entry(STR, shape, runs, _text(reader, name, runs, nbytes))
-        if shape == (0,) and nbytes == dtype.itemsize:
-            shape = ()  # a scalar in an older file
-        if nbytes != prod(shape) * dtype.itemsize:
-            raise SourceError(
-                f"{reader.path}: tensor {name!r} has {nbytes} bytes; "
-                f"{dtype} {shape_text(shape)} has {prod(shape) * dtype.itemsize}"
-            )
-        return Entry(dtype, shape, runs)
+def _entry(reader: RangeReader, name: str, parts: Sequence[_Value]) -> Entry:
+    """Return the entry of a tensor, whose messages have the same dims and dtype."""
+    shape, dtype, _ = parts[0]
+    nbytes = sum(part.run[1] for part in parts)
+    runs = tuple(part.run for part in parts if part.run[1])
+    if dtype is STR:
+        return Entry(STR, shape, runs, _text(reader, name, runs, nbytes))
+    if shape == (0,) and nbytes == dtype.itemsize:
+        shape = ()  # a scalar in an older file
+    if nbytes != prod(shape) * dtype.itemsize:
+        raise SourceError(
+            f"{reader.path}: tensor {name!r} has {nbytes} bytes; "
+            f"{dtype} {shape_text(shape)} has {prod(shape) * dtype.itemsize}"
+        )
+    return Entry(dtype, shape, runs)
 
 
 def _text(reader: RangeReader, name: str, runs: Runs, nbytes: int) -> str:
@@ -167,7 +156,7 @@ def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | 
         raise SourceError(
             f"{reader.path}: tensor {name!r} has type {kind!r:.60}; known are {', '.join(map(str, BY_MINDSPORE))}"
         )
-    return name, _Value(name, dims, dtype, run)
+    return name, _Value(dims, dtype, run)
 
 
 def _tensor(reader: RangeReader, position: int, end: int) -> tuple[Shape, str | None, tuple[int, int] | None]:

@@ -67,7 +67,9 @@ def index(reader: RangeReader) -> FileIndex:
     faults.raise_if_any(SourceError)
     if not isinstance(header, dict):
         raise SourceError(f"{reader.path}: its header is a JSON {type(header).__name__}; expected an object")
-    metadata = _metadata(header.pop("__metadata__", {}), reader.path)
+    metadata = header.pop("__metadata__", {})
+    if not _are_texts(metadata):
+        raise SourceError(f"{reader.path}: its __metadata__ is not an object of strings in UTF-8")
     entries = _entries(header, metadata, 8 + length, reader.size, faults)
     faults.raise_if_any(SourceError)
     for name, text in _texts(metadata, reader.path).items():
@@ -82,12 +84,6 @@ def index(reader: RangeReader) -> FileIndex:
         crc=int(crc) if re.fullmatch("[0-9]{1,10}", crc) else None,
         deduplicated=metadata.get("remove_redundancy") == "True",
     )
-
-
-def _metadata(given: object, path: str) -> dict[str, str]:
-    if not _are_texts(given):
-        raise SourceError(f"{path}: its __metadata__ is not an object of strings in UTF-8")
-    return given
 
 
 def _are_texts(given: object) -> TypeGuard[dict[str, str]]:

@@ -68,7 +68,7 @@ class StoreFiles:
         if self.base.can.waits:
             paths = [as_place(path + end) for path in known]
             wanted = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
-        self._contents = dict(zip(wanted, of_each(_contents, wanted), strict=True))
+        self._contents = dict(zip(wanted, of_each(lambda path: path.read_bytes(), wanted), strict=True))
 
     def status(self, path: Place) -> Status | None:
         """Return the state of a file; None where there is none.
@@ -125,15 +125,7 @@ def _listed(base: Place) -> dict[str, Status | None]:
     base.refresh()
     files = [*base.files()]
     # Mostly what was listed; one request each where that is forgotten.
-    return dict(zip(map(str, files), of_each(_status, files), strict=True))
-
-
-def _status(path: Place) -> Status:
-    return path.status()
-
-
-def _contents(path: Place) -> bytes:
-    return path.read_bytes()
+    return dict(zip(map(str, files), of_each(lambda path: path.status(), files), strict=True))
 
 
 def _is_other(path: object) -> SourceError:
