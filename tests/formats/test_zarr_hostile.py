@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from typing import TYPE_CHECKING, Any
@@ -138,6 +139,27 @@ def test_links_are_not_followed(lying: Path, which: str) -> None:
     path.symlink_to(lying / "outside")
     with pytest.raises(SourceError, match="is a link; those in a zarr store are not followed"):
         reshard.open(lying / "slashes")
+
+
+def test_whatever_else_is_in_a_store_is_a_file_or_a_directory(lying: Path) -> None:
+    """Also where no chunk would be; and a directory is not taken for an absent chunk."""
+    array = zarr.open_group(lying / "foreign", mode="w").create_array("w", shape=(8, 6), chunks=(2, 6), dtype="int8")
+    array[...] = 1
+    assert reshard.open(lying / "foreign")["w"].sum().compute() == 48
+    stray = lying / "foreign" / "w" / "stray"
+    stray.symlink_to(lying / "outside")
+    with pytest.raises(SourceError, match=r"stray: is a link; those in a zarr store are not followed"):
+        reshard.open(lying / "foreign")
+    stray.unlink()
+    os.mkfifo(stray)
+    with pytest.raises(SourceError, match=r"stray: is not a regular file"):
+        reshard.open(lying / "foreign")
+    stray.unlink()
+    chunk = lying / "foreign" / "w" / "c" / "1" / "0"
+    chunk.unlink()
+    chunk.mkdir()
+    with pytest.raises(SourceError, match=r"c/1/0: is not a regular file; expected a chunk"):
+        reshard.open(lying / "foreign")
 
 
 def test_a_group_that_lies_about_its_arrays(lying: Path) -> None:
