@@ -16,7 +16,7 @@ import pytest
 from pytest import MonkeyPatch  # noqa: PT013 -- for code of another process, too
 
 from reshard.storage import cipher, local, places, remote
-from reshard.storage.base import PARTIAL
+from reshard.storage.base import stem_of_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ class Faults:
         self._do = before
 
     def asked(self, kind: str, path: str, offset: int = 0, nbytes: int = 0) -> None:
-        call = Call(kind, path.removesuffix(PARTIAL), offset, nbytes)
+        call = Call(kind, stem_of_unfinished(path) or path, offset, nbytes)
         self.calls.append(call)
         for kinds, do in list(self._do):
             if call.kind in kinds:

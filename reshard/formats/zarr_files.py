@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError, names
 from reshard.formats.zarr import ATTRIBUTES, METADATA
-from reshard.storage.base import PARTIAL, Status
+from reshard.storage.base import Status, stem_of_unfinished
 from reshard.storage.places import Place, as_place, of_each
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def is_store(root: Place) -> bool:
     Raises:
         SourceError: what is at the URL cannot be looked at.
     """
-    signs = {METADATA, METADATA + PARTIAL, *V2}
-    return bool(root.existing(signs))
+    return any(name in {METADATA, *V2} or stem_of_unfinished(name) == METADATA for name in root.names())
 
 
 class StoreFiles:

@@ -233,6 +233,8 @@ class Plan:
         coding: how the target files are coded; None where their contents are plain.
         exclusive: the target directory may have nothing else in it.
         memory: what the prediction of memory consists of (see `budget`).
+        digests: what tells the making of each file from that of others, for its name until it is finished: where that
+            is resumed, of all that makes its bytes (`file_digests`). Only runs need them.
     """
 
     source: Checkpoint
@@ -253,6 +255,7 @@ class Plan:
     coding: TargetCoding | None = None
     exclusive: bool = False
     memory: tuple[Share, ...] = ()
+    digests: tuple[str, ...] = ()
 
     @property
     def by_file(self) -> bool:

@@ -396,7 +396,6 @@ class Moved(NamedTuple):
 def move_pieces(
     plan: Plan,
     pieces: Sequence[Piece],
-    directory: str,
     store: ReadStore,
     writer: Sinks,
     *,
@@ -409,7 +408,6 @@ def move_pieces(
     Args:
         plan: what goes where.
         pieces: the rows.
-        directory: where the target files are.
         store: reads the source files.
         writer: writes the target files.
         checksums: sum up what is written.
@@ -427,24 +425,22 @@ def move_pieces(
     sums = _Sums() if checksums else None
     reader = BandReader(plan.moves, [file.path for file in plan.source.files], store, plan.band_bytes)
     current = -1
-    targets: list[list[tuple[str, Runs]]] = []
+    targets: list[list[tuple[int, Runs]]] = []
     in_order = in_order or plan.coding is not None  # whole chunks are compressed
     for number, target, first, given in reader.read(pieces, in_order=in_order, check=go_on):
         move = plan.moves[number]
         if number != current:
-            targets = [
-                [(f"{directory}/{plan.files[file].path}", runs) for file, runs in extents] for extents in move.writes
-            ]
+            targets = [[(file, runs) for file, runs in extents] for extents in move.writes]
             current = number
         content = cast(given, move.dtype, move.target_dtype)
         begin = first * move.target_dtype.itemsize
-        for path, runs in targets[target]:
+        for file, runs in targets[target]:
             written += len(content)
             if len(runs) == 1:
-                writer.write_at(path, runs[0][0] + begin, content)
+                writer.write_at(file, runs[0][0] + begin, content)
                 continue
             for offset, start, stop in ranges(runs, begin, len(content)):
-                writer.write_at(path, offset, content[start:stop])
+                writer.write_at(file, offset, content[start:stop])
         if sums and targets[target]:
             sums.add(number, target, targets[target][0][1], begin, content)
     return Moved(reader.nbytes, written, sums.ranges() if sums else array("Q"))

@@ -62,8 +62,9 @@ def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
 
 def graph(plan: Plan, directory: str, *, fsync: bool, ownership: str | None) -> Graph:
     """Return the graph that writes the target files below a directory: `Plan.graph`."""
+    plan = replace(owned(plan, ownership, directory), digests=(uuid.uuid4().hex,) * len(plan.files))
     # Whoever computes it may do so in several processes.
-    return Graph(owned(plan, ownership, directory), directory, How(fsync=fsync, apart=True))
+    return Graph(plan, directory, How(fsync=fsync, apart=True))
 
 
 class _PlanNode(DataNode):  # type: ignore[misc]  # dask has no types

@@ -18,7 +18,7 @@ from reshard.formats.entries import SomeFiles
 from reshard.plan.plan import changes_digest, file_digests
 from reshard.run.locks import refuse_link
 from reshard.source.records import DIRECTORY, Record, known
-from reshard.storage.base import PARTIAL
+from reshard.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.storage.local import local_store
 from reshard.storage.places import RemotePath, as_place, can
 from reshard.storage.remote import REQUESTS, forget_listings
@@ -60,12 +60,12 @@ class Seen(NamedTuple):
     Attributes:
         record: of the ledger.
         state: of what has its name; None where nothing has.
-        is_begun: there is an unfinished file.
+        unfinished: the paths of unfinished files of it, whichever runs left them.
     """
 
     record: Record = Record()
     state: State | None = None
-    is_begun: bool = False
+    unfinished: Sequence[str] = ()
 
 
 class Policy(NamedTuple):
@@ -141,7 +141,7 @@ def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
         return Fate(Do.MAKE, ours)
     if is_same:
         return Fate(Do.RESUME, ours)
-    if is_ours or (record.digest and seen.is_begun):
+    if is_ours or (record.digest and seen.unfinished):
         return Fate(Do.CHANGED, ours)
     return Fate(Do.MAKE, ours)
 
@@ -210,13 +210,15 @@ def _check_kinds(plan: Plan, root: str) -> None:
 
 def _check_exclusive(plan: Plan, root: str) -> None:
     """Refuse a directory in which something else would be taken for a part of what is written."""
-    planned = {file.path for file in plan.files}
+    planned = {path for file in plan.files for path in (file.path, unfinished_stem(file.path))}
     if not can(root).positioned:
         found = _files_at(root)
     else:
         found = [os.path.relpath(os.path.join(where, name), root) for where, _, some in os.walk(root) for name in some]
     other = [
-        path for path in found if path.removesuffix(PARTIAL) not in planned and not path.startswith(f"{DIRECTORY}/")
+        path
+        for path in found
+        if planned.isdisjoint((path, stem_of_unfinished(path))) and not path.startswith(f"{DIRECTORY}/")
     ]
     if other:
         raise TargetError(f"{root}: has {names(sorted(other), most=3)} beside; choose another directory, or remove it")
@@ -257,11 +259,11 @@ def seen_files(plan: Plan, root: str, records: Mapping[str, Record], asked: Coll
     """Return what is known and found of a plan's files; of those at URLs that are `asked`, all of their state."""
     paths = [file.path for file in plan.files]
     states = states_of(root, paths, asked)
-    begun: set[str] = set()
+    begun: Mapping[str, Sequence[str]] = {}
     nothing = Record()
     if can(root).positioned:
-        begun = {path for path in records if os.path.lexists(local_store().unfinished(f"{root}/{path}"))}
-    return {path: Seen(records.get(path, nothing), states.get(path), path in begun) for path in paths}
+        begun = local_store().all_unfinished([f"{root}/{path}" for path in paths])
+    return {path: Seen(records.get(path, nothing), states.get(path), begun.get(f"{root}/{path}", ())) for path in paths}
 
 
 def states_of(root: str, files: Sequence[str], asked: Collection[str]) -> dict[str, State]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from array import array
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from reshard.run.preflight import (
     seen_files,
     states_of,
 )
+from reshard.run.tasks import unfinished
 from reshard.source.made import VERSION, small_strategy, source_data
 from reshard.source.records import Record
 from reshard.storage.crc32c import crc_of_range
@@ -91,14 +93,15 @@ class Session:
             SourceError: the target's storage cannot be reached.
             BudgetError: the disk has no room for what is left.
         """
-        self._whole, self._root, self._overwrite, self._fsync = plan, root, overwrite, fsync
+        self._root, self._overwrite, self._fsync = root, overwrite, fsync
         self._early = not can(root).positioned
         sources = changes_digest(plan)
         self.ledger = Ledger(root, keeps=journal, made=made_data(plan) if journal else b"", sources=sources)
         self._paths = [file.path for file in plan.files]
         self.ledger.hold(self._paths)
         try:
-            digests = file_digests(plan) if journal else [""] * len(plan.files)
+            digests = file_digests(plan) if journal else [uuid.uuid4().hex] * len(plan.files)
+            self._whole = plan = replace(plan, digests=tuple(digests))
             self._wanted = planned_files(plan, digests)
             records = self.ledger.load(self._paths)
             self._seen = seen_files(plan, root, records, self._paths if overwrite or restart else records)
@@ -244,7 +247,7 @@ class Session:
             return _Left(0 if file.link else file.layout.content_bytes)
         if number in self._spans:
             return _Left(sum(end - begin for begin, end in self._spans[number]))
-        self._discard(path)
+        self._discard(number)
         return _Left(
             is_known=state is not None and (not is_left or self._may_be_ours(number, state, is_spoiled=is_spoiled))
         )
@@ -258,14 +261,14 @@ class Session:
         begun = Record(wanted.digest, wanted.size, replaces=replaces)
         return state == replaces or is_unnoted(wanted, begun, state, early=self._early)
 
-    def _discard(self, path: str) -> None:
+    def _discard(self, number: int) -> None:
         """Remove an unfinished file, and the directories below the target's that are then empty."""
+        path = self._paths[number]
         if self._early:
             remote_store().discard_unfinished(f"{self._root}/{path}")
             return
-        place = f"{self._root}/{path}"
-        local_store().discard(local_store().unfinished(place))
-        directory = os.path.dirname(place)
+        local_store().discard(self._unfinished(number))
+        directory = os.path.dirname(f"{self._root}/{path}")
         while len(directory) > len(self._root):  # the target directory itself may have been there before
             with suppress(OSError):  # it holds something else
                 os.rmdir(directory)
@@ -304,7 +307,7 @@ class Session:
     def _verified(self, number: int) -> list[Range]:
         """Return the ranges of an unfinished file that still hold what was written."""
         size = self._whole.files[number].layout.size
-        path = local_store().unfinished(f"{self._root}/{self._paths[number]}")
+        path = self._unfinished(number)
         good: list[Range] = []
         with suppress(ReshardError, OSError):
             status = os.lstat(path)
@@ -325,8 +328,10 @@ class Session:
         else:
             self._check_space()
             for number in self._left:
-                if number not in self._spans:
-                    local_store().discard(local_store().unfinished(f"{self._root}/{self._paths[number]}"))
+                resumed = self._unfinished(number) if number in self._spans else None
+                for path in self._seen[self._paths[number]].unfinished:
+                    if path != resumed:
+                        local_store().discard(path)
         records = {}
         for number in self._left:
             file, wanted = self._whole.files[number], self._wanted[self._paths[number]]
@@ -345,8 +350,8 @@ class Session:
         for number in self._left:
             file = self.plan.files[number]
             if file.link is None and not self.plan.coded(file):  # how large a coded one is, is not known
-                # What is of no use in its unfinished file makes room for it.
-                needed += file.layout.size - _allocated(f"{self._root}/{file.path}")
+                # What is of no use in its unfinished files makes room for it.
+                needed += file.layout.size - sum(map(_allocated, self._seen[file.path].unfinished))
         free = status.f_bavail * status.f_frsize
         if needed > free:
             raise BudgetError(
@@ -360,6 +365,9 @@ class Session:
 
     def _numbers(self, do: Do) -> list[int]:
         return [number for number, path in enumerate(self._paths) if self._fates[path].do is do]
+
+    def _unfinished(self, number: int) -> str:
+        return unfinished(self._whole, number, self._root)
 
     def _record(self, number: int) -> Record:
         return self._seen[self._paths[number]].record
@@ -392,7 +400,7 @@ def made_data(plan: Plan) -> bytes:
 def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
     """Return whether a file that is written in order has all its contents, and all its own bytes."""
     layout = plan.files[number].layout
-    path = local_store().unfinished(f"{root}/{plan.files[number].path}")
+    path = unfinished(plan, number, root)
     if not all(covers(spans, at, at + n) for content in layout.contents for at, n in content.runs):
         return False
     for offset, content in layout.literals:
@@ -410,7 +418,7 @@ def _spans(good: Iterable[Range]) -> Spans:
 def _allocated(path: str) -> int:
     """Return how many bytes an unfinished file takes that would be free without it."""
     try:
-        status = os.lstat(local_store().unfinished(path))
+        status = os.lstat(path)
     except OSError:
         return 0
     return status.st_blocks * 512 if status.st_nlink == 1 else 0

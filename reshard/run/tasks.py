@@ -130,7 +130,7 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     """Make unfinished target files with the space for them, and write all that is not contents."""
     began = time.perf_counter()
     store = local_store()
-    paths = [store.unfinished(f"{directory}/{plan.files[number].path}") for number in files]
+    paths = [unfinished(plan, number, directory) for number in files]
     with _working(how, directory, paths):
         for number, path in zip(files, paths, strict=True):
             layout = plan.files[number].layout
@@ -150,7 +150,6 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
         moved = move_pieces(
             plan,
             plan.tasks[number].pieces,
-            directory,
             spans or store,
             sinks,
             checksums=how.checksums,
@@ -173,12 +172,17 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
     return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
 
 
-def _positioned(plan: Plan, directory: str, path: str) -> Sink:
+def unfinished(plan: Plan, number: int, directory: str) -> str:
+    """Return the path of a target file until it gets its name: another for each plan that makes other bytes."""
+    return store_at(directory).unfinished(f"{directory}/{plan.files[number].path}", plan.digests[number])
+
+
+def _positioned(plan: Plan, directory: str, number: int) -> Sink:
     """Return what takes the contents of a target file in any order; others may write the same file."""
-    sink = partial(local_store().sink, local_store().unfinished(path))
-    file = path.removeprefix(f"{directory}/")
-    if plan.coding and plan.coding.of(file):
-        return plan.coding.sink(file, sink(sized=False))
+    sink = partial(local_store().sink, unfinished(plan, number, directory))
+    file = plan.files[number]
+    if plan.coding and plan.coding.of(file.path):
+        return plan.coding.sink(file.path, sink(sized=False))
     return sink(sized=True)
 
 
@@ -204,7 +208,7 @@ class _Spans(Around):
 def _written(plan: Plan, numbers: Iterable[int], directory: str) -> list[str]:
     """Return the unfinished files that some tasks write."""
     targets = set[int]().union(*(_targets(plan, number) for number in numbers))
-    return [local_store().unfinished(f"{directory}/{plan.files[target].path}") for target in sorted(targets)]
+    return [unfinished(plan, target, directory) for target in sorted(targets)]
 
 
 def _targets(plan: Plan, number: int) -> set[int]:
@@ -229,7 +233,7 @@ def drop_sources(plan: Plan, moves: Iterable[Move], store: ReadStore) -> None:
 def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
     """Write the files of a task, each from its first byte to its last; at a URL what is complete stays."""
     began = time.perf_counter()
-    files, store = plan.tasks[number].files, store_at(directory)
+    files = plan.tasks[number].files
     part, pieces = whole_files(plan, plan.tasks[number])
     ready: tuple[tuple[int, int, int], ...] = ()
     with _working(how, directory):
@@ -239,7 +243,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
         if how.drop_cache:
             drop_sources(plan, [part.moves[piece.move] for piece in pieces], any_store())
             for target in files:
-                any_store().drop_cache(store.unfinished(f"{directory}/{plan.files[target].path}"), written=True)
+                any_store().drop_cache(unfinished(plan, target, directory), written=True)
     found = in_files(part, moved.wrote).items()
     ranges = array("Q", [value for file, written in found for some in written for value in (file, *some)])
     return Receipt(
@@ -250,7 +254,7 @@ def files_task(plan: Plan, number: int, directory: str, how: How) -> Receipt:
 def _published(plan: Plan, number: int, directory: str, how: How) -> tuple[int, int, int]:
     """Give a file its name, and return its number and state: as the store has it, asked for it alone."""
     path, store = f"{directory}/{plan.files[number].path}", store_at(directory)
-    store.publish(store.unfinished(path), path, durable=how.fsync)
+    store.publish(unfinished(plan, number, directory), path, durable=how.fsync)
     return (number, *store.status(path)[:2])
 
 
@@ -303,9 +307,9 @@ def close_files(plan: Plan, files: Sequence[int], directory: str, how: How, _mov
     began = time.perf_counter()
     ready = []
     for number in files:
-        path = local_store().unfinished(f"{directory}/{plan.files[number].path}")
+        path = unfinished(plan, number, directory)
         if plan.by_file and plan.files[number].last:
-            write_literals(plan, number, f"{directory}/{plan.files[number].path}", sync=how.fsync)
+            write_literals(plan, number, directory, sync=how.fsync)
         elif not plan.by_file and (how.cached or not how.apart):
             if how.drop_cache:
                 local_store().drop_cache(path, written=True)
@@ -325,14 +329,12 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
     ready: list[tuple[int, int, int]] = []
     for number in files:
         file = plan.files[number]
-        path = f"{directory}/{file.path}"
-        unfinished = store.unfinished(path)
         if file.link is not None:
-            store.link(f"{directory}/{file.link}", unfinished)
+            store.link(f"{directory}/{file.link}", unfinished(plan, number, directory))
         elif not positioned:
-            write_literals(plan, number, path, sync=how.fsync)
+            write_literals(plan, number, directory, sync=how.fsync)
         if positioned and file.link is None:
-            store.publish(unfinished, path, durable=how.fsync)
+            store.publish(unfinished(plan, number, directory), f"{directory}/{file.path}", durable=how.fsync)
         else:  # it is noted once it has its name
             ready.append(_published(plan, number, directory, how))
     return Receipt(f"commit {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
@@ -360,14 +362,12 @@ def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], dire
         SourceError: a source file ends early, cannot be read or changed.
         TargetError, BudgetError: a target file cannot be written.
     """
-    numbers = {f"{directory}/{plan.files[n].path}": n for n in files}
-    sinks = Sinks(lambda path: _sink(plan, numbers[path], path))
+    sinks = Sinks(lambda number: _sink(plan, number, directory))
     try:
-        sinks.open(numbers)
+        sinks.open(files)
         moved = move_pieces(
             plan,
             pieces,
-            directory,
             store_of(plan.source.coding),
             sinks,
             checksums=how.checksums,
@@ -379,17 +379,16 @@ def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], dire
         sinks.finish(durable=how.fsync)
     except BaseException:
         sinks.abort()
-        store = store_at(directory)
-        for path in numbers:
-            if path not in sinks:
-                store.discard(store.unfinished(path))  # it has no name yet but where files appear whole
+        for number in files:
+            if number not in sinks:  # it has no name yet but where files appear whole
+                store_at(directory).discard(unfinished(plan, number, directory))
         raise
     return moved
 
 
-def write_literals(plan: Plan, number: int, path: str, *, sync: bool) -> None:
+def write_literals(plan: Plan, number: int, directory: str, *, sync: bool) -> None:
     """Write a file that has no contents of tensors, such as the index of a set."""
-    sink = _sink(plan, number, path)
+    sink = _sink(plan, number, directory)
     try:
         sink.finish(durable=sync)
     except BaseException:
@@ -397,13 +396,13 @@ def write_literals(plan: Plan, number: int, path: str, *, sync: bool) -> None:
         raise
 
 
-def _sink(plan: Plan, number: int, path: str) -> Sink:
-    """Return what takes the contents of a target file, by its final name, in about their order."""
-    file, store = plan.files[number], store_at(path)
-    unfinished, layout = store.unfinished(path), file.layout
+def _sink(plan: Plan, number: int, directory: str) -> Sink:
+    """Return what takes the contents of a target file in about their order."""
+    file, layout = plan.files[number], plan.files[number].layout
+    path = f"{directory}/{file.path}"
 
     def begin() -> Sink:
-        return store.create(unfinished, layout.size)
+        return store_at(directory).create(unfinished(plan, number, directory), layout.size)
 
     if plan.coding and plan.coding.of(file.path):
         return plan.coding.sink(file.path, Ordered(begin, path, None))

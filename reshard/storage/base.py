@@ -7,13 +7,15 @@ A path or URL becomes a `Place` once (`places.as_place`), and a place knows its 
 
 from __future__ import annotations
 
+import os
+import re
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import TargetError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from reshard.errors import ReshardError
@@ -21,8 +23,47 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 """What the name of an unfinished target file ends with."""
 
+_DIGITS = 8
+_UNFINISHED = re.compile(r"(.+?)(?:\.[0-9a-f]{8})?\.partial", re.DOTALL)
+_LONGEST_NAME = 255
+_CUT_BYTES = _LONGEST_NAME - 2 * (1 + _DIGITS) - len(PARTIAL)
+
 Want = tuple[str, int, memoryview]
 """A path, where a range of bytes begins in the file, and the buffer that it fills."""
+
+
+def unfinished_path(path: str, digest: str = "") -> str:
+    """Return the path of an unfinished file.
+
+    Args:
+        path: of the file when it is finished.
+        digest: of what makes the file, or of the run. The name has its first digits: a task that still works for a
+            run whose client is lost does not write into what another run makes there.
+
+    >>> unfinished_path("rank_0/a.ckpt", "0123456789abcdef")
+    'rank_0/a.ckpt.01234567.partial'
+    """
+    return f"{unfinished_stem(path)}{'.' if digest else ''}{digest[:_DIGITS]}{PARTIAL}"
+
+
+def unfinished_stem(path: str) -> str:
+    """Return what the paths of all unfinished files of a file begin with: its own, cut where its name has no room."""
+    directory, slash, name = path.rpartition("/")
+    encoded = os.fsencode(name)
+    if not _CUT_BYTES + 1 + _DIGITS < len(encoded) <= _LONGEST_NAME:  # one that is too long itself is refused
+        return path
+    cut = encoded[:_CUT_BYTES].decode(errors="ignore")
+    return f"{directory}{slash}{cut}~{sha256(encoded).hexdigest()[:_DIGITS]}"
+
+
+def stem_of_unfinished(path: str) -> str:
+    """Return the stem of an unfinished file, with any digits or none; empty where a path is of no such file.
+
+    >>> [stem_of_unfinished(path) for path in ("a.ckpt.01234567.partial", "a.ckpt.partial", "a.ckpt")]
+    ['a.ckpt', 'a.ckpt', '']
+    """
+    match = _UNFINISHED.fullmatch(path)
+    return match[1] if match else ""
 
 
 class Status(NamedTuple):
@@ -203,34 +244,34 @@ class Sink(Protocol):
         """Give up; never raises."""
 
 
-class Sinks(dict[str, Sink]):
-    """The files that a task writes, by their paths; those that are not there yet are opened with the first byte."""
+class Sinks(dict[int, Sink]):
+    """The files that a task writes, by their numbers; those that are not there yet are opened with the first byte."""
 
-    def __init__(self, opened: Callable[[str], Sink]) -> None:
+    def __init__(self, opened: Callable[[int], Sink]) -> None:
         super().__init__()
         self._opened = opened
 
-    def __missing__(self, path: str) -> Sink:
-        sink = self[path] = self._opened(path)
+    def __missing__(self, file: int) -> Sink:
+        sink = self[file] = self._opened(file)
         return sink
 
-    def open(self, paths: Iterable[str]) -> None:
+    def open(self, files: Iterable[int]) -> None:
         """Open files of which nothing need come."""
-        for path in paths:
-            self[path] = self._opened(path)
+        for file in files:
+            self[file] = self._opened(file)
 
-    def write_at(self, path: str, offset: int, data: memoryview | bytes) -> None:
+    def write_at(self, file: int, offset: int, data: memoryview | bytes) -> None:
         """Write bytes into a file; of one that is complete then, nothing is held any more."""
-        sink = self[path]
+        sink = self[file]
         sink.write_at(offset, data)
         if sink.ended:
-            del self[path]
+            del self[file]
 
     def finish(self, *, durable: bool) -> None:
         """End every file."""
-        for path, sink in list(self.items()):
+        for file, sink in list(self.items()):
             sink.finish(durable=durable)
-            del self[path]
+            del self[file]
 
     def abort(self) -> None:
         """Give up what is not ended."""

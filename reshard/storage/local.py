@@ -22,7 +22,15 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from reshard.errors import BudgetError, GoneError, SourceError, TargetError
-from reshard.storage.base import PARTIAL, Capabilities, Status, reading
+from reshard.storage.base import (
+    PARTIAL,
+    Capabilities,
+    Status,
+    reading,
+    stem_of_unfinished,
+    unfinished_path,
+    unfinished_stem,
+)
 from reshard.storage.page_cache import GLANCE_BYTES, Glances, drop_pages, start_writeback
 
 if TYPE_CHECKING:
@@ -139,9 +147,19 @@ class LocalStore:
                 drop_pages(fd, first, last)
 
     @staticmethod
-    def unfinished(path: str) -> str:
-        """Return the name that a file has until it is published."""
-        return path + PARTIAL
+    def unfinished(path: str, digest: str = "") -> str:
+        """Return the path that a file has until it is published; see `base.unfinished_path`."""
+        return unfinished_path(path, digest)
+
+    @staticmethod
+    def all_unfinished(paths: Collection[str]) -> dict[str, list[str]]:
+        """Return the unfinished files that are there, by the paths of finished ones, whoever left them."""
+        there: dict[str, list[str]] = {}
+        for directory in {os.path.dirname(path) for path in paths}:
+            with suppress(OSError):  # it is not there yet, or may be written to and not be listed
+                for path in (os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(PARTIAL)):
+                    there.setdefault(stem_of_unfinished(path), []).append(path)
+        return {path: there[stem] for path in paths if (stem := unfinished_stem(path)) in there} if there else {}
 
     def create(self, path: str, size: int | None) -> Sink:
         """Make an unfinished file, with its space taken, or without where its size is not known yet.

@@ -91,6 +91,12 @@ class LocalPath(PosixPath):
         """Return those of some names below it that are there now."""
         return [name for name in names if os.path.lexists(self / name)]
 
+    def names(self) -> list[str]:
+        """Return the names of what is directly in it now; none where it is no directory, or may not be read."""
+        with suppress(OSError, ValueError):
+            return os.listdir(self)
+        return []
+
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
@@ -195,13 +201,18 @@ class RemotePath:
 
     def existing(self, names: Iterable[str]) -> list[str]:
         """Return those of some names below it that are there now; of names in itself, directories too."""
-        self.refresh()
         names = list(names)
-        if any("/" in name for name in names):
-            there = {file.url for file in self.files()}
-        else:
-            there = {path.url for path in self.iterdir()} if self.is_dir() else set()
-        return [name for name in names if f"{self}/{name}" in there]
+        if not any("/" in name for name in names):
+            there = set(self.names())
+            return [name for name in names if name in there]
+        self.refresh()
+        urls = {file.url for file in self.files()}
+        return [name for name in names if f"{self}/{name}" in urls]
+
+    def names(self) -> list[str]:
+        """Return the names of what is directly in it now; none where it is no directory."""
+        self.refresh()
+        return [path.name for path in self.iterdir()] if self.is_dir() else []
 
     def read_bytes(self) -> bytes:
         """Return the contents."""

@@ -203,7 +203,7 @@ class RemoteStore:
         self.read([(path, offset, buffer)])
 
     @staticmethod
-    def unfinished(path: str) -> str:
+    def unfinished(path: str, digest: str = "") -> str:  # noqa: ARG004 -- nothing unfinished is found again
         """Return the name that a file has until it is published: its own where it appears whole."""
         return path if appears_whole(path) else path + PARTIAL
 

@@ -17,6 +17,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, TargetError, Text
+from reshard.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.storage.local import open_regular
 from reshard.storage.places import AnyName, RemotePath, as_place
 
@@ -47,7 +48,7 @@ def refuse_inputs(
     """Refuse to write what is read: by another spelling, through links, or under the name of an unfinished file.
 
     Args:
-        outputs: what is to be written; each is made as `NAME.partial` first.
+        outputs: what is to be written; a run first removes files with names of unfinished ones, and makes one.
         inputs: what is read for it.
         what: what that is, for the message.
         advice: what to do next.
@@ -55,13 +56,21 @@ def refuse_inputs(
     Raises:
         TargetError: an output is an input.
     """
-    read = {identity: path for path in inputs for identity in _identities(path)}
+    read: dict[object, AnyName] = {}
+    unfinished: dict[str, AnyName] = {}
+    for path in inputs:
+        identities = _identities(path)
+        read |= dict.fromkeys(identities, path)
+        names = [name for name in (str(path), *identities) if isinstance(name, str)]
+        unfinished |= {os.path.realpath(stem): path for name in names if (stem := stem_of_unfinished(name))}
     for output in outputs if read else ():
         for name in (output, f"{output}.partial"):
             for path in (read[identity] for identity in _identities(name) if identity in read):
                 first = "" if name is output else f"is written as {name} first, which "
                 called = "" if os.path.abspath(str(path)) == os.path.abspath(str(name)) else f", {path}"
                 raise TargetError(f"{output}: {first}is {what}{called}; {advice}")
+        if unfinished and (begun := unfinished.get(unfinished_stem(os.path.realpath(str(output))))):
+            raise TargetError(f"{output}: {begun}, which has the name of an unfinished file of it, is {what}; {advice}")
 
 
 def is_within(path: AnyName, directory: AnyName) -> bool:

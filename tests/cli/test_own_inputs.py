@@ -209,10 +209,13 @@ def test_every_path_says_what_it_is_for() -> None:
 def test_target_files_are_not_inputs(folder: Path, more: list[str]) -> None:
     Path("dst/rank_0").mkdir(parents=True)
     Path("dst/rank_1").mkdir()
-    places = ["dst/rank_0/checkpoint_0.safetensors", "dst/rank_1/checkpoint_1.safetensors.partial"]
-    for place, (old, option) in zip(
-        places, [("source.ckpt", "--source-strategy"), ("names.json", "--name-map")], strict=True
-    ):
+    strategy, names = ("source.ckpt", "--source-strategy"), ("names.json", "--name-map")
+    places = {
+        "dst/rank_0/checkpoint_0.safetensors": strategy,
+        "dst/rank_1/checkpoint_1.safetensors.partial": names,
+        "dst/rank_1/checkpoint_1.safetensors.0123abcd.partial": names,
+    }
+    for place, (old, option) in places.items():
         Path(place).write_bytes(Path(old).read_bytes())
         refused = call("transform", "src", "dst", *MAPPED, option, place, *more)
         assert refused.exit_code == 6, refused.output

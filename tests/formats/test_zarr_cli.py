@@ -98,7 +98,7 @@ def test_via_zarr_goes_on_where_the_first_step_was_killed(
     reshard.plan(source, files=ZarrGroup(times=True)).run(store)
     (store / "zarr.json").unlink()  # some files named, others not
     for path in list(store.rglob("c.*"))[::2]:
-        path.rename(f"{path}.partial")
+        path.rename(f"{path}.0123abcd.partial")
     common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", store]
     done = invoke("transform", source.root, tmp_path / "one", *common, "--json")
     assert done.exit_code == 0, done.output

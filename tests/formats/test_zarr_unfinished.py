@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import reshard
 from reshard import Selection, ZarrGroup
 from reshard.errors import BudgetError, SourceError, TargetError
 from reshard.plan import budget
+from reshard.plan.plan import file_digests
 from reshard.run.session import Session
 from reshard.run.tasks import How, close_files, commit_files, create_files, move_task, withdraw_index
+from reshard.storage.base import stem_of_unfinished, unfinished_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +36,7 @@ def test_the_group_is_there_when_all_is(
     real = os.replace
 
     def replace(old: str, new: str) -> None:
-        assert old == new + ".partial"
+        assert stem_of_unfinished(old) == new
         order.append(new)
         real(old, new)
 
@@ -143,9 +146,10 @@ def test_without_a_journal_nothing_of_an_unfinished_file_stays(source: reshard.C
     plan = reshard.plan(source, files=GROUPS["chunks"])  # of which some go beyond their tensor
     plan.run(tmp_path / "whole")
     for file in plan.files:
-        path = tmp_path / "z" / f"{file.path}.partial"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x" * file.layout.size)
+        for digest in ("", "0123abcd"):
+            path = tmp_path / "z" / unfinished_path(file.path, digest)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x" * file.layout.size)
     plan.run(tmp_path / "z", journal=False)
     assert tree(tmp_path / "z") == tree(tmp_path / "whole")
 
@@ -154,6 +158,7 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
     """As on a cluster that lost the worker with the receipts of that, while others were writing."""
     plan = reshard.plan(source, files=GROUPS["zstd shards"])
     plan.run(tmp_path / "whole")
+    plan = replace(plan, digests=tuple(file_digests(plan)))
     root, how = str(tmp_path / "z"), How(fsync=False)
     every = range(len(plan.files))
     create_files(plan, every, root, how)
@@ -166,9 +171,10 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
     assert tree(tmp_path / "z") == tree(tmp_path / "whole")
 
 
-def test_an_unfinished_store_is_told(source: reshard.Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("digest", ["", "0123abcd"])
+def test_an_unfinished_store_is_told(source: reshard.Checkpoint, tmp_path: Path, digest: str) -> None:
     source.to_zarr(tmp_path / "z")
-    (tmp_path / "z" / "zarr.json").rename(tmp_path / "z" / "zarr.json.partial")
+    (tmp_path / "z" / "zarr.json").rename(tmp_path / "z" / unfinished_path("zarr.json", digest))
     with pytest.raises(SourceError, match=r"unfinished: it has no zarr\.json at its root"):
         reshard.open(tmp_path / "z")
 

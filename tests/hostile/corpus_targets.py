@@ -21,7 +21,7 @@ a_target = partial(Item, commands=(_TO_RANKS, f"{_TO_RANKS} --overwrite", _SUMME
 TARGETS = [
     Item("a prefix that leads out", tree({}), "not the beginning of a file name; expected e.g. 'checkpoint_'", (f"{_TO_RANKS} --prefix ../x", f"{_TO_RANKS} --prefix ../../outside/x", f"{_TO_RANKS} --prefix /x", f"{_TO_RANKS} --prefix x/y", ".transform_with_prefix {ranks} {out} {strategy} ../x"), 2, "out"),
     Item("a prefix with an escape sequence", tree({}), "prefix '\\x1b[2J': not the beginning of a file name; expected e.g. 'checkpoint_'", (f"{_TO_RANKS} --prefix \x1b[2J",), 2, "out"),
-    Item("a prefix of 300 characters", tree({}), ".ckpt.partial: cannot be made: File name too long", (f"{_TO_RANKS} --prefix {'x' * 300}",), 6, "out"),
+    Item("a prefix of 300 characters", tree({}), ".partial: cannot be made: File name too long", (f"{_TO_RANKS} --prefix {'x' * 300}",), 6, "out"),
     a_target("a rank directory that leads out", tree({"rank_0": link("../outside")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/checkpoint_0.ckpt; remove the link"),
     a_target("a rank directory that leads above", tree({"rank_1": link("..")}), "rank_1/checkpoint_1.ckpt: leads out of the target directory, to /item/checkpoint_1.ckpt; remove the link"),
     a_target("a rank directory that is a link to itself", tree({"rank_0": link("rank_0")}), "/item/out/rank_0: is not a directory; expected one for the target"),
@@ -29,6 +29,7 @@ TARGETS = [
     a_target("a file that leads out", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/keep")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/keep; remove the link"),
     a_target("a file that leads to nothing outside", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/new")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/new; remove the link"),
     a_target("an unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.partial": link("../../outside/keep")}), "", code=0),  # it is no run's own, and removed
+    a_target("another run's unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.0123abcd.partial": link("../../outside/keep")}), "", code=0),
     a_target("an unfinished file that is a FIFO", tree({"rank_0/checkpoint_0.ckpt.partial": fifo}), "", code=0),
     a_target("logs that lead out", tree({".reshard": link("../outside")}), ".reshard: is a link; remove it, or choose another target directory"),
     a_target("logs that lead to nothing", tree({".reshard": link("../outside/new")}), ".reshard: is a link; remove it, or choose another target directory"),
@@ -56,6 +57,7 @@ TARGETS = [
     a_target("a log of numbers of 5,000 digits", tree({_LOG: _BEGUN + b'{' + _FILE + b',"wrote":[[' + b"9" * 5000 + b",1,1]]}\n"}), "", code=0),
     a_target("a log of Infinity", tree({_LOG: _BEGUN + b'{' + _FILE + b',"wrote":[[Infinity,NaN,-Infinity]]}\n'}), "", code=0),
     a_target("an unfinished file of another plan", tree({_LOG: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; start over with --restart, or choose another target", commands=(_TO_RANKS,)),
+    a_target("an unfinished file of another run", tree({_LOG: _BEGUN, "rank_0/checkpoint_0.ckpt.0123abcd.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; start over with --restart, or choose another target", commands=(_TO_RANKS,)),
     a_target("a finished file, says its log", tree({_LOG: _BEGUN + b'{' + _FILE + b',"ready":[2,0]}\n', "rank_0/checkpoint_0.ckpt": b"xy"}), "has rank_0/checkpoint_0.ckpt already; choose another target directory, or replace it with --overwrite", commands=(_TO_RANKS, f"{_TO_RANKS} --restart")),
     a_target("other logs", tree({".reshard/\x1b[2J\nerror: no.jsonl": b"x", ".reshard/a": link("/dev/zero")}), "", code=0),
     Item("a part of a set that leads out", tree({"part0.safetensors": link("../outside/keep")}), "part0.safetensors: leads out of the target directory, to /item/outside/keep; remove the link", ("unify {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.plan import budget, partition
+from reshard.plan.plan import file_digests
 from reshard.run import executor as reshard_cluster
 from reshard.run import graph, tasks
 from reshard.storage.local import _LocalSink
@@ -163,6 +165,7 @@ def test_workers_of_one_machine_sync_at_the_end(
 ) -> None:
     """Every task would wait for the disk, and every file be synced many times; elsewhere nobody else can do it."""
     root = str(tmp_path)
+    made = replace(made, digests=tuple(file_digests(made)))
     here = reshard_cluster.check_workers(made, root, wired[1])
     assert here == cache_of(root) != ""
     monkeypatch.setattr(reshard_cluster, "cache_of", lambda _directory: "this process")

@@ -70,7 +70,7 @@ KEEP, RESUME, MAKE, CHANGED, UNMANAGED = Do
 def test_what_to_do(
     record: Record, state: tuple[int, int] | None, is_begun: bool, options: dict[str, Any], expected: Do
 ) -> None:
-    found = fate(WANTED, Seen(record, state, is_begun), Policy(**{"sources": "s", **options}))
+    found = fate(WANTED, Seen(record, state, ["a.partial"] if is_begun else []), Policy(**{"sources": "s", **options}))
     assert found.do is expected
     if found.do is not UNMANAGED and state in {record.ready, record.replaces}:
         assert found.ours == state

@@ -13,7 +13,7 @@ import reshard
 from reshard.errors import TargetError
 from reshard.plan.plan import file_digests
 from reshard.source.records import DIRECTORY
-from reshard.storage.base import PARTIAL
+from reshard.storage.base import unfinished_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,7 @@ def test_a_ledger_that_lies(source: reshard.Checkpoint, tmp_path: Path, content:
         size = str(file.layout.size).encode()
         lines = content.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size).replace(b"FILE", file.path.encode())
         (directory / f"0000000{number}-0123abcd.jsonl").write_bytes(lines)
-        partial = tmp_path / "out" / (file.path + PARTIAL)
+        partial = tmp_path / "out" / unfinished_path(file.path, digest)
         partial.parent.mkdir(exist_ok=True)
         partial.write_bytes(os.urandom(file.layout.size))
     if b'"reshard": 2' in content or (b'"digest": {' in content and b"size" in content):
@@ -78,7 +78,7 @@ def test_other_things_in_the_place_of_files(source: reshard.Checkpoint, tmp_path
     file = plan.files[0].path
     path = {
         "log": next((tmp_path / "out" / DIRECTORY).glob("*.jsonl")),
-        "partial": tmp_path / "out" / (file + PARTIAL),
+        "partial": tmp_path / "out" / unfinished_path(file, file_digests(plan)[0]),
         "lock": tmp_path / "out" / DIRECTORY / "lock",
         "the directory": tmp_path / "out" / DIRECTORY,
     }[place]

@@ -41,10 +41,11 @@ from reshard.layout.block import Block
 from reshard.plan import budget, partition
 from reshard.plan.bands import Recipe
 from reshard.plan.partition import bytes_left, covers, remaining
+from reshard.plan.plan import file_digests
 from reshard.run import session as resume
 from reshard.run.preflight import Do, of, preflight
 from reshard.source import records
-from reshard.storage.base import PARTIAL
+from reshard.storage.base import PARTIAL, unfinished_path
 from reshard.storage.crc32c import crc32c
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ def test_only_what_is_not_there_is_written_again(
     noted = records.known(str(root / "out")).records
     finished = [number for number, file in enumerate(plan.files) if (root / "out" / file.path).exists()]
     good = {}
-    for number, file in enumerate(plan.files):
-        path = root / "out" / (file.path + PARTIAL)
+    for number, (file, digest) in enumerate(zip(plan.files, file_digests(plan), strict=True)):
+        path = root / "out" / unfinished_path(file.path, digest)
         if not path.exists():
             continue
         content = bytearray(path.read_bytes())

@@ -12,7 +12,8 @@ from stopped_runs import FULL, TARGET, Written, small_tasks, source, stopped, ti
 
 import reshard
 from reshard.errors import BudgetError
-from reshard.storage.base import PARTIAL
+from reshard.plan.plan import file_digests
+from reshard.storage.base import unfinished_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,16 +48,18 @@ def test_room_is_looked_for_before_the_first_byte(
     plan.run(tmp_path / "deep" / "out")
 
 
+@pytest.mark.parametrize("digest", ["", "0123abcd", "its own"])
 @pytest.mark.parametrize("fsync", [True, False])
 def test_what_an_earlier_run_took_counts(
-    source: reshard.Checkpoint, tmp_path: Path, room: Callable[[int], None], fsync: bool
+    source: reshard.Checkpoint, tmp_path: Path, room: Callable[[int], None], fsync: bool, digest: str
 ) -> None:
     """Unfinished files have all their space: resumed or made again, they need no more of it."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    for file in plan.files:
-        (tmp_path / "out" / file.path).parent.mkdir(parents=True)
-        (tmp_path / "out" / (file.path + PARTIAL)).write_bytes(bytes(file.layout.size))
+    for file, own in zip(plan.files, file_digests(plan), strict=True):
+        path = tmp_path / "out" / unfinished_path(file.path, own if digest == "its own" else digest)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(file.layout.size))
     room(0)
     plan.run(tmp_path / "out", fsync=fsync)
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")

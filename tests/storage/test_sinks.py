@@ -74,10 +74,10 @@ def test_a_file_of_which_something_is_missing_is_not_finished(offset: int, size:
 
 def test_one_that_ends_by_itself_is_not_held_any_more() -> None:
     kept = Kept()
-    sinks = Sinks(lambda path: Ordered(lambda: kept, path, 4, ends=True))
-    sinks.write_at("a", 0, b"ab")
-    assert list(sinks) == ["a"]
-    sinks.write_at("a", 2, b"cd")
+    sinks = Sinks(lambda file: Ordered(lambda: kept, str(file), 4, ends=True))
+    sinks.write_at(7, 0, b"ab")
+    assert list(sinks) == [7]
+    sinks.write_at(7, 2, b"cd")
     assert not sinks
     assert (kept.content, kept.state) == (b"abcd", "finished")
 
@@ -90,9 +90,9 @@ def test_an_empty_file_is_begun_and_finished() -> None:
 
 def test_giving_up_gives_up_what_is_begun() -> None:
     begun = Kept()
-    sinks = Sinks(lambda path: Ordered(lambda: begun, path, 4))
-    sinks.open(["not begun"])
-    sinks.write_at("begun", 0, b"ab")
+    sinks = Sinks(lambda file: Ordered(lambda: begun, str(file), 4))
+    sinks.open([0])  # it is not begun
+    sinks.write_at(1, 0, b"ab")
     sinks.abort()
     assert begun.state == "aborted"
 
