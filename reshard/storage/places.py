@@ -142,9 +142,13 @@ class RemotePath:
         """Return False."""
         return False
 
-    def relative_to(self, directory: Place) -> PurePosixPath:
+    def relative_to(self, directory: str | RemotePath) -> PurePosixPath:
         """Return where it is below a directory."""
         return PurePosixPath(self.url.removeprefix(f"{directory}/"))
+
+    def is_relative_to(self, directory: str | RemotePath) -> bool:
+        """Return whether it is a directory or below it."""
+        return f"{self}/".startswith(f"{directory}/")
 
     def refresh(self) -> None:
         """See what is there as it is now."""

@@ -27,7 +27,6 @@ from reshard.formats import index_file
 from reshard.plan import budget
 from reshard.plan.make import plan_convert
 from reshard.verify import compare
-from reshard.verify import verify as verification
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the work so fine that a small model has many bands and tasks."""
     monkeypatch.setattr(budget, "TASK_BYTES", 512)
     monkeypatch.setattr(compare, "SAMPLE_BYTES", 64)
-    monkeypatch.setattr(verification, "BAND_BYTES", 128)
+    monkeypatch.setattr(budget, "BAND_BYTES", 128)
 
 
 def compared(source: Path, target: Path, **options: Any) -> reshard.Verification:
