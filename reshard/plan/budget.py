@@ -192,6 +192,7 @@ def comparison_budget(
         BudgetError: it is too little; the least that works is in the error.
     """
     held = sum(_checkpoint_bytes(side, list(side.tensors.values())) for side in sides)
+    held += sum(TENSOR_BYTES * len(file.index.entries) for side in sides if not side.tensors for file in side.files)
     coders = tuple(side.coding for side in sides if side.coding is not None)
     remote = any(can(file.path).waits for side in sides for file in side.files)
     buffers = 4 + casts  # as read, put together and cast; what a copy has, and which elements differ

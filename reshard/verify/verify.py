@@ -326,8 +326,7 @@ def _against_source(
 
     if sample is not None and seed is None:
         seed = SystemRandom().randrange(1 << 32)
-    casts = any(wishes.target_dtype(dtype) is not dtype for dtype in {t.spec.dtype for t in source.tensors.values()})
-    budget = comparison_budget((source, target), casts=casts, memory=memory, threads=threads)
+    budget = comparison_budget((source, target), casts=bool(wishes.cast), memory=memory, threads=threads)
     every: list[Check] = []
     differences: list[Difference] = []
     dropped: list[str] = []
