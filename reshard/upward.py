@@ -14,7 +14,7 @@ HOMES = {
     "graph": "run.graph",
     "groups": "view.groups",
     "html": "view.html",
-    "manifest_of": "verify.run_manifest",
+    "manifest_of": "verify.manifest_files",
     "picture": "view.html",
     "plan": "plan.make",
     "run": "view.progress",

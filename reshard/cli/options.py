@@ -19,6 +19,8 @@ from reshard.storage.small import is_text, parse_json, read_small
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reshard.storage.places import Place
+
 _MOST_RANKS = 1 << 20
 NAME_MAP = "reshard.name_map"
 """Where click's context keeps the path of the map of names, for the commands that a report proposes."""
@@ -41,7 +43,7 @@ class Running(NamedTuple):
     scheduler: str | None
     cluster: str | None
     ownership: str | None
-    write_manifest: Path | None
+    write_manifest: Place | None
     as_json: bool
     quiet: bool
 
@@ -162,7 +164,7 @@ class PathType(click.Path):
 
 READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)
 STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=True)
-WRITE = PathType(OUTPUTS)
+WRITE, WRITE_PLACE = PathType(OUTPUTS), PathType(OUTPUTS, remote=True)
 TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -339,7 +341,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         scheduler: str | None,
         cluster: str | None,
         ownership: str | None,
-        write_manifest: Path | None,
+        write_manifest: Place | None,
         as_json: bool,
         quiet: bool,
         **others: Any,
@@ -402,7 +404,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--write-manifest",
-            type=WRITE,
+            type=WRITE_PLACE,
             metavar="FILE",
             help="Write checksums of the target files into FILE, for `reshard verify --manifest`; what is written now "
             "is not read for it.",

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.cli.options import (
-    READ,
     READ_PLACE,
     STRATEGY_PLACE,
-    WRITE,
+    WRITE_PLACE,
     cluster_address,
     json_option,
     layout_rules,
@@ -29,7 +27,6 @@ from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from reshard.storage.places import Place
     from reshard.verify.verify import Verification
@@ -134,11 +131,11 @@ index_in_block, count, found, expected, reference.
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Of the choice.  [default: a new one]")
 @click.option(
     "--manifest",
-    type=READ,
+    type=READ_PLACE,
     metavar="FILE",
     help="Compare the files of TARGET with the sizes and checksums in FILE; needs no strategy.",
 )
-@click.option("--write-manifest", type=WRITE, metavar="FILE", help="Read the files of TARGET, and write FILE.")
+@click.option("--write-manifest", type=WRITE_PLACE, metavar="FILE", help="Read the files of TARGET, and write FILE.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--memory", callback=size, metavar="SIZE", help="The most memory that it may take, such as 512MB.")
 @click.option(
@@ -166,8 +163,8 @@ def verify(
     selection: Selection,
     sample: float | None,
     seed: int | None,
-    manifest: Path | None,
-    write_manifest: Path | None,
+    manifest: Place | None,
+    write_manifest: Place | None,
     overwrite: bool,
     memory: int | None,
     threads: int | None,
@@ -232,8 +229,8 @@ def verify(
 
 def _check_usage(
     source: Place | None,
-    manifest: Path | None,
-    write_manifest: Path | None,
+    manifest: Place | None,
+    write_manifest: Place | None,
     reading: dict[str, Any],
     source_strategy: Place | None,
     sample: float | None,
@@ -254,17 +251,18 @@ def _check_usage(
 
 
 def _make(
-    target: Place, path: Path, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
+    target: Place, path: Place, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
 ) -> None:
     """Make a manifest, and write it."""
     from reshard.source.open import files_read, read_headers
+    from reshard.storage.places import as_place
     from reshard.storage.small import refuse_existing, refuse_inputs
     from reshard.verify.manifest import write_manifest
     from reshard.verify.verify import make_manifest
     from reshard.view.text import count_text
 
     refuse_existing(path, overwrite=overwrite)  # before everything is read
-    if os.path.lexists(path) or os.path.lexists(f"{path}.partial"):
+    if path.is_there() or as_place(f"{path}.partial").is_there():
         files, _, _ = read_headers(target, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"])
         advice = "choose another name for the manifest"
         refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)

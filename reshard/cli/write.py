@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,7 +49,6 @@ from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from reshard.formats.entries import TargetFiles
     from reshard.plan.plan import Plan
@@ -283,7 +282,7 @@ def convert(
     )
 
 
-def _check_apart(store: Place, source: Place, target: Place, manifest: Path | None) -> None:
+def _check_apart(store: Place, source: Place, target: Place, manifest: Place | None) -> None:
     """Refuse a store that is the source or the target, or holds one of them or lies in it.
 
     Raises:
@@ -419,11 +418,8 @@ def carry_out(
         say_notices([_touched(done.touched, "kept")])
     place, made, check = result or target, None, None
     if running.write_manifest is not None:
-        from reshard.verify.verify import manifest_can_check  # not on every start
-
         made = _write_manifest(running.write_manifest, done, overwrite=running.overwrite)
-        if manifest_can_check(place):
-            check = manifest_command(place, running.write_manifest)
+        check = manifest_command(place, running.write_manifest)
     if running.quiet and not running.as_json:
         return
     options = found_by()
@@ -485,7 +481,7 @@ def _touched(count: int, kept: str) -> str:
     )
 
 
-def _check_manifest_place(path: Path | None, *, overwrite: bool) -> None:
+def _check_manifest_place(path: Place | None, *, overwrite: bool) -> None:
     """Refuse a manifest that could not be written, before anything is.
 
     Raises:
@@ -495,7 +491,7 @@ def _check_manifest_place(path: Path | None, *, overwrite: bool) -> None:
         refuse_existing(path, overwrite=overwrite)
 
 
-def _check_manifest(path: Path | None, plan: Plan, target: Place) -> None:
+def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
     """Refuse a manifest that would stand in place of a file of the run, or that no files are for.
 
     Raises:
@@ -514,7 +510,7 @@ def _check_manifest(path: Path | None, plan: Plan, target: Place) -> None:
     refuse_inputs([path], [f"{target}/{file.path}" for file in plan.files], "one of the target files", advice)
 
 
-def _write_manifest(path: Path, report: Report, *, overwrite: bool) -> str:
+def _write_manifest(path: Place, report: Report, *, overwrite: bool) -> str:
     """Write the manifest of a run that is done, and return what to say of it."""
     from reshard.view.text import count_text  # not on every start
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
-    from reshard.storage.base import Readable
+    from reshard.storage.base import Readable, Want
 
 Runs = tuple[tuple[int, int], ...]
 """Byte ranges of a file that hold one block in row-major order: (offset, number of bytes), one after the other."""
@@ -55,6 +55,13 @@ def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
             found.append((offset + start - position, start - begin, stop - begin))
         position += length
     return found
+
+
+def wants(path: str, runs: Runs, begin: int, buffer: memoryview) -> list[Want]:
+    """Return what fills a buffer with contents from a byte on, wherever they lie in a file."""
+    if len(runs) == 1:
+        return [(path, runs[0][0] + begin, buffer)]
+    return [(path, offset, buffer[start:stop]) for offset, start, stop in ranges(runs, begin, len(buffer))]
 
 
 class Entry(NamedTuple):

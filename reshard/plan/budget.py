@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.plan.build import Destination, Item
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.checkpoint import Checkpoint, Tensor
 
 BAND_BYTES = 4 << 20
 """The most bytes of a tensor that a thread reads at once; measured best between 1 and 16 MB."""
@@ -70,8 +70,8 @@ class Budget(NamedTuple):
     Attributes:
         fixed: what is taken whatever the threads.
         coders: what else takes memory by the thread.
-        buffers: how many bands a thread holds: as read, as put together, and cast.
-        remote: sources are at URLs.
+        buffers: how many bands a thread holds: as read, as put together, and cast; and what they are compared with.
+        remote: files that are read are at URLs.
         threads: how many there are at most.
         band_bytes: the most bytes of a tensor that one of them reads at once.
     """
@@ -87,6 +87,31 @@ class Budget(NamedTuple):
         """Return the memory that so many threads take to decrypt, decode and compress, and to read at URLs."""
         fetched = fetched_bytes(threads, BAND_BYTES) if self.remote else 0
         return sum(coder.nbytes(threads) for coder in self.coders) + fetched
+
+    def within(self, memory: int | None, what: str, band_of: str) -> Budget:
+        """Return the budget with as many threads, and bytes in a band, as keep it within so much memory.
+
+        Args:
+            memory: the most that may be taken; None for no limit.
+            what: what memory is taken for whatever the threads, for the message.
+            band_of: what a band is of, likewise.
+
+        Raises:
+            BudgetError: it is too little; the least that works is in the error.
+        """
+        if memory is None:
+            return self
+        plain = sum(nbytes for _, nbytes in self.fixed)
+        for fewer in range(self.threads, 0, -1):
+            taken = plain + self.coding_bytes(fewer)
+            band = min(BAND_BYTES, int((memory - taken) / ((self.buffers + VIEWS) * fewer)))
+            if band >= (BAND_BYTES if fewer > 1 else LEAST_BAND_BYTES):
+                return self._replace(threads=fewer, band_bytes=band)
+        least = taken + thread_bytes(LEAST_BAND_BYTES, self.buffers)
+        raise BudgetError(
+            f"{memory} bytes of memory are too little; the least that works is {least}: {taken} for {what}, and the "
+            f"rest to hold a band of {band_of}"
+        )
 
     def shares(self, tasks: int, band: int) -> tuple[Share, ...]:
         """Return what a run of so many tasks takes, whose largest band has so many bytes."""
@@ -112,13 +137,11 @@ def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, more: S
         ranks: how many ranks the target has.
         more: what the destination adds.
     """
-    indexes = {file.index.header: len(file.index.entries) for file in source.files}
     nbytes = sum(item.tensor.spec.nbytes for item in items)
     tasks = min(MOST_TASKS, nbytes * ranks // TASK_BYTES)  # at most: where all ranks get everything
-    chunks = sum(len(item.tensor.sharding.blocks) for item in items) if source.format == ZARR else 0
     return (
-        ("program", IMPORTED_BYTES + (CAST_BYTES if _casts(items) else 0)),
-        ("checkpoint", TENSOR_BYTES * len(items) + ENTRY_BYTES * sum(indexes.values()) + CHUNK_BYTES * chunks),
+        _program(casts=_casts(items)),
+        ("checkpoint", _checkpoint_bytes(source, [item.tensor for item in items])),
         ("layouts", (ENTRY_BYTES + 13 * ranks) * len(items)),  # and which tensors are in which file
         ("tasks", TASK_MEMORY * tasks),
         *more,
@@ -149,20 +172,43 @@ def budget(
     fixed = _fixed_shares(source, items, len(destination.ranks), destination.memory)
     remote = any(can(file.path).waits for file in source.files)
     found = Budget(fixed, every, 3 if _casts(items) else 2, remote, threads or THREADS, BAND_BYTES)
-    if memory is None:
-        return found
-    plain = sum(nbytes for _, nbytes in fixed)
-    for fewer in range(found.threads, 0, -1):
-        taken = plain + found.coding_bytes(fewer)
-        band = min(BAND_BYTES, int((memory - taken) / ((found.buffers + VIEWS) * fewer)))
-        if band >= (BAND_BYTES if fewer > 1 else LEAST_BAND_BYTES):
-            return Budget(fixed, every, found.buffers, remote, fewer, band)
-    least = taken + thread_bytes(LEAST_BAND_BYTES, found.buffers)
-    stored = [tensor for _, tensor in sorted((t.spec.nbytes, t.spec.name) for t in source.tensors.values())]
-    raise BudgetError(
-        f"{memory} bytes of memory are too little; the least that works is {least}: {taken} for the program and "
-        f"its plan of {len(stored)} tensors, and the rest to hold a band of tensor {stored[-1] if stored else ''!r}"
-    )
+    largest = max(((t.spec.nbytes, t.spec.name) for t in source.tensors.values()), default=(0, ""))[1]
+    what = f"the program and its plan of {len(source.tensors)} tensors"
+    return found.within(memory, what, f"tensor {largest!r}")
+
+
+def comparison_budget(
+    sides: Sequence[Checkpoint], *, casts: bool, memory: int | None = None, threads: int = THREADS
+) -> Budget:
+    """Return how many threads, and bytes in a band, keep a comparison within so much memory.
+
+    Args:
+        sides: the checkpoints that are compared.
+        casts: elements are cast before they are.
+        memory: the most that it may take; None for no limit.
+        threads: how many are wanted.
+
+    Raises:
+        BudgetError: it is too little; the least that works is in the error.
+    """
+    held = sum(_checkpoint_bytes(side, list(side.tensors.values())) for side in sides)
+    held += sum(TENSOR_BYTES * len(file.index.entries) for side in sides if not side.tensors for file in side.files)
+    coders = tuple(side.coding for side in sides if side.coding is not None)
+    remote = any(can(file.path).waits for side in sides for file in side.files)
+    buffers = 4 + casts  # as read, put together and cast; what a copy has, and which elements differ
+    found = Budget((_program(casts=casts), ("checkpoints", held)), coders, buffers, remote, threads, BAND_BYTES)
+    return found.within(memory, "the program and what the headers say", "either side")
+
+
+def _program(*, casts: bool) -> Share:
+    return "program", IMPORTED_BYTES + (CAST_BYTES if casts else 0)
+
+
+def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
+    """Return the memory of some tensors of a checkpoint, and of the indexes of all its files."""
+    indexes = {file.index.header: len(file.index.entries) for file in checkpoint.files}
+    chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format == ZARR else 0
+    return TENSOR_BYTES * len(tensors) + ENTRY_BYTES * sum(indexes.values()) + CHUNK_BYTES * chunks
 
 
 def _casts(items: Sequence[Item]) -> bool:

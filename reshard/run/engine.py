@@ -3,7 +3,7 @@
 For each band every source block's part is read once into a buffer of this thread, and columns are copied where they
 have to be (`BandReader`). `move_pieces` writes what comes into the target files, once for each replica; a comparison
 (`verify.compare`) compares it. `preadv` and numpy's copies release the interpreter's lock, so threads run side by side.
-Where a request takes its time, as at URLs, parts of several bands are read at once.
+Where a request takes its time, as at URLs, parts of several bands are read at once (`places.in_batches`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.formats.entries import ranges
+from reshard.formats.entries import ranges, wants
 from reshard.plan.bands import VIEWS
-from reshard.storage.base import Ahead
 from reshard.storage.crc32c import crc32c
 from reshard.storage.local import thread
-from reshard.storage.places import can
-from reshard.storage.remote import FETCH_BYTES
+from reshard.storage.places import in_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -33,8 +31,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Runs
     from reshard.plan.bands import Columns, Part, Segment
     from reshard.plan.plan import Move, Piece, Plan
-    from reshard.storage.base import ReadStore, Sinks
-    from reshard.storage.remote import Range
+    from reshard.storage.base import ReadStore, Sinks, Want
 
     Array = NDArray[Any]
 
@@ -86,6 +83,12 @@ class Write(NamedTuple):
     content: memoryview
     copies: Sequence[tuple[Array, Array]]
 
+    def put_together(self) -> memoryview:
+        """Return what it gets, once the band is read; it is there until that of another is put together."""
+        for put, taken in self.copies:
+            put[...] = taken
+        return self.content
+
 
 class Band(NamedTuple):
     """Rows of a tensor that are read, and then written, at once."""
@@ -98,7 +101,7 @@ _VIEW_BYTES = 200  # of a view of a buffer in a band that is kept, with its shar
 
 
 class _Buffers(threading.local):
-    """Three buffers a thread, kept from band to band: memory touched for the first time costs more than the copy.
+    """Buffers of a thread, kept from band to band: memory touched for the first time costs more than the copy.
 
     With them, the bands of the last few shapes of tensors: layers repeat, and to work bands out, with the views of the
     buffers, takes as long as to put their columns together.
@@ -107,10 +110,11 @@ class _Buffers(threading.local):
         read: for what is read of a band.
         put: for the columns of one target block, put together.
         cast: for these elements in another dtype.
+        other: for what else is read, such as the copies that they are compared with.
     """
 
     def __init__(self) -> None:
-        self.read = self.put = self.cast = memoryview(b"")
+        self.read = self.put = self.cast = self.other = memoryview(b"")
         self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
         self._views = 0
 
@@ -152,15 +156,6 @@ def _memory(nbytes: int) -> memoryview:
 _buffers = _Buffers()
 
 
-class _Read(NamedTuple):
-    """A band on its way: of which move, where its source blocks are, the store to read from, and the band."""
-
-    move: int
-    sources: list[tuple[str, Runs]]
-    store: ReadStore
-    band: Band
-
-
 class BandReader:
     """Reads bands of moves. For one thread.
 
@@ -168,17 +163,18 @@ class BandReader:
         nbytes: how many bytes were read.
     """
 
-    def __init__(self, moves: Sequence[Move], paths: Sequence[str], store: ReadStore, band_bytes: int) -> None:
+    def __init__(
+        self, moves: Sequence[Move] | Mapping[int, Move], paths: Sequence[str], store: ReadStore, band_bytes: int
+    ) -> None:
         """Prepare to read.
 
         Args:
-            moves: the moves.
+            moves: the moves, by number.
             paths: the files that they read from, by number.
             store: reads these.
             band_bytes: the most bytes of a tensor that are read at once.
         """
-        self._moves, self._paths, self._band_bytes = moves, paths, band_bytes
-        self._store, self._ahead = store, Ahead(store)
+        self._moves, self._paths, self._store, self._band_bytes = moves, paths, store, band_bytes
         self.nbytes = 0
 
     def read(
@@ -194,52 +190,24 @@ class BandReader:
         Raises:
             SourceError: a source file ends early or cannot be read.
         """
-        for number, sources, store, band in self._fetched(self._bands(pieces, in_order=in_order)):
+        for number, band in in_batches(self.bands(pieces, in_order=in_order)):
             check()
-            for source, begin, view in band.reads:
-                path, runs = sources[source]
-                self.nbytes += len(view)
-                if len(runs) == 1:
-                    store.read_into(path, runs[0][0] + begin, view)
-                    continue
-                for offset, start, stop in ranges(runs, begin, len(view)):
-                    store.read_into(path, offset, view[start:stop])
             for write in band.writes:
-                for put, taken in write.copies:
-                    put[...] = taken
-                yield Given(number, write.target, write.first, write.content)
+                yield Given(number, write.target, write.first, write.put_together())
 
-    def _bands(self, pieces: Iterable[Piece], *, in_order: bool) -> Iterator[_Read]:
-        """Yield the bands of all pieces."""
+    def bands(
+        self, pieces: Iterable[Piece], *, in_order: bool = False
+    ) -> Iterator[tuple[tuple[int, Band], ReadStore, list[Want]]]:
+        """Yield the bands of some rows, each with the number of its move and what is to be read for it."""
         for piece in pieces:
             move = self._moves[piece.move]
             sources = [(self._paths[file], runs) for file, runs in move.reads]
-            waits = any(can(path).waits for path, _ in sources)
             for band in _buffers.bands(piece, move, self._band_bytes, in_order=in_order):
-                yield _Read(piece.move, sources, self._ahead if waits else self._store, band)
-
-    def _fetched(self, bands: Iterable[_Read]) -> Iterator[_Read]:
-        """Where a request takes its time, have the bytes of several bands fetched at once before these are read."""
-        waiting: list[_Read] = []
-        wanted: list[Range] = []
-        room = FETCH_BYTES
-        for one in bands:
-            if one.store is self._store:
-                yield one
-                continue
-            waiting.append(one)
-            for source, begin, view in one.band.reads:
-                path, runs = one.sources[source]
-                wanted += [(path, offset, stop - start) for offset, start, stop in ranges(runs, begin, len(view))]
-                room -= len(view)
-            if room <= 0:
-                self._ahead.fetch(wanted)
-                yield from waiting
-                waiting, wanted, room = [], [], FETCH_BYTES
-        if waiting:
-            self._ahead.fetch(wanted)
-            yield from waiting
-        self._ahead.fetch(())
+                wanted: list[Want] = []
+                for source, begin, view in band.reads:
+                    wanted += wants(*sources[source], begin, view)
+                    self.nbytes += len(view)
+                yield (piece.move, band), self._store, wanted
 
 
 def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
@@ -258,6 +226,13 @@ def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
     with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
         np.copyto(np.frombuffer(buffer, target_dtype.numpy()), elements, casting="unsafe")
     return buffer
+
+
+def scratch(nbytes: int) -> memoryview:
+    """Return a buffer of this thread for what no band is made of; it is the same in each call."""
+    if len(_buffers.other) < nbytes:
+        _buffers.other = _memory(nbytes)
+    return _buffers.other[:nbytes]
 
 
 def _turned(some: list[Any]) -> list[Any]:

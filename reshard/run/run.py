@@ -101,7 +101,7 @@ class Report(NamedTuple):
         made: Manifest = upward("manifest_of")(self)
         return made
 
-    def write_manifest(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> int:
+    def write_manifest(self, path: AnyName, *, overwrite: bool = False) -> int:
         """Write the manifest of the target files as `reshard.write_manifest` does, file by file, in little memory.
 
         Returns:

@@ -25,24 +25,25 @@ Not compared are blocks that two pipeline stages cut differently of a tensor tha
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from itertools import chain, groupby, islice
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from reshard.errors import Faults, Option, SourceError, Text, names
-from reshard.formats.entries import ranges
+from reshard.formats.entries import wants
 from reshard.source.assemble import unlisted
 from reshard.source.checkpoint import Looked
 from reshard.source.replicas import in_every_stage
-from reshard.storage.base import Ahead
 from reshard.storage.cipher import store_of
-from reshard.storage.places import can
+from reshard.storage.places import can, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Where
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.remote import Range
+    from reshard.storage.base import ReadStore, Want
+
+T = TypeVar("T")
 
 _STEP = "global_step"
 _SMALL = 64 * 1024  # parts up to this size are compared whole
@@ -51,7 +52,6 @@ _PAGES = 3  # of larger parts: at the beginning, in the middle and at the end
 _CONFIRMING_PAGES = 16  # before blocks are called equal
 _MOST_READS = 8192  # of contents; about 10 µs each in a warm cache
 _MOST_REQUESTS = 512  # likewise, at URLs
-_BATCH = 64  # samples that are requested at once, of at most `_SMALL` bytes each
 _FEWEST = 3  # files of a tensor: two replicas, and another block
 _MOST_NAMED = 64  # tensors whose blocks are equal; then no more are looked for
 
@@ -81,7 +81,6 @@ def compare_contents(
         elif tensor.text is None:  # not looked at, such a copy is taken for its rank's own value
             found[name] = tensor._replace(varies=name != _STEP)
     looked = look.samples(others) if contents else None
-    look.announce(())  # what was fetched is not needed any more
     look.faults.raise_if_any(SourceError)
     return replace(checkpoint, tensors=found, notices=(*checkpoint.notices, *look.notices), looked=looked)
 
@@ -105,10 +104,9 @@ class _Look:
     def __init__(self, checkpoint: Checkpoint, ruled: Mapping[str, str], *, copies: bool) -> None:
         self.checkpoint, self.ruled, self.compare_copies = checkpoint, ruled, copies
         self.files, self.ranks = checkpoint.files, checkpoint.ranks
-        self.store = Ahead(store_of(checkpoint.cipher))
+        self.store = store_of(checkpoint.cipher)
         self.faults, self.notices = Faults(checkpoint.root), list[str]()
-        self.remote = any(can(file.path).waits for file in self.files)
-        self.most = _MOST_REQUESTS if self.remote else _MOST_READS
+        self.most = _MOST_REQUESTS if any(can(file.path).waits for file in self.files) else _MOST_READS
         self.proven_split = False
         self.alike: list[str] = []
         self.constant: list[str] = []
@@ -118,9 +116,7 @@ class _Look:
         name, copies = tensor.spec.name, tensor.sharding.replicas[0]
         differs = tensor.varies
         if tensor.text is None and len(copies) > 1:
-            self.announce((tensor, at, _PAGES) for at in copies)
-            first = self.sample(tensor, copies[0], _PAGES)
-            differs = any(self.sample(tensor, at, _PAGES) != first for at in copies[1:])
+            differs = self.differ(tensor, copies, _PAGES)
         if differs and name == _STEP:
             advice = Text("choose the files with ", Option("suffix"))
             self.faults.add(_STEP, Text("differs between the ranks, which are of different steps; ", advice))
@@ -143,12 +139,9 @@ class _Look:
             _Chosen(tensor, sorted(islice(self._in_turn(tensor), most)))
             for tensor in _spread(candidates, self.most // _FEWEST)
         ]
-        size = max(_BATCH // most, 1)
-        for begin in range(0, len(chosen), size):
-            batch = chosen[begin : begin + size]
-            self.announce((one.tensor, at, pages) for one in batch for _, at in one.places)
-            for one in batch:
-                self._compare(one, pages)
+        samples = self.contents(((one, place), one.tensor, place[1], pages) for one in chosen for place in one.places)
+        for one, found in groupby(samples, lambda sample: sample[0][0]):
+            self._compare(one.tensor, ((place, content) for (_, place), content in found))
         self._tell_whole()
         return self._looked(candidates, chosen)
 
@@ -177,12 +170,10 @@ class _Look:
         )
         return iter(dict.fromkeys(turns))
 
-    def _compare(self, chosen: _Chosen, pages: int) -> None:
+    def _compare(self, tensor: Tensor, samples: Iterable[tuple[tuple[int, Where], bytearray]]) -> None:
         """Compare the samples of a tensor: replicas with the first one, and blocks with each other."""
-        tensor = chosen.tensor
-        first: dict[int, tuple[Where, bytes]] = {}
-        for number, at in chosen.places:
-            found = self.sample(tensor, at, pages)
+        first: dict[int, tuple[Where, bytearray]] = {}
+        for (number, at), found in samples:
             known = first.setdefault(number, (at, found))
             if known[1] != found:
                 self._tell_differing(tensor, number, known[0].file, at.file)
@@ -205,7 +196,7 @@ class _Look:
             )
         self.faults.add(f"tensor {name!r}", fault)
 
-    def _compare_blocks(self, tensor: Tensor, samples: list[bytes]) -> None:
+    def _compare_blocks(self, tensor: Tensor, samples: list[bytearray]) -> None:
         """Note whether a tensor is split: where the samples of its blocks are equal, look at all blocks, and closer."""
         name, width = tensor.spec.name, tensor.spec.dtype.itemsize
         if any(sample != samples[0] for sample in samples):
@@ -213,9 +204,8 @@ class _Look:
         elif samples[0] == samples[0][:width] * (len(samples[0]) // width):
             self.constant.append(name)
         elif len(self.alike) < _MOST_NAMED:
-            closer = (self.sample(tensor, some[0], _CONFIRMING_PAGES) for some in tensor.sharding.replicas if some)
-            first = next(closer)
-            if any(sample != first for sample in closer):
+            blocks = [some[0] for some in tensor.sharding.replicas if some]
+            if self.differ(tensor, blocks, _CONFIRMING_PAGES):
                 self.proven_split = True
             else:
                 self.alike.append(name)
@@ -261,36 +251,40 @@ class _Look:
             whole += more if nbytes <= _SMALL else 0
         return Looked(len(chosen), len(candidates), compared, whole, copies)
 
-    def announce(self, wanted: Iterable[tuple[Tensor, Where, int]]) -> None:
-        """Have samples fetched at once, where a request takes long."""
-        if self.remote:
-            self.store.fetch([piece for tensor, at, pages in wanted for piece in self.pieces(tensor, at, pages)])
+    def differ(self, tensor: Tensor, places: Iterable[Where], pages: int) -> bool:
+        """Return whether samples at some places differ."""
+        samples = self.contents((None, tensor, at, pages) for at in places)
+        _, first = next(samples)
+        return any(sample != first for _, sample in samples)
 
-    def sample(self, tensor: Tensor, at: Where, pages: int) -> bytes:
-        """Return the contents of a small block, or pages of a large one."""
-        found = []
-        for path, offset, nbytes in self.pieces(tensor, at, pages):
-            piece = bytearray(nbytes)
-            self.store.read_into(path, offset, memoryview(piece))
-            found.append(piece)
-        return b"".join(found)
+    def contents(self, wanted: Iterable[tuple[T, Tensor, Where, int]]) -> Iterator[tuple[T, bytearray]]:
+        """Yield, with what it is for, the sample of so many pages of each place of a tensor."""
 
-    def pieces(self, tensor: Tensor, at: Where, pages: int) -> list[Range]:
-        """Return where a sample is: all of a part up to 64 KiB, else so many pages, the first and the last among them.
+        def steps() -> Iterator[tuple[tuple[T, bytearray], ReadStore, list[Want]]]:
+            for item, tensor, at, pages in wanted:
+                content, reading = self.sample(tensor, at, pages)
+                yield (item, content), self.store, reading
 
-        One page is in the middle, where neither padding nor what is not trained is likely.
+        return in_batches(steps())
+
+    def sample(self, tensor: Tensor, at: Where, pages: int) -> tuple[bytearray, list[Want]]:
+        """Return a buffer for a sample, and what fills it: all of a part up to 64 KiB, else so many pages.
+
+        The first and the last are among them; one page is in the middle, where neither padding nor what is not trained
+        is likely.
         """
         runs, width = tensor.runs[at.runs], tensor.spec.dtype.itemsize
         nbytes = sum(length for _, length in runs)
-        wanted = [(0, nbytes)]
+        begins, length = [0], nbytes
         if nbytes > _SMALL:
             places = [0.5] if pages == 1 else [page / (pages - 1) for page in range(pages)]
-            wanted = [(int((nbytes - _PAGE) * place) // width * width, _PAGE) for place in places]
-        return [
-            (self.files[at.file].path, offset, stop - start)
-            for begin, length in wanted
-            for offset, start, stop in ranges(runs, begin, length)
-        ]
+            begins, length = [int((nbytes - _PAGE) * place) // width * width for place in places], _PAGE
+        content = bytearray(length * len(begins))
+        reading: list[Want] = []
+        for number, begin in enumerate(begins):
+            part = memoryview(content)[number * length : (number + 1) * length]
+            reading += wants(self.files[at.file].path, runs, begin, part)
+        return content, reading
 
 
 def _spread(tensors: Sequence[Tensor], most: int) -> list[Tensor]:

@@ -28,9 +28,8 @@ from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, sla
 from reshard.formats.zarr_files import V2, StoreFiles, own_notes, read_metadata, refuse_unknown
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
-from reshard.storage.base import Ahead
 from reshard.storage.crc32c import crc32c
-from reshard.storage.places import any_store
+from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.formats.entries import Runs
     from reshard.layout.block import Shape
-    from reshard.storage.base import Status
+    from reshard.storage.base import ReadStore, Status, Want
     from reshard.storage.places import Place
 
 _MOST_DIMS = 32
@@ -370,7 +369,6 @@ class _Shards:
 
     def __init__(self, store: _Store, array: _Array, name: str) -> None:
         self.store, self.array, self.name = store, array, name
-        self.indexes = Ahead(any_store())
 
     def found(self) -> tuple[Shard, ...]:
         """Return every block."""
@@ -378,10 +376,7 @@ class _Shards:
         if not prod(array.shape):
             return (self._filled(Block.whole(array.shape)),)
         shards: list[Shard] = []
-        self._fetch_indexes()
-        for place in grid(array.shape, array.unit):
-            path = array.path(place)
-            status = self.store.disk.status(path)
+        for place, path, status, index in in_batches(self._files()):
             box = part(array.shape, array.unit, place)
             assert box is not None  # noqa: S101 -- of the array's own grid
             if status is None:
@@ -390,7 +385,7 @@ class _Shards:
             elif array.codec == "foreign":
                 shards += self._foreign(place, path, status)
             elif array.sharded:
-                shards += self._sharded(place, path, status, box)
+                shards += self._sharded(place, path, status, index, box)
             else:
                 shards.append(self._chunk(place, path, status, box))
         if array.codec != "plain":
@@ -399,20 +394,19 @@ class _Shards:
         shards.sort(key=lambda shard: shard.block.start)
         return tuple(shards)
 
-    def _fetch_indexes(self) -> None:
-        """Where shards are at URLs, have their indexes requested side by side."""
+    def _files(self) -> Iterator[tuple[tuple[Shape, Place, Status | None, bytearray], ReadStore, list[Want]]]:
+        """Yield of every file its place, path and state, if it is there, and of a shard the buffer for its index."""
         array = self.array
-        if array.sharded and array.codec != "foreign" and array.directory.can.waits:
-            paths = map(array.path, grid(array.shape, array.unit))
-            found = [(str(path), self.store.disk.status(path), self._index_bytes()) for path in paths]
-            self.indexes.fetch(
-                (path, status.nbytes - nbytes if array.index_at_end else 0, nbytes)
-                for path, status, nbytes in found
-                if status is not None and status.nbytes >= nbytes
-            )
-
-    def _index_bytes(self) -> int:
-        return 16 * prod(self.array.inner) + 4
+        for place in grid(array.shape, array.unit):
+            path = array.path(place)
+            status = self.store.disk.status(path)
+            index = bytearray()
+            wanted: list[Want] = []
+            if status is not None and array.sharded and array.codec != "foreign":
+                index = bytearray(min(16 * prod(array.inner) + 4, status.nbytes))
+                begin = status.nbytes - len(index) if array.index_at_end else 0
+                wanted.append((str(path), begin, memoryview(index)))
+            yield (place, path, status, index), any_store(), wanted
 
     def _shard(self, block: Block, path: Place, status: Status, runs: Runs) -> Shard:
         return Shard(block, (Extent(self.store.file(path, status), runs),))
@@ -467,10 +461,10 @@ class _Shards:
             for number, block in self._blocks(place)
         ]
 
-    def _sharded(self, place: Shape, path: Place, status: Status, box: Block) -> list[Shard]:
+    def _sharded(self, place: Shape, path: Place, status: Status, index: bytearray, box: Block) -> list[Shard]:
         """Return the blocks of a shard, by its index."""
         array = self.array
-        spans = self._spans(path, status)
+        spans = self._spans(path, status, index)
         itemsize = array.dtype.itemsize
         blocks = list(self._blocks(place))
         held = [spans[number] for number, _ in blocks]
@@ -496,15 +490,14 @@ class _Shards:
                 found.append(self._shard(block, path, status, runs))
         return found
 
-    def _spans(self, path: Place, status: Status) -> tuple[tuple[int, int], ...]:
-        """Read the index of a shard: where each of its chunks is, and how long."""
+    def _spans(self, path: Place, status: Status, content: bytearray) -> tuple[tuple[int, int], ...]:
+        """Return what the index of a shard says: where each of its chunks is, and how long."""
         array = self.array
-        count, nbytes = prod(array.inner), self._index_bytes()
+        count = prod(array.inner)
+        nbytes = 16 * count + 4
         if status.nbytes < nbytes:
             raise SourceError(f"{path}: has {status.nbytes} bytes; the index alone of {count} chunks has {nbytes}")
-        content = bytearray(nbytes)
         begin = status.nbytes - nbytes if array.index_at_end else 0
-        self.indexes.read_into(str(path), begin, memoryview(content))
         if struct.unpack_from("<I", content, nbytes - 4)[0] != crc32c(memoryview(content)[:-4]):
             raise SourceError(f"{path}: its index of chunks is damaged: it has not the checksum that it carries")
         spans = tuple(struct.iter_unpack("<QQ", bytes(content[:-4])))

@@ -180,27 +180,6 @@ class Around:
         self.inner.close()
 
 
-class Ahead(Around):
-    """Reads ranges all at once, before each of them is asked for by itself."""
-
-    def __init__(self, inner: ReadStore) -> None:
-        super().__init__(inner)
-        self._found: dict[tuple[str, int, int], memoryview] = {}
-
-    def fetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Read ranges (path, offset, number of bytes), and hold them until the next call."""
-        self._found = {each: memoryview(bytearray(each[2])) for each in ranges}
-        self.inner.read([(path, offset, buffer) for (path, offset, _), buffer in self._found.items()])
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with a range that is held, or else from the file."""
-        found = self._found.get((path, offset, len(buffer)))
-        if found is None:
-            self.inner.read_into(path, offset, buffer)
-        else:
-            buffer[:] = found
-
-
 class Coding(Protocol):
     """How source files have other bytes than the tensors' own: encrypted, compressed."""
 

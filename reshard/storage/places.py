@@ -17,6 +17,7 @@ from reshard.errors import SourceError
 from reshard.storage.base import Around, Capabilities, Status
 from reshard.storage.local import LOCAL, LocalStore, local_store
 from reshard.storage.remote import (
+    FETCH_BYTES,
     RemoteStore,
     filesystem,
     forget_listings,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from reshard.storage.base import Want
+    from reshard.storage.base import ReadStore, Want
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -147,9 +148,13 @@ class RemotePath:
         """Return False."""
         return False
 
-    def relative_to(self, directory: Place) -> PurePosixPath:
+    def relative_to(self, directory: str | RemotePath) -> PurePosixPath:
         """Return where it is below a directory."""
         return PurePosixPath(self.url.removeprefix(f"{directory}/"))
+
+    def is_relative_to(self, directory: str | RemotePath) -> bool:
+        """Return whether it is a directory or below it."""
+        return f"{self}/".startswith(f"{directory}/")
 
     def refresh(self) -> None:
         """See what is there as it is now."""
@@ -268,6 +273,49 @@ def of_each(function: Callable[[T], R], places: Sequence[T]) -> Iterator[R]:
     """Yield what a function says of each of some places; they are asked side by side where requests take long."""
     requests = max((can(str(place)).requests for place in places), default=1)
     return map(function, places) if requests == 1 else iter(results(function, places, requests))
+
+
+def in_batches(steps: Iterable[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:
+    """Yield each item of some steps when its buffers are filled; they are filled in turn, so that they may be the same.
+
+    Where a request takes its time, what several steps want is requested at once, about `FETCH_BYTES` of it.
+
+    Args:
+        steps: of each the item, the store to read from, and what is read for it.
+
+    Raises:
+        SourceError: a file ends early or cannot be read.
+    """
+    waiting: list[tuple[T, ReadStore, Sequence[Want]]] = []
+    room = FETCH_BYTES
+    for step in steps:
+        item, store, wants = step
+        if not waiting and not (wants and is_url(wants[0][0])):
+            for want in wants:
+                store.read_into(*want)
+            yield item
+            continue
+        waiting.append(step)
+        room -= sum(len(buffer) for _, _, buffer in wants)
+        if room <= 0:
+            yield from _fetched(waiting)
+            waiting, room = [], FETCH_BYTES
+    yield from _fetched(waiting)
+
+
+def _fetched(steps: Sequence[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:
+    """Read what some steps want, all at once, and yield their items one after the other."""
+    held: dict[ReadStore, list[Want]] = {}
+    for _, store, wants in steps:
+        of_store = held.setdefault(store, [])
+        of_store += [(path, offset, memoryview(bytearray(len(buffer)))) for path, offset, buffer in wants]
+    for store, every in held.items():
+        store.read(every)
+    found = {store: iter(every) for store, every in held.items()}
+    for item, store, wants in steps:
+        for (_, _, buffer), (_, _, content) in zip(wants, found[store], strict=False):
+            buffer[:] = content
+        yield item
 
 
 def store_at(path: str) -> LocalStore | RemoteStore:

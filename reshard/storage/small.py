@@ -20,6 +20,7 @@ from reshard.errors import Option, TargetError, Text
 from reshard.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.storage.local import open_regular
 from reshard.storage.places import AnyName, RemotePath, as_place
+from reshard.storage.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}  # two names of one thing
 
 
-def refuse_existing(path: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Raise `TargetError` where a file would be replaced that nobody has said may be, or what is there is no file."""
-    _refuse_others(Path(path))
-    if os.path.lexists(path) and not overwrite:
+def refuse_existing(path: AnyName, *, overwrite: bool) -> None:
+    """Raise `TargetError` where a file would be replaced that nobody has said may be, or where something else is."""
+    place = as_place(path)
+    place.refresh()
+    _refuse_others(place)
+    if place.is_there() and not overwrite:
         raise TargetError(
             Text(f"{path}: is there already; choose another name, or replace it with ", Option("overwrite"))
         )
@@ -100,17 +103,21 @@ def _url_of(place: Place) -> str:
     return f"{_SCHEMES.get(scheme, scheme)}:{normpath(rest.strip('/'))}"
 
 
-def write_whole(place: Path, content: bytes | Iterable[bytes]) -> None:
+def write_whole(path: AnyName, content: bytes | Iterable[bytes]) -> None:
     """Write a small file, which appears under its name only when it is complete.
 
     Args:
-        place: its name.
+        path: its name, which may be a URL.
         content: all of it, or piece after piece.
 
     Raises:
         TargetError: it cannot be written, or its name is that of a directory, a device or a pipe.
     """
+    place = as_place(path)
     _refuse_others(place)
+    if isinstance(place, RemotePath):
+        remote_store().put(str(place), content if isinstance(content, bytes) else b"".join(content))
+        return
     beside = place.with_name(place.name + ".partial")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +135,11 @@ def write_whole(place: Path, content: bytes | Iterable[bytes]) -> None:
         raise TargetError(f"{place}: cannot be written: {error.strerror or error}") from None
 
 
-def _refuse_others(place: Path) -> None:
+def _refuse_others(place: Place) -> None:
+    if isinstance(place, RemotePath):
+        if place.is_dir():
+            raise TargetError(f"{place}: is a directory; expected the name of a file")
+        return
     try:
         mode = place.stat().st_mode
     except OSError:  # it is not there, or writing tells why it cannot be

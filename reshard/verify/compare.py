@@ -13,7 +13,6 @@ another dtype, source elements are cast first, as a conversion casts them.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import ceil, prod
@@ -22,22 +21,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reshard.formats.entries import Extent, Where, ranges
+from reshard.formats.entries import Extent, Where, wants
 from reshard.plan import budget
 from reshard.plan.bands import Recipe
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Move, Piece, Way
-from reshard.run.engine import BandReader, cast
+from reshard.run.engine import BandReader, Write, cast, scratch
 from reshard.source.replicas import in_every_stage, in_several_stages
 from reshard.storage.cipher import store_of
+from reshard.storage.places import in_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.base import Coding
+    from reshard.storage.base import Coding, ReadStore, Want
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -189,15 +189,14 @@ class Comparison:
             room -= cost
         return [tuple(task) for task in tasks if task]
 
-    def run(self, pieces: Iterable[Piece]) -> Compared:
+    def run(self, pieces: Sequence[Piece]) -> Compared:
         """Compare some rows of some tensors: one task.
 
         Raises:
             SourceError: a file cannot be read, or is shorter than its header says.
         """
         task = _Task(self)
-        for piece in pieces:
-            task.compare(piece)
+        task.compare(pieces)
         return Compared(task.found, task.nbytes, task.varying)
 
 
@@ -285,19 +284,8 @@ def gathered(found: Iterable[Compared]) -> dict[int, list[Mismatch]]:
     return by_check
 
 
-class _Buffer(threading.local):
-    """A buffer a thread, for what a copy has: memory touched for the first time costs more than to fill it."""
-
-    def __init__(self) -> None:
-        self._held = memoryview(b"")
-
-    def get(self, nbytes: int) -> memoryview:
-        if len(self._held) < nbytes:
-            self._held = memoryview(bytearray(nbytes))
-        return self._held[:nbytes]
-
-
-_buffer = _Buffer()
+_Step = tuple[tuple[int, Write, int, memoryview] | None, "ReadStore", list["Want"]]
+"""What is read in turn: a part of a copy (the number of its check, the part, its file and its buffer), or a band."""
 
 
 class _Task:
@@ -310,32 +298,50 @@ class _Task:
         self.varying: list[str] = []
         self.nbytes = 0
 
-    def compare(self, piece: Piece) -> None:
-        """Compare some rows of a tensor; all of one of which every rank has a value of its own."""
-        check = self._comparison.checks[piece.move]
-        if check.own_values:
-            mismatches: Iterable[Mismatch] = self._own_values(check)
-        else:
-            mismatches = self._rows(check, piece)
-        self.found += [(piece.move, mismatch) for mismatch in mismatches]
+    def compare(self, pieces: Sequence[Piece]) -> None:
+        """Compare some rows of some tensors; all of those of which every rank has a value of its own."""
+        checks = {piece.move: self._comparison.checks[piece.move] for piece in pieces}
+        self.found += self._rows(checks, [piece for piece in pieces if not checks[piece.move].own_values])
+        for number, check in checks.items():
+            if check.own_values:
+                self.found += [(number, mismatch) for mismatch in self._own_values(check)]
 
-    def _rows(self, check: Check, piece: Piece) -> Iterator[Mismatch]:
-        """Compare some rows."""
-        move, sources = check.move, self._comparison.sources
-        writes = move.writes
-        reader = BandReader([move], self._comparison.paths, self._stores[0], self._comparison.band_bytes)
-        for _, target, first, content in reader.read([piece._replace(move=0)]):
-            copies = writes[target]
-            converted = cast(content, move.dtype, move.target_dtype) if copies[-1].file >= sources else content
-            for copy in copies:
-                dtype = self._comparison.copy_dtype(check, copy.file)
-                expected = content if copy.file < sources else converted
-                found = self._read(copy, first * dtype.itemsize, len(expected))
-                here, there = (np.frombuffer(some, dtype.carrier()) for some in (found, expected))
-                unequal = here != there
-                if unequal.any():
-                    yield self._mismatch(check, target, copy.file, first, unequal, here, there)
+    def _rows(self, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[tuple[int, Mismatch]]:
+        """Compare some rows of some tensors."""
+        moves = {number: check.move for number, check in checks.items()}
+        reader = BandReader(moves, self._comparison.paths, self._stores[0], self._comparison.band_bytes)
+        last = None
+        for step in in_batches(self._steps(reader, checks, pieces)):
+            if step is None:  # another band of the references is there
+                last = None
+                continue
+            number, write, file, found = step
+            check = checks[number]
+            if write is not last:
+                last, content = write, write.put_together()
+                converted = None
+            if file < self._comparison.sources:
+                expected = content
+            else:
+                converted = expected = converted or cast(content, check.move.dtype, check.move.target_dtype)
+            carrier = self._comparison.copy_dtype(check, file).carrier()
+            here, there = (np.frombuffer(some, carrier) for some in (found, expected))
+            unequal = here != there
+            if unequal.any():
+                yield number, self._mismatch(check, write.target, file, write.first, unequal, here, there)
         self.nbytes += reader.nbytes
+
+    def _steps(self, reader: BandReader, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[_Step]:
+        """Yield what is read in turn: a band of the references, then every copy of each part of it."""
+        for (number, band), store, wanted in reader.bands(pieces):
+            yield None, store, wanted
+            move = checks[number].move
+            for write in band.writes:
+                elements = len(write.content) // move.dtype.itemsize
+                for copy in move.writes[write.target]:
+                    itemsize = self._comparison.copy_dtype(checks[number], copy.file).itemsize
+                    found, of_copy, reading = self._reading(copy, write.first * itemsize, elements * itemsize)
+                    yield (number, write, copy.file, found), of_copy, reading
 
     def _mismatch(
         self, check: Check, target: int, file: int, first: int, unequal: Array, here: Array, there: Array
@@ -358,41 +364,48 @@ class _Task:
     def _own_values(self, check: Check) -> Iterator[Mismatch]:
         """Look whether every copy in the target is that of one source rank; a wrong one is compared with the first."""
         move = check.move
-        known = {self._digest(check, at) for at in check.references}
+        known = {*self._digests(check, check.references)}
         if len(known) > 1:
             self.varying.append(check.source_name)
         for block, copies in zip(move.recipe.targets, move.way.writes, strict=True):
-            wrong = tuple(at for at in copies if self._digest(check, at) not in known)
+            digests = self._digests(check, copies)
+            wrong = tuple(at for at, digest in zip(copies, digests, strict=True) if digest not in known)
             if wrong:
                 recipe = replace(move.recipe, targets=(block,))
                 one = replace(check, move=move._replace(way=Way(recipe, move.axis, move.way.reads, (wrong,))))
                 found: dict[int, Mismatch] = {}
-                for mismatch in self._rows(one, Piece(0, 0, move.rows)):
+                for _, mismatch in self._rows({0: one}, [Piece(0, 0, move.rows)]):
                     before = found.get(mismatch.file)
                     found[mismatch.file] = _joined(before, mismatch) if before else mismatch
                 yield from found.values()
 
-    def _digest(self, check: Check, at: Where) -> bytes:
-        """Return the digest of all that a file has of a tensor, cast as a conversion casts it."""
-        move = check.move
-        digest = blake2b(digest_size=32)
-        dtype = self._comparison.copy_dtype(check, at.file)
-        extent = Extent(at.file, move.read_runs[at.runs])
-        total = prod(check.shape) * dtype.itemsize
-        step = max(1, self._comparison.band_bytes // dtype.itemsize) * dtype.itemsize
-        for begin in range(0, total, step):
-            content = self._read(extent, begin, min(step, total - begin))
-            digest.update(content if at.file >= self._comparison.sources else cast(content, dtype, move.target_dtype))
-        return digest.digest()
+    def _digests(self, check: Check, copies: Sequence[Where]) -> list[bytes]:
+        """Return the digests of all that files have of a tensor, cast as a conversion casts it."""
+        found = [blake2b(digest_size=32) for _ in copies]
+        for number, content in in_batches(self._contents(check, copies)):
+            dtype = self._comparison.copy_dtype(check, copies[number].file)
+            found[number].update(cast(content, dtype, check.move.target_dtype))
+        return [digest.digest() for digest in found]
 
-    def _read(self, extent: Extent, begin: int, nbytes: int) -> memoryview:
-        """Return the contents of a copy from a byte on; they are there until the next are asked for."""
-        view = _buffer.get(nbytes)
-        store = self._stores[extent.file >= self._comparison.sources]
-        for offset, start, stop in ranges(extent.runs, begin, nbytes):
-            store.read_into(self._comparison.paths[extent.file], offset, view[start:stop])
+    def _contents(
+        self, check: Check, copies: Sequence[Where]
+    ) -> Iterator[tuple[tuple[int, memoryview], ReadStore, list[Want]]]:
+        """Yield what is read in turn of some copies, each whole, with the number of the copy."""
+        for number, at in enumerate(copies):
+            itemsize = self._comparison.copy_dtype(check, at.file).itemsize
+            total = prod(check.shape) * itemsize
+            step = max(1, self._comparison.band_bytes // itemsize) * itemsize
+            for begin in range(0, total, step):
+                extent = Extent(at.file, check.move.read_runs[at.runs])
+                content, store, wanted = self._reading(extent, begin, min(step, total - begin))
+                yield (number, content), store, wanted
+
+    def _reading(self, extent: Extent, begin: int, nbytes: int) -> tuple[memoryview, ReadStore, list[Want]]:
+        """Return the buffer for contents of a copy from a byte on, the store that has them, and what is read."""
+        view = scratch(nbytes)
         self.nbytes += nbytes
-        return view
+        store = self._stores[extent.file >= self._comparison.sources]
+        return view, store, wants(self._comparison.paths[extent.file], extent.runs, begin, view)
 
 
 def _joined(a: Mismatch, b: Mismatch) -> Mismatch:

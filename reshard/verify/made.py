@@ -14,16 +14,17 @@ from reshard.plan.select import Selection
 from reshard.source.made import read_small_strategy
 from reshard.source.open import open as open_checkpoint
 from reshard.source.open import reopen
-from reshard.storage.crc32c import crc_of_range
-from reshard.storage.places import any_store, as_place
-from reshard.storage.threads import each
+from reshard.storage.places import any_store, as_place, of_each
 from reshard.verify.difference import Difference
+from reshard.verify.sums import sum_contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reshard.formats.entries import Runs
     from reshard.source.checkpoint import Checkpoint
     from reshard.source.made import Made
+    from reshard.storage.places import Place
 
 Sums = tuple[tuple[Difference, ...], int, int]
 """What is not as it was noted; how many ranges were compared, and their bytes."""
@@ -99,38 +100,32 @@ def _opened(
 def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], None]) -> Sums:
     """Compare the files of a target with the sizes and checksums that its ledger noted."""
     differences: list[Difference] = []
-    total = sum(sum(record.wrote[1::3]) for record in made.records.values())
-    count = done = 0
+    wanted: list[tuple[tuple[str, tuple[int, int, int]], str, Runs]] = []
+    root = as_place(made.root)
+    sizes = of_each(_size, [root / file for file in made.records])
 
-    def compared(one: tuple[list[Difference], int, int]) -> None:
-        nonlocal count, done
-        differences.extend(one[0])
-        count, done = count + one[1], done + one[2]
-        on_progress(done, total)
+    def add(kind: Literal["file", "size", "checksum"], file: str, text: str) -> None:
+        differences.append(Difference(kind, text, None, "target", made.records[file].rank, f"{root}/{file}"))
 
-    each(lambda file: _sums_of(made, file), list(made.records), threads, compared)
-    return tuple(differences), count, done
+    for (file, record), size in zip(made.records.items(), sizes, strict=True):
+        if isinstance(size, SourceError):
+            add("file", file, f"{size}")
+        elif record.ready and size != record.ready[0]:
+            add("size", file, f"has {size} bytes; {record.ready[0]} were written")
+        else:
+            wanted += [((file, one), f"{root}/{file}", (one[:2],)) for one in record.ranges]
+    sums, read = sum_contents(wanted, threads=threads, on_progress=on_progress)
+    wrong: dict[str, list[str]] = {}
+    for (file, (begin, nbytes, crc)), found in sums.items():
+        if found != crc:
+            wrong.setdefault(file, []).append(f"{begin} to {begin + nbytes}")
+    for file, some in wrong.items():
+        add("checksum", file, f"has other bytes than were written at {names(some, most=3)}")
+    return tuple(differences), len(wanted), read
 
 
-def _sums_of(made: Made, file: str) -> tuple[list[Difference], int, int]:
-    record, path = made.records[file], f"{made.root}/{file}"
-    store, found = any_store(), 0
-
-    def difference(kind: Literal["file", "size", "checksum"], text: str) -> Difference:
-        return Difference(kind, text, None, "target", record.rank, path)
-
+def _size(place: Place) -> int | SourceError:
     try:
-        size = store.size(path)
+        return any_store().size(str(place))
     except SourceError as error:
-        return [difference("file", f"{error}")], 0, 0
-    if record.ready and size != record.ready[0]:
-        return [difference("size", f"has {size} bytes; {record.ready[0]} were written")], 0, 0
-    wrong = []
-    for begin, nbytes, crc in record.ranges:
-        found += nbytes
-        if crc_of_range(store, path, begin, nbytes) != crc:
-            wrong.append(f"{begin} to {begin + nbytes}")
-    differences = (
-        [difference("checksum", f"has other bytes than were written at {names(wrong, most=3)}")] if wrong else []
-    )
-    return differences, len(record.wrote) // 3, found
+        return error

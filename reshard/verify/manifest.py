@@ -17,15 +17,15 @@ no bit of a file is without a checksum. A file without tensors (the index of a s
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.layout.block import LONGEST_NAME
+from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small, refuse_existing, write_whole
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
+    from reshard.storage.places import AnyName
 
 VERSION = 2
 
@@ -127,13 +128,13 @@ class Manifest:
 
 
 def write_manifest(
-    manifest: Manifest | Iterable[tuple[str, FileSums]], path: str | os.PathLike[str], *, overwrite: bool = False
+    manifest: Manifest | Iterable[tuple[str, FileSums]], path: AnyName, *, overwrite: bool = False
 ) -> int:
     """Write a manifest as JSON, a line for each file; the same manifest gives the same bytes.
 
     Args:
         manifest: what is known of the files; or that of one file after the other, in the order of their paths.
-        path: where it goes. It appears there only when it is complete.
+        path: where it goes, which may be a URL. It appears there only when it is complete.
         overwrite: replace a file that is there.
 
     Returns:
@@ -157,7 +158,7 @@ def write_manifest(
         yield b"\n}}\n"
 
     refuse_existing(path, overwrite=overwrite)
-    write_whole(Path(path), lines())
+    write_whole(path, lines())
     return count
 
 
@@ -177,16 +178,16 @@ def _file_data(file: FileSums) -> dict[str, object]:
     return data
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Read a manifest, and check that it is one.
+def read_manifest(path: AnyName) -> Manifest:
+    """Read a manifest, which may be at a URL, and check that it is one.
 
     Raises:
         SourceError: it cannot be read, is no manifest, of another version, or names paths outside of a directory;
             all faults at once.
     """
-    faults = Faults(f"manifest {os.fspath(path)}")
+    faults = Faults(f"manifest {path}")
     repeated: list[str] = []
-    raw = read_small(path, "manifest", _LARGEST, SourceError)
+    raw = read_small(as_place(path), "manifest", _LARGEST, SourceError)
     try:
         content = parse_json(raw, repeated)
     except ValueError as error:

@@ -1,53 +1,37 @@
-"""Making a manifest of files, and comparing files with one: each byte is read once, on some threads."""
+"""Manifests of files that are read, and of what a run wrote; and comparing files with one.
+
+What files hold that a run wrote is known from their layouts, the checksums from its receipts; what is not contents of
+tensors is in the plan, too: the literals of a layout, one behind the other. Only a block whose receipts do not make it
+up (one that was written twice around a crash, or by a run without checksums) is read again.
+"""
 
 from __future__ import annotations
 
-import os
-import threading
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import STR
-from reshard.errors import SourceError
+from reshard.errors import SourceError, UsageError
 from reshard.formats import index_file
-from reshard.formats.entries import FileIndex, ranges
+from reshard.formats.entries import FileIndex
 from reshard.layout.block import shape_text
+from reshard.run.ledger import Checksums
 from reshard.source.headers import gaps
-from reshard.storage.crc32c import combine_ranges, crc32c
-from reshard.storage.places import any_store
-from reshard.storage.threads import each
+from reshard.storage.crc32c import crc32c
+from reshard.storage.places import as_place, of_each
+from reshard.storage.small import refuse_inputs
 from reshard.verify.difference import Difference
-from reshard.verify.manifest import Manifest
+from reshard.verify.manifest import FileSums, Manifest, Part, write_manifest
+from reshard.verify.sums import sum_contents, thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from reshard.formats.entries import Entry, Runs
+    from reshard.formats.entries import Entry, FileLayout, Runs
+    from reshard.plan.plan import TargetFile
+    from reshard.run.run import Report
     from reshard.source.checkpoint import SourceFile
+    from reshard.storage.places import AnyName, Place
     from reshard.verify.difference import Kind
-    from reshard.verify.manifest import FileSums
-
-TASK_BYTES = 64 << 20
-BAND_BYTES = 1 << 20
-"""How much is read at once: what the processor's cache still holds when it is summed."""
-
-
-class _Range(NamedTuple):
-    """A range of the contents of one tensor in one file; without a name, of all that is not contents."""
-
-    path: str
-    name: str | None
-    runs: Runs
-    begin: int
-    nbytes: int
-
-
-class Summed(NamedTuple):
-    """The checksums of tensors in files, and of the rest of files, by path and name, and how many bytes were read."""
-
-    sums: Mapping[tuple[str, str | None], int]
-    read: int
 
 
 class Checked(NamedTuple):
@@ -65,7 +49,7 @@ class Checked(NamedTuple):
 
 
 def sum_files(
-    root: Path,
+    root: Place,
     files: Sequence[SourceFile],
     others: Sequence[str],
     *,
@@ -85,26 +69,22 @@ def sum_files(
         SourceError: a file cannot be read, or is shorter than its header says.
     """
     top = root.absolute()
-    paths = {file.path: Path(file.path).relative_to(top).as_posix() for file in files}
-    sizes = {file.path: file.nbytes for file in files}
-    sizes |= {place: Path(place).stat().st_size for place in (str(top / name) for name in others)}
-    paths |= {str(top / name): name for name in others}
-    indexed = {file.path: file.index for file in files}
-    rest = {place: gaps(indexed[place], n) if place in indexed else ((0, n),) for place, n in sizes.items()}
-    summed = _summed({place: index.entries for place, index in indexed.items()}, rest, threads, progress)
+    paths = {file.path: as_place(file.path).relative_to(str(top)).as_posix() for file in files}
+    held = {paths[file.path]: (file.index.entries, gaps(file.index, file.nbytes)) for file in files}
+    sizes = {paths[file.path]: file.nbytes for file in files}
+    for name in others:
+        sizes[name] = (top / name).status().nbytes
+        held[name] = {}, ((0, sizes[name]),)
+    sums, _ = _sums(top, held, threads, progress)
     tensors = {
-        paths[file.path]: {
-            name: (entry.dtype, shape_of(entry), summed.sums[file.path, name])
-            for name, entry in file.index.entries.items()
-        }
-        for file in files
+        path: {name: (entry.dtype, shape_of(entry), sums[path, name]) for name, entry in entries.items()}
+        for path, (entries, _) in held.items()
     }
-    nbytes = {paths[place]: size for place, size in sizes.items()}
-    return Manifest.of(tensors, nbytes, {path: summed.sums[place, None] for place, path in paths.items()})
+    return Manifest.of(tensors, sizes, {path: sums[path, None] for path in held})
 
 
 def check_files(
-    root: Path, manifest: Manifest, *, partial: bool, threads: int, progress: Callable[[int, int], None]
+    root: Place, manifest: Manifest, *, partial: bool, threads: int, progress: Callable[[int, int], None]
 ) -> Checked:
     """Compare the files below a directory with a manifest; nothing else is needed.
 
@@ -115,76 +95,59 @@ def check_files(
         threads: how many read.
         progress: called with the bytes read and the bytes to be read.
     """
-    top = root.resolve()
+    top = root.real()
+    places = [top / path for path in manifest.files]
     differences: list[Difference] = []
-    paths: dict[str, str] = {}  # of the manifest, by where the file is
-    indexed: dict[str, Mapping[str, Entry]] = {}
-    rest: dict[str, Runs] = {}
-    for path, file in manifest.files.items():
-        place = top / path
-        if partial and not os.path.lexists(place):
+    paths: list[str] = []
+    held: dict[str, tuple[Mapping[str, Entry], Runs | None]] = {}
+    found = of_each(lambda place: _look(top, place, manifest), places)
+    for (path, file), one in zip(manifest.files.items(), found, strict=True):
+        if one is None and partial:
             continue
-        paths[str(place)] = path
-        fault = _file_fault(top, place, file)
-        if fault is not None:
-            differences.append(replace(fault, path=path))
-        elif not file.tensors:
-            rest[str(place)] = ((0, file.nbytes),)
+        paths.append(path)
+        if one is None:
+            differences.append(Difference("file", "is not there", path=path))
+        elif isinstance(one, Difference):
+            differences.append(one)
         else:
-            before = len(differences)
-            index, indexed[str(place)] = _entries(path, str(place), file, differences)
-            if len(differences) == before:  # or the header is known to be another
-                rest[str(place)] = gaps(index, file.nbytes)
-    summed = _summed(indexed, rest, threads, progress)
-    for (where, name), found in summed.sums.items():
-        file = manifest.files[paths[where]]
+            entries, faults = _entries(path, one, file)
+            differences += faults
+            held[path] = entries, None if faults else gaps(one, file.nbytes)  # or the header is known to be another
+    sums, read = _sums(top, held, threads, progress)
+    for (path, name), value in sums.items():
+        file = manifest.files[path]
         expected = file.crc32c if name is None else file.tensors[name].crc32c
-        if found != expected:
+        if value != expected:
             what = "the header, or what else is not contents, " if name is None and file.tensors else ""
-            text = f"{what}has the CRC-32C {found:08x}; expected {expected:08x}"
-            differences.append(Difference("checksum", text, name, path=paths[where]))
-    return Checked(tuple(differences), tuple(paths.values()), summed.read)
+            text = f"{what}has the CRC-32C {value:08x}; expected {expected:08x}"
+            differences.append(Difference("checksum", text, name, path=path))
+    return Checked(tuple(differences), tuple(paths), read)
 
 
-def sum_entries(indexed: Mapping[str, Mapping[str, Entry]], *, threads: int) -> Mapping[tuple[str, str], int]:
-    """Read some tensors' parts in files, and return their checksums by path and name.
-
-    Args:
-        indexed: path to name to what the file holds of the tensor.
-        threads: how many read.
-
-    Raises:
-        SourceError: a file cannot be read, or is shorter than was said.
-    """
-    sums = _summed(indexed, {}, threads, lambda _done, _total: None).sums
-    return {(path, name): value for (path, name), value in sums.items() if name is not None}
-
-
-def _file_fault(top: Path, place: Path, file: FileSums) -> Difference | None:
-    """Tell what is wrong with a file as a whole."""
-    if not os.path.lexists(place):
-        return Difference("file", "is not there")
-    if not place.resolve().is_relative_to(top):
-        return Difference("file", "leads out of the directory, and is not followed")
+def _look(top: Place, place: Place, manifest: Manifest) -> FileIndex | Difference | None:
+    """Return what a file holds, or what is wrong with it as a whole; None where it is not there."""
+    if not place.is_there():
+        return None
+    path = place.relative_to(str(top)).as_posix()
+    file = manifest.files[path]
+    if not place.real().is_relative_to(str(top)):
+        return Difference("file", "leads out of the directory, and is not followed", path=path)
     if not place.is_file():
-        return Difference("file", "is no regular file")
-    nbytes = place.stat().st_size
-    return None if nbytes == file.nbytes else Difference("size", f"has {nbytes} bytes; expected {file.nbytes}")
-
-
-def _entries(
-    path: str, place: str, file: FileSums, differences: list[Difference]
-) -> tuple[FileIndex, dict[str, Entry]]:
-    """Return what a file holds, and of it the tensors that are worth summing; all else becomes a difference."""
-    found: dict[str, Entry] = {}
+        return Difference("file", "is no regular file", path=path)
     try:
-        index = index_file(place)
+        if (nbytes := place.status().nbytes) != file.nbytes:
+            return Difference("size", f"has {nbytes} bytes; expected {file.nbytes}", path=path)
+        return index_file(str(place)) if file.tensors else FileIndex("", {})
     except SourceError as error:
-        differences.append(Difference("file", f"cannot be read: {error}", path=path))
-        return FileIndex("", {}), found
-    entries = index.entries
+        return Difference("file", f"cannot be read: {error}", path=path)
+
+
+def _entries(path: str, index: FileIndex, file: FileSums) -> tuple[dict[str, Entry], list[Difference]]:
+    """Return the tensors of a file that are worth summing, and in what its header differs from the manifest."""
+    found: dict[str, Entry] = {}
+    differences: list[Difference] = []
     for name, part in file.tensors.items():
-        entry = entries.get(name)
+        entry = index.entries.get(name)
         if entry is None:
             differences.append(Difference("missing", "is not in the file", name=name, path=path))
         elif (entry.dtype, shape_of(entry)) != part[:2]:
@@ -195,10 +158,10 @@ def _entries(
             found[name] = entry
     differences += [
         Difference("extra", "is in the file, not in the manifest", name=name, path=path)
-        for name in entries
+        for name in index.entries
         if name not in file.tensors
     ]
-    return index, found
+    return found, differences
 
 
 def shape_of(entry: Entry) -> tuple[int, ...]:
@@ -206,66 +169,89 @@ def shape_of(entry: Entry) -> tuple[int, ...]:
     return () if entry.dtype is STR else entry.shape
 
 
-def _summed(
-    indexed: Mapping[str, Mapping[str, Entry]],
-    rest: Mapping[str, Runs],
+def _sums(
+    top: Place,
+    held: Mapping[str, tuple[Mapping[str, Entry], Runs | None]],
     threads: int,
     progress: Callable[[int, int], None],
-) -> Summed:
-    """Sum the contents of tensors in files, and the ranges that are the rest of files."""
-    tasks: list[list[_Range]] = [[]]
+) -> tuple[dict[tuple[str, str | None], int], int]:
+    """Return the checksums of tensors in files, and of the rest of files, without a name; and how much was read."""
     sums: dict[tuple[str, str | None], int] = {}
-    wanted: list[tuple[str, str | None, Runs]] = [(path, None, runs) for path, runs in rest.items()]
-    for path, entries in indexed.items():
+    wanted: list[tuple[tuple[str, str | None], str, Runs]] = []
+    for path, (entries, rest) in held.items():
+        place = str(top / path)
+        if rest is not None:
+            wanted.append(((path, None), place, rest))
         for name, entry in entries.items():
-            if entry.text is not None:
-                sums[path, name] = crc32c(entry.text.encode())
+            if entry.text is None:
+                wanted.append(((path, name), place, entry.runs))
             else:
-                wanted.append((path, name, entry.runs))
-    room = TASK_BYTES
-    total = 0
-    for path, part, runs in wanted:
-        sums[path, part] = 0  # of no bytes
-        nbytes = sum(length for _, length in runs)
-        for begin in range(0, nbytes, TASK_BYTES):
-            one = _Range(path, part, runs, begin, min(TASK_BYTES, nbytes - begin))
-            if one.nbytes > room:
-                tasks.append([])
-                room = TASK_BYTES
-            tasks[-1].append(one)
-            room -= one.nbytes
-        total += nbytes
-    found: dict[tuple[str, str | None], list[tuple[int, int, int]]] = {}
-    read = 0
-    scratch = threading.local()
-
-    def add(summed: list[tuple[_Range, int]]) -> None:
-        nonlocal read
-        for one, value in summed:
-            found.setdefault((one.path, one.name), []).append((one.begin, one.nbytes, value))
-            read += one.nbytes
-        progress(read, total)
-
-    try:
-        each(lambda task: _task(task, scratch), tasks, threads, add)
-    finally:
-        any_store().close()
-    sums |= {key: combine_ranges(some) for key, some in found.items()}
-    return Summed(sums, read)
+                sums[path, name] = crc32c(entry.text.encode())
+    found, read = sum_contents(wanted, threads=threads, on_progress=progress)
+    return sums | found, read
 
 
-def _task(task: Sequence[_Range], scratch: threading.local) -> list[tuple[_Range, int]]:
-    """Return each range with its sum."""
-    if not hasattr(scratch, "buffer"):
-        scratch.buffer = memoryview(bytearray(BAND_BYTES))
-    summed = []
-    for one in task:
-        value = 0
-        for begin in range(one.begin, one.begin + one.nbytes, BAND_BYTES):
-            band = scratch.buffer[: min(BAND_BYTES, one.begin + one.nbytes - begin)]
-            any_store().read(
-                [(one.path, offset, band[start:stop]) for offset, start, stop in ranges(one.runs, begin, len(band))]
+def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool = False) -> Manifest | int:
+    """Return the manifest of what a run wrote; with a path, write it file by file, and return its number of checksums.
+
+    Raises:
+        UsageError: there are no checksums: of a run without them or without a journal, into a zarr store, or of files
+            that are coded.
+        SourceError: a block must be read for its sum, and cannot be.
+        TargetError: the manifest exists, cannot be written, or is a target file or a source file.
+    """
+    sums = report.checksums
+    if not isinstance(sums, Checksums):
+        raise UsageError(
+            f"{report.directory}: no checksums were made for a manifest; run with checksums=True and a journal, "
+            "or read the files with reshard.make_manifest"
+        )
+    found = sums_of_files(sums.root, sums.files, sums)
+    if path is None:
+        return Manifest(dict(found))
+    advice = "choose another name for the manifest"
+    refuse_inputs([path], sums.sources, "one of the source files", advice)
+    refuse_inputs([path], [f"{sums.root}/{file}" for file in report.files], "one of the target files", advice)
+    return write_manifest(found, path, overwrite=overwrite)
+
+
+def sums_of_files(
+    root: str, files: Iterable[TargetFile], sums: Mapping[str, Mapping[str, int]]
+) -> Iterator[tuple[str, FileSums]]:
+    """Yield the path and the sums of files that are written, in the order of their paths: what a manifest has of them.
+
+    They are made one file at a time, so that no more is held than of one.
+
+    Args:
+        root: the directory that the files are in.
+        files: those of a plan.
+        sums: for each of them, by its path, the CRC-32C of the contents of its tensors, as far as they are known.
+
+    Raises:
+        SourceError: a block must be read for its sum, and cannot be.
+    """
+    known: dict[FileLayout, int] = {}  # of a layout's literals
+    for file in sorted(files, key=lambda file: file.path):
+        layout = file.layout
+        if layout not in known:
+            known[layout] = crc32c(b"".join(content for _, content in sorted(layout.literals)))
+        given = sums[file.path]
+        left = [
+            (content.name, f"{root}/{file.path}", content.runs)
+            for content in layout.contents
+            if content.text is None and content.name not in given
+        ]
+        read, _ = sum_contents(left, threads=thread_count(None)) if left else ({}, 0)
+        parts = {
+            content.name: Part(
+                content.dtype,
+                content.shape,
+                crc32c(content.text.encode())
+                if content.text is not None
+                else read[content.name]
+                if content.name in read
+                else given[content.name],
             )
-            value = crc32c(band, value)
-        summed.append((one, value))
-    return summed
+            for content in layout.contents
+        }
+        yield file.path, FileSums(layout.size, known[layout], parts)

@@ -19,11 +19,11 @@ from reshard.strategy.names import matches, optimizer_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
     from reshard.layout.block import Block, Shape
     from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint, Sharding
+    from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
 
 
@@ -151,13 +151,11 @@ def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
     return [f"{lack}: MindSpore leaves out what another stage stores"]
 
 
-def leftovers(root: Path) -> list[str]:
-    """Tell what a run that was interrupted, or is not done, has left below a directory."""
-    if not root.is_dir():
+def leftovers(root: Place) -> list[str]:
+    """Return what a run that was interrupted, or is not done, has left below a directory."""
+    files = root.files() if root.is_dir() else []
+    unfinished = sorted(path.relative_to(str(root)).as_posix() for path in files if path.suffix == PARTIAL)
+    if not unfinished:
         return []
-    unfinished = [path.relative_to(root).as_posix() for path in sorted(root.rglob(f"*{PARTIAL}"))]
-    found = []
-    if unfinished:
-        count = f"{len(unfinished)} unfinished file{'s' * (len(unfinished) != 1)}"
-        found.append(f"{root}: has {count} ({names(unfinished, most=3)}): a run was interrupted, or is not done")
-    return found
+    count = f"{len(unfinished)} unfinished file{'s' * (len(unfinished) != 1)}"
+    return [f"{root}: has {count} ({names(unfinished, most=3)}): a run was interrupted, or is not done"]

@@ -11,37 +11,36 @@ What a way does not look at is in `Verification.unchecked`.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import BudgetError, SourceError, UsageError, joined, names
+from reshard.errors import SourceError, UsageError, joined, names
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN
 from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
-from reshard.plan.budget import BAND_BYTES, ENTRY_BYTES, IMPORTED_BYTES, LEAST_BAND_BYTES, THREADS
+from reshard.plan.budget import comparison_budget
 from reshard.plan.select import Selection
 from reshard.run.executor import map_tasks
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.open import made_at, read_headers
 from reshard.source.open import open as open_checkpoint
 from reshard.storage.cipher import store_of
-from reshard.storage.places import is_url
+from reshard.storage.places import as_place
 from reshard.verify.difference import Difference
 from reshard.verify.manifest import Manifest, read_manifest
 from reshard.verify.manifest_files import check_files, sum_files
 from reshard.verify.match import compares_notes, match, pairs_of_ranks
 from reshard.verify.structure import check_structure, leftovers
+from reshard.verify.sums import thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from reshard.run.run import Progress
     from reshard.source.made import Made
-    from reshard.storage.places import AnyName
+    from reshard.storage.places import AnyName, Place
     from reshard.strategy.strategy import Strategy
     from reshard.verify.compare import Check, Compared, Mismatch
 
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     """Gets the bytes done and the bytes to be done."""
 
 _NEVER = "checksums that files carry (crc_num), and how text entries are stored"
-_BUFFERS = 5  # of a band, for each thread: as read, put together and cast, what a copy has, and which elements differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ def verify(
     *,
     against: AnyName | Checkpoint | None = None,
     source_strategy: Strategy | AnyName | None = None,
-    manifest: Manifest | str | os.PathLike[str] | None = None,
+    manifest: Manifest | AnyName | None = None,
     selection: Selection | None = None,
     sample: float | None = None,
     seed: int | None = None,
@@ -166,12 +164,11 @@ def verify(
         raise UsageError("a manifest says what each file holds; leave deduplicated out")
     if sample is not None and (not 0 < sample <= 1 or against is None):
         raise UsageError(f"sample is {sample}; expected a share of what is compared with a source, up to 1")
-    threads, on_progress = _threads(threads), _on_progress(progress, began)
+    threads, on_progress = thread_count(threads), _on_progress(progress, began)
     if manifest is not None:
         if isinstance(target, Checkpoint):
             raise UsageError("a manifest is of files: name the directory that they are in")
-        _refuse_url(target)
-        found = _against_manifest(Path(str(target)), manifest, partial, threads, on_progress)
+        found = _against_manifest(as_place(target), manifest, partial, threads, on_progress)
     elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
         found = _against_made(made, memory, threads, client, on_progress)
     else:
@@ -218,7 +215,7 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_
             read,
             read,
             differences,
-            notices=(notice, *leftovers(Path(made.root))),
+            notices=(notice, *leftovers(as_place(made.root))),
             unchecked=("headers, and what has no checksum", _NEVER),
         )
     target = target_of(made)
@@ -244,26 +241,16 @@ def make_manifest(
 
     Raises:
         SourceError: a file cannot be read, or is not sound.
-        UsageError: it is a zarr store, or at a URL.
+        UsageError: it is a zarr store.
     """
     on_progress = _on_progress(progress, time.perf_counter())
-    _refuse_url(target)
     files, _, _ = read_headers(target, rank_pattern=rank_pattern, suffix=suffix)
     if files[0].index.format == ZARR:
         raise UsageError(f"{target}: is a zarr store; a manifest is of checkpoint files; compare it with its source")
-    root = _root(Path(str(target)))
-    others = [name for name in SET_INDEXES if Path(str(target)).is_dir() and (root / name).is_file()]
-    return sum_files(root, files, others, threads=_threads(threads), progress=on_progress)
-
-
-def manifest_can_check(target: AnyName) -> bool:
-    """Return whether a manifest can be held against what is there: local files."""
-    return not is_url(target)
-
-
-def _refuse_url(target: AnyName) -> None:
-    if not manifest_can_check(target):
-        raise UsageError(f"{target}: a manifest is of local files; compare what is at a URL with its source")
+    place = as_place(target)
+    root = place if place.is_dir() else place.parent
+    others = [name for name in SET_INDEXES if root == place and (root / name).is_file()]
+    return sum_files(root, files, others, threads=thread_count(threads), progress=on_progress)
 
 
 def opened(
@@ -294,15 +281,7 @@ def opened(
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
         text = error.text.map(lambda option: option.of(what))
-        raise type(error)(joined("\n", [text, *leftovers(Path(str(path)))])) from None
-
-
-def _threads(threads: int | None) -> int:
-    if threads is None:
-        return min(len(os.sched_getaffinity(0)), THREADS)
-    if threads < 1:
-        raise UsageError(f"{threads} threads are asked for; expected at least 1")
-    return threads
+        raise type(error)(joined("\n", [text, *leftovers(as_place(path))])) from None
 
 
 def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> OnProgress:
@@ -325,7 +304,7 @@ def _structure(target: Checkpoint, wishes: Selection, deduplicated: bool) -> Ver
         len(target.files),
         len({name for file in target.files for name in file.index.entries}),
         sum(len(file.index.entries) for file in target.files),
-        notices=(*notices, *leftovers(Path(target.root))),
+        notices=(*notices, *leftovers(as_place(target.root))),
         unchecked=("contents", *unnamed, "notes (__metadata__)", _NEVER),
     )
 
@@ -347,7 +326,7 @@ def _against_source(
 
     if sample is not None and seed is None:
         seed = SystemRandom().randrange(1 << 32)
-    threads, band_bytes = _within(memory, threads, (source, target))
+    budget = comparison_budget((source, target), casts=bool(wishes.cast), memory=memory, threads=threads)
     every: list[Check] = []
     differences: list[Difference] = []
     dropped: list[str] = []
@@ -355,12 +334,12 @@ def _against_source(
     notices = [*source.notices, *target.notices]
     for one_source, one_target, rank in pairs_of_ranks(source, target):
         matched = match(one_source, one_target, wishes, rank=rank, deduplicated=deduplicated)
-        every += checks(one_source, one_target, matched.pairs, wishes.target_dtype, band_bytes)
+        every += checks(one_source, one_target, matched.pairs, wishes.target_dtype, budget.band_bytes)
         differences += matched.differences
         dropped += matched.dropped
         left_out += matched.left_out
         notices += matched.notices
-    comparison = Comparison.of(source, target, every, band_bytes)
+    comparison = Comparison.of(source, target, every, budget.band_bytes)
     tasks = comparison.tasks(sample=sample, seed=seed or 0)
     nbytes = sum(comparison.piece_bytes(piece) for task in tasks for piece in task)
     found: list[Compared] = []
@@ -370,7 +349,7 @@ def _against_source(
         on_progress(min(sum(each.read for each in found), nbytes), nbytes)
 
     try:
-        map_tasks(Comparison.run, comparison, tasks, threads=threads, client=client, on_result=compared)
+        map_tasks(Comparison.run, comparison, tasks, threads=budget.threads, client=client, on_result=compared)
     finally:
         for side in (source, target):
             store_of(side.coding).close()
@@ -395,7 +374,7 @@ def _against_source(
         tuple(dict.fromkeys(left_out)),
         sample,
         seed if sample is not None else None,
-        (*dict.fromkeys(notices), *leftovers(Path(target.root))),
+        (*dict.fromkeys(notices), *leftovers(as_place(target.root))),
         unchecked=("the note `format`" if compares_notes(source, target) else "notes (__metadata__)", _NEVER),
     )
 
@@ -422,44 +401,24 @@ def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: 
     )
 
 
-def _within(memory: int | None, threads: int, sides: Sequence[Checkpoint]) -> tuple[int, int]:
-    """Return how many threads, and bytes in a band, keep a comparison within a budget."""
-    if memory is None:
-        return threads, BAND_BYTES
-    indexes = {
-        (number, file.index.header): len(file.index.entries) for number, side in enumerate(sides) for file in side.files
-    }
-    plain = IMPORTED_BYTES + ENTRY_BYTES * sum(indexes.values())
-    for fewer in range(threads, 0, -1):
-        fixed = plain + sum(side.coding.nbytes(fewer) for side in sides if side.coding)
-        band = min(BAND_BYTES, (memory - fixed) // (fewer * _BUFFERS))
-        if band >= (BAND_BYTES // 4 if fewer > 1 else LEAST_BAND_BYTES):
-            return fewer, band
-    least = fixed + LEAST_BAND_BYTES * _BUFFERS
-    raise BudgetError(
-        f"{memory} bytes of memory are too little; the least that works is {least}: "
-        f"{fixed} for the program and what the headers say, and the rest to hold a band of either side"
-    )
-
-
 def _against_manifest(
-    target: Path, manifest: Manifest | str | os.PathLike[str], partial: bool, threads: int, on_progress: OnProgress
+    target: Place, manifest: Manifest | AnyName, partial: bool, threads: int, on_progress: OnProgress
 ) -> Verification:
     """Compare files with a manifest."""
     known = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
-    root = _root(target)
-    checked = check_files(root, known, partial=partial, threads=threads, progress=on_progress)
+    target.refresh()
+    root = target if target.is_dir() else target.parent
     notices = leftovers(target)
-    if target.is_dir():
-        below = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.suffix in EXTENSIONS)
-        others = [path for path in below if path not in known.files]
-        notices += [f"{names(others, most=3)}: not in the manifest, and not checked"] if others else []
+    files = [path for path in root.files() if path.suffix in EXTENSIONS] if root == target else []
+    others = sorted({path.relative_to(str(root)).as_posix() for path in files} - set(known.files))
+    notices += [f"{names(others, most=3)}: not in the manifest, and not checked"] if others else []
+    checked = check_files(root, known, partial=partial, threads=threads, progress=on_progress)
     absent = len(known.files) - len(checked.paths)
     if absent and partial:
         notices.append(f"{absent} of the {len(known.files)} files of the manifest are not here")
     return Verification(
         str(target),
-        "a manifest" if isinstance(manifest, Manifest) else os.fspath(manifest),
+        "a manifest" if isinstance(manifest, Manifest) else str(manifest),
         (),
         len(checked.paths),
         len({name for path in checked.paths for name in known.files[path].tensors}),
@@ -469,8 +428,3 @@ def _against_manifest(
         checked.differences,
         notices=tuple(notices),
     )
-
-
-def _root(target: Path) -> Path:
-    """Return the directory that the paths of a manifest go out from."""
-    return target if target.is_dir() else target.parent

@@ -19,8 +19,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.plan import budget
-from reshard.run import engine
-from reshard.storage import remote
+from reshard.storage import places, remote
 from reshard.storage.places import RemotePath, any_store, as_place, can
 from reshard.storage.remote import joined
 
@@ -134,7 +133,7 @@ def test_a_failure_leaves_nothing_unfinished(
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
     monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
     monkeypatch.setattr(budget, "BAND_BYTES", 1 << 20)
-    monkeypatch.setattr(engine, "FETCH_BYTES", 1 << 20)
+    monkeypatch.setattr(places, "FETCH_BYTES", 1 << 20)
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=before), after)
     # The first file is complete, five of the second file's eight MB are sent.
     faults.nth(8 + 6, raising(SourceError("the network is gone")), "read")

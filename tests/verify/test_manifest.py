@@ -15,8 +15,8 @@ import reshard
 from reshard import Layout, Manifest, Strategy
 from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.errors import SourceError, TargetError, UsageError
+from reshard.plan import budget
 from reshard.storage.crc32c import combine_ranges, crc32c
-from reshard.verify import manifest_files
 from reshard.verify.manifest import FileSums, read_manifest, write_manifest
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def test_the_sums_do_not_depend_on_format_threads_or_pieces(tmp_path: Path, monk
     found = []
     for format in ("ckpt", "safetensors"):
         for threads, nbytes in ((1, 64 << 20), (3, 100)):
-            monkeypatch.setattr(manifest_files, "TASK_BYTES", nbytes)
-            monkeypatch.setattr(manifest_files, "BAND_BYTES", nbytes // 2 - 13)
+            monkeypatch.setattr(budget, "TASK_BYTES", nbytes)
+            monkeypatch.setattr(budget, "BAND_BYTES", nbytes // 2 - 13)
             path = write_file(tmp_path / f"a.{format}", {**FULL, "note": "größe", "none": np.zeros(0)}, format)
             found.append(reshard.make_manifest(path, threads=threads).files[path.name].tensors)
     assert all(a == b for a, b in pairwise(found))

@@ -19,10 +19,9 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import UsageError
 from reshard.source.records import known
-from reshard.verify import run_manifest
+from reshard.verify import manifest_files
 
 if TYPE_CHECKING:
-    from reshard.formats.entries import Entry
     from reshard.run.run import Report
 
 FULL = numbers({"w": (48, 16), "b": (24,), "c": (12, 8), "moments.w": (48, 16)})
@@ -52,18 +51,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """File and tensor of every block that is read for its sum, `str` entries apart."""
     found: list[tuple[str, str]] = []
-    original = run_manifest.sum_entries
+    original = manifest_files.sum_contents
 
-    def sum_entries(indexed: dict[str, dict[str, Entry]], *, threads: int) -> Any:
-        found.extend(
-            (path.rpartition("/")[2], name)
-            for path, held in indexed.items()
-            for name, entry in held.items()
-            if entry.text is None
-        )
-        return original(indexed, threads=threads)
+    def sum_contents(wanted: Any, **options: Any) -> Any:
+        wanted = list(wanted)
+        found.extend((path.rpartition("/")[2], name) for name, path, _ in wanted if isinstance(name, str))
+        return original(wanted, **options)
 
-    monkeypatch.setattr(run_manifest, "sum_entries", sum_entries)
+    monkeypatch.setattr(manifest_files, "sum_contents", sum_contents)
     return found
 
 
@@ -119,17 +114,18 @@ def test_it_is_that_of_the_files_and_nothing_is_read(words: list[str], folder: P
 
 @pytest.mark.parametrize("name", ["ckpt", "linked replicas", "Hugging Face's set"])
 def test_of_files_at_a_url(name: str, folder: Path, read: list[Any], request: pytest.FixtureRequest) -> None:
-    """They are checked by it once they are local."""
+    """They are checked by it there, and once they are local."""
     url = f"memory://{abs(hash(request.node.nodeid))}"
     words = [url if word == "dst" else word for word in COMMANDS[name]]
     said = ran(*words, *MANIFEST)
     assert "\nmanifest: m.json, " in said
-    assert "to check it" not in said
+    assert said.endswith(f"\nto check it against the manifest: reshard verify {url} --manifest m.json\n")
     for path, content in get(url).items():
         Path("dst", path).parent.mkdir(parents=True, exist_ok=True)
         Path("dst", path).write_bytes(content)
     assert not read
     assert_as_read("dst")
+    assert_as_read(url)
     Path("m.json").unlink()
     assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
     assert not read

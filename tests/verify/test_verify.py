@@ -27,7 +27,7 @@ from reshard.formats import index_file
 from reshard.plan import budget
 from reshard.plan.make import plan_convert
 from reshard.verify import compare
-from reshard.verify import verify as verification
+from reshard.verify.verify import opened
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the work so fine that a small model has many bands and tasks."""
     monkeypatch.setattr(budget, "TASK_BYTES", 512)
     monkeypatch.setattr(compare, "SAMPLE_BYTES", 64)
-    monkeypatch.setattr(verification, "BAND_BYTES", 128)
+    monkeypatch.setattr(budget, "BAND_BYTES", 128)
 
 
 def compared(source: Path, target: Path, **options: Any) -> reshard.Verification:
@@ -317,11 +317,11 @@ def test_tensors_without_elements(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_meanwhile_is_an_error(sides: tuple[Path, Path]) -> None:
     source, target = sides
-    opened = verification.opened(target, AFTER)
+    partial = opened(target, AFTER)
     path = rank_file(target, 2)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(SourceError, match=r"rank_2.*ends at byte"):
-        reshard.verify(opened, against=source, source_strategy=BEFORE)
+        reshard.verify(partial, against=source, source_strategy=BEFORE)
 
 
 # --- what every rank shall hold ----------------------------------------------------------------------------------
@@ -484,11 +484,11 @@ def test_some_ranks_are_verified_for_what_they_shall_hold(plain: tuple[Path, Pat
     source, target = plain
     for rank in (0, 4, 5):
         rank_file(target, rank).unlink()
-    partial = verification.opened(target, AFTER, partial=True)
+    partial = opened(target, AFTER, partial=True)
     assert reshard.verify(partial, against=source, source_strategy=BEFORE).equal
     assert reshard.verify(partial).equal
     without(rank_file(target, 2), "w", "c")
-    partial = verification.opened(target, AFTER, partial=True)
+    partial = opened(target, AFTER, partial=True)
     found = reshard.verify(partial, against=source, source_strategy=BEFORE)
     assert lacking(found) == {("missing", 2, "w"), ("missing", 2, "c")}
     once = reshard.verify(partial, against=source, source_strategy=BEFORE, deduplicated=True)

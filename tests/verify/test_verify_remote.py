@@ -1,0 +1,181 @@
+"""Verifying at URLs: in as few requests as a run makes, whatever is compared with what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fsspec
+import numpy as np
+import pytest
+from checkpoints import write_ranks
+from commands import call
+from remotes import Requests, put
+
+import reshard
+from reshard import Layout, Manifest, Strategy
+from reshard.errors import BudgetError, SourceError, TargetError
+from reshard.storage import places, remote
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = [f"layers.{i}.w" for i in range(40)]
+FULL = {name: np.arange(24 * 16, dtype=np.float32).reshape(24, 16) + i for i, name in enumerate(NAMES)}
+ALSO = {"step": np.array(7, np.int32)}
+SOURCE = Strategy.of({name: Layout.of([4], [0, -1]) for name in NAMES})
+TARGET = Strategy.of({name: Layout.of([2, 2], [-1, 0]) for name in NAMES})
+STORED = sum(array.nbytes for array in FULL.values())
+
+
+@pytest.fixture
+def made(root: str, tmp_path: Path) -> str:
+    """A URL below which `src` is, of 4 ranks, and `dst`, made from it, of 4 ranks that hold each block twice."""
+    put(write_ranks(tmp_path / "src", FULL, SOURCE, also=ALSO), f"{root}/src")
+    reshard.plan(reshard.open(f"{root}/src", strategy=SOURCE), TARGET).run(f"{root}/dst")
+    return root
+
+
+def flip(url: str, place: int) -> None:
+    fs, path = fsspec.core.url_to_fs(url)
+    content = bytearray(fs.cat_file(path))
+    content[place] ^= 1
+    fs.pipe_file(path, bytes(content))
+
+
+def test_opening_samples_all_files_at_once(made: str, asked: Requests) -> None:
+    asked.ranges.clear()
+    reshard.open(f"{made}/dst", strategy=TARGET)
+    assert len(asked.ranges) <= 4 + 2 * 4  # headers; of every rank the step, and what it has of the tensors
+
+
+def test_a_comparison_asks_as_seldom_as_a_run(made: str, asked: Requests) -> None:
+    """Forty tensors of four source and four target files: what lies near in a file is one request."""
+    source = reshard.open(f"{made}/src", strategy=SOURCE)
+    target = reshard.open(f"{made}/dst", strategy=TARGET, contents=False)
+    asked.ranges.clear()
+    reshard.plan(source, TARGET).run(f"{made}/again")
+    of_a_run = len(asked.ranges)
+    asked.ranges.clear()
+    found = reshard.verify(target, against=source)
+    assert found.equal
+    assert found.bytes_read == found.total_bytes == 3 * STORED + 8 * 4
+    assert of_a_run <= 4 + 1
+    # Of the source as a run does; of the target each file once; and the step of every rank, which is compared whole.
+    assert len(asked.ranges) <= 4 + 4 + 8
+    flip(f"{made}/dst/rank_2/checkpoint_2.safetensors", -1)
+    (one,) = reshard.verify(target, against=source).differences
+    assert (one.kind, one.rank, one.count) == ("values", 2, 1)
+
+
+def test_the_batches_of_a_comparison_are_bounded(made: str, asked: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = reshard.open(f"{made}/src", strategy=SOURCE)
+    target = reshard.open(f"{made}/dst", strategy=TARGET, contents=False)
+    held: list[int] = []
+    original = remote.RemoteStore.read
+
+    def read(store: remote.RemoteStore, wants: list[places.Want]) -> None:
+        held.append(sum(len(buffer) for _, _, buffer in wants))
+        original(store, wants)
+
+    monkeypatch.setattr(remote.RemoteStore, "read", read)
+    monkeypatch.setattr(places, "FETCH_BYTES", 10_000)
+    assert reshard.verify(target, against=source).equal
+    assert max(held) < 10_000 + 24 * 16 * 4
+    assert len(held) >= 3 * STORED // (10_000 + 24 * 16 * 4)
+
+
+def test_the_ledgers_sums_are_compared_in_a_request_a_file(made: str, asked: Requests) -> None:
+    fs, path = fsspec.core.url_to_fs(f"{made}/src")
+    fs.rm(path, recursive=True)
+    asked.ranges.clear()
+    found = reshard.verify(f"{made}/dst")
+    assert (found.equal, found.against, found.bytes_read) == (True, "its ledger", 2 * STORED + 4 * 4)
+    assert len(asked.ranges) == 4
+    flip(f"{made}/dst/rank_1/checkpoint_1.safetensors", -1)
+    fs.rm_file(f"{path[: -len('/src')]}/dst/rank_3/checkpoint_3.safetensors")
+    said = [(one.kind, one.rank) for one in reshard.verify(f"{made}/dst").differences]
+    assert said == [("file", 3), ("checksum", 1)]
+
+
+def test_a_manifest_is_made_and_compared_in_two_requests_a_file(made: str, asked: Requests, tmp_path: Path) -> None:
+    """One for the header, one for all else."""
+    asked.ranges.clear()
+    asked.operations.clear()
+    manifest = reshard.make_manifest(f"{made}/dst")
+    assert list(manifest.files) == [f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in range(4)]
+    assert len(asked.ranges) == 2 * 4
+    assert len(asked.operations) <= 2 * 4 + 12
+    asked.ranges.clear()
+    asked.operations.clear()
+    found = reshard.verify(f"{made}/dst", manifest=manifest)
+    assert found.equal
+    assert found.bytes_read == sum(file.nbytes for file in manifest.files.values())
+    assert len(asked.ranges) == 2 * 4
+    assert len(asked.operations) <= 2 * 4 + 12
+    reshard.plan(reshard.open(f"{made}/src", strategy=SOURCE), TARGET).run(tmp_path / "dst")
+    assert reshard.make_manifest(tmp_path / "dst") == manifest
+
+
+def test_what_is_wrong_at_a_url_is_said_of_each_file(made: str) -> None:
+    manifest = reshard.make_manifest(f"{made}/dst")
+    fs, path = fsspec.core.url_to_fs(f"{made}/dst")
+    fs.rm_file(f"{path}/rank_0/checkpoint_0.safetensors")
+    flip(f"{made}/dst/rank_1/checkpoint_1.safetensors", -1)
+    second = f"{path}/rank_2/checkpoint_2.safetensors"
+    fs.pipe_file(second, fs.cat_file(second) + b"\0")
+    flip(f"{made}/dst/rank_3/checkpoint_3.safetensors", 9)
+    fs.pipe_file(f"{path}/rank_9/late.ckpt", b"")
+    fs.pipe_file(f"{path}/rank_9/a.safetensors.partial", b"")
+    found = reshard.verify(f"{made}/dst", manifest=manifest)
+    said = {str(one.path)[:6]: one.kind for one in found.differences}
+    assert said == {"rank_0": "file", "rank_1": "checksum", "rank_2": "size", "rank_3": "file"}
+    assert found.notices == (
+        f"{made}/dst: has 1 unfinished file (rank_9/a.safetensors.partial): a run was interrupted, or is not done",
+        "rank_9/late.ckpt: not in the manifest, and not checked",
+    )
+    some = reshard.verify(f"{made}/dst", manifest=manifest, partial=True)
+    assert {one.kind for one in some.differences} == {"checksum", "size", "file"}
+    assert some.files == 3
+
+
+def test_a_manifest_may_be_at_a_url(made: str) -> None:
+    manifest = reshard.make_manifest(f"{made}/dst")
+    assert reshard.write_manifest(manifest, f"{made}/m.json") == manifest.checksums
+    assert reshard.read_manifest(f"{made}/m.json") == manifest
+    with pytest.raises(TargetError, match="is there already"):
+        reshard.write_manifest(manifest, f"{made}/m.json")
+    with pytest.raises(TargetError, match="is a directory"):
+        reshard.write_manifest(manifest, f"{made}/dst", overwrite=True)
+    reshard.write_manifest(Manifest({}), f"{made}/m.json", overwrite=True)
+    assert reshard.read_manifest(f"{made}/m.json") == Manifest({})
+    with pytest.raises(SourceError, match="it is not there"):
+        reshard.read_manifest(f"{made}/nothing.json")
+
+
+def test_the_commands(made: str) -> None:
+    done = call("verify", f"{made}/dst", "--write-manifest", f"{made}/m.json")
+    assert done.exit_code == 0, done.output
+    assert call("verify", f"{made}/dst", "--write-manifest", f"{made}/m.json").exit_code == 6
+    over = f"{made}/dst/rank_0/checkpoint_0.safetensors"
+    done = call("verify", f"{made}/dst", "--write-manifest", over, "--overwrite")
+    assert done.exit_code == 6
+    assert "is one of the files of" in done.output
+    done = call("verify", f"{made}/dst", "--manifest", f"{made}/m.json")
+    assert done.exit_code == 0, done.output
+    flip(f"{made}/dst/rank_1/checkpoint_1.safetensors", -1)
+    assert call("verify", f"{made}/dst", "--manifest", f"{made}/m.json").exit_code == 3
+
+
+def test_a_comparison_keeps_to_the_budget_that_it_says_it_needs(made: str, tmp_path: Path) -> None:
+    """What is requested at URLs is a part of it."""
+    local = reshard.open(tmp_path / "src", strategy=SOURCE)
+
+    def least(target: object) -> int:
+        with pytest.raises(BudgetError, match="the least that works is") as caught:
+            reshard.verify(target, against=local, memory=1)  # type: ignore[arg-type]
+        return int(str(caught.value).split("the least that works is ")[1].split(":")[0])
+
+    there = reshard.open(f"{made}/dst", strategy=TARGET, contents=False)
+    here = least(local)
+    assert least(there) - here >= remote.fetched_bytes(1, 0)
+    assert reshard.verify(there, against=local, memory=least(there)).equal
