@@ -45,7 +45,6 @@ STRATEGY = {
 }
 
 _SOURCE = {
-    "given": LINE,
     "root": LINE,
     "is_store": FLAG,
     "files": [(COUNT, LINE)],  # rank and path
@@ -62,7 +61,7 @@ _MADE = {
     "by": TEXT,
     "source": _SOURCE,
     "target": {"strategy": Maybe(STRATEGY), "stage": Maybe(COUNT), "format": TEXT, "deduplicated": FLAG},
-    "options": ANY,  # the selection and the way to lay files out, which others check
+    "selection": ANY,  # which others check
 }
 
 
@@ -149,7 +148,6 @@ def source_data(source: Checkpoint) -> dict[str, Any]:
     """Return what a ledger says of a source."""
     is_zarr = source.format == "zarr"
     return {
-        "given": source.root,
         "root": str(as_place(source.root).absolute()),
         "is_store": is_zarr,
         "files": [] if is_zarr else [(r, file.path) for r, file in zip(source.ranks, source.files, strict=True)],

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import ReshardError, SourceError, names
 from reshard.plan.planfile import read_selection
-from reshard.plan.select import Selection
 from reshard.source.made import read_small_strategy
 from reshard.source.open import open as open_checkpoint
 from reshard.source.open import reopen
@@ -22,6 +21,7 @@ from reshard.verify.difference import Difference
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint
     from reshard.source.made import Made
 
@@ -37,8 +37,7 @@ def source_of(made: Made) -> tuple[Checkpoint, Selection, bool]:
     """
     try:
         source = _source(made.content["source"])
-        options = made.content["options"]
-        selection = Selection() if options is None else read_selection(options)
+        selection = read_selection(made.content["selection"])
     except ReshardError:
         raise
     except (ValueError, TypeError) as error:

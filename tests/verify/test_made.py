@@ -182,9 +182,9 @@ LIES = {
     "a device for a source": lambda made: json.dumps(
         {**made, "source": {**made["source"], "files": [[0, "/dev/zero"]], "strategy": None}}
     ).encode(),
-    "options of another kind": lambda made: json.dumps({**made, "options": {"include": 3}}).encode(),
+    "a selection of another kind": lambda made: json.dumps({**made, "selection": {"include": 3}}).encode(),
     "stars without end": lambda made: json.dumps(
-        {**made, "options": {**made["options"], "names": {"*" * 50: "x"}}}
+        {**made, "selection": {**made["selection"], "names": {"*" * 50: "x"}}}
     ).encode(),
 }
 
