@@ -13,6 +13,7 @@ from reshard.plan.planfile import read_selection
 from reshard.source.made import read_small_strategy
 from reshard.source.open import open as open_checkpoint
 from reshard.source.open import reopen
+from reshard.source.records import known
 from reshard.storage.crc32c import crc_of_range
 from reshard.storage.places import any_store, as_place
 from reshard.storage.threads import each
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint
     from reshard.source.made import Made
+    from reshard.source.records import Record
 
 Sums = tuple[tuple[Difference, ...], int, int]
 """What is not as it was noted; how many ranges were compared, and their bytes."""
@@ -41,7 +43,7 @@ def source_of(made: Made) -> tuple[Checkpoint, Selection, bool]:
     except ReshardError:
         raise
     except (ValueError, TypeError) as error:
-        raise SourceError(f"{made.root}: what its ledger says of its source is not sound: {error}") from None
+        raise SourceError(f"{made.target}: what its ledger says of its source is not sound: {error}") from None
     return source, selection, bool(made.content["target"]["deduplicated"])
 
 
@@ -49,7 +51,7 @@ def target_of(made: Made) -> Checkpoint:
     """Return the target of a ledger, opened as it tells: `SourceError` where that is not possible."""
     strategy = made.strategy
     if made.content["target"]["format"] == "zarr" or (strategy is None and len(made.ranks) == 1):
-        return open_checkpoint(made.root, contents=False)
+        return open_checkpoint(made.target, contents=False)
     if strategy is not None and made.stage is not None:
         strategy = strategy.of_stage(made.stage)
     partial = strategy is not None and len(made.ranks) < len(strategy.ranks)
@@ -98,7 +100,8 @@ def _opened(
 def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], None]) -> Sums:
     """Compare the files of a target with the sizes and checksums that its ledger noted."""
     differences: list[Difference] = []
-    total = sum(sum(record.wrote[1::3]) for record in made.records.values())
+    records = known(made.root, made.records, directory=made.ledger).records
+    total = sum(sum(record.wrote[1::3]) for record in records.values())
     count = done = 0
 
     def compared(one: tuple[list[Difference], int, int]) -> None:
@@ -107,12 +110,11 @@ def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], No
         count, done = count + one[1], done + one[2]
         on_progress(done, total)
 
-    each(lambda file: _sums_of(made, file), list(made.records), threads, compared)
+    each(lambda item: _sums_of(f"{made.root}/{item[0]}", item[1]), list(records.items()), threads, compared)
     return tuple(differences), count, done
 
 
-def _sums_of(made: Made, file: str) -> tuple[list[Difference], int, int]:
-    record, path = made.records[file], f"{made.root}/{file}"
+def _sums_of(path: str, record: Record) -> tuple[list[Difference], int, int]:
     store, found = any_store(), 0
 
     def difference(kind: Literal["file", "size", "checksum"], text: str) -> Difference:

@@ -209,7 +209,7 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_
         differences, count, read = check_sums(made, threads=threads, on_progress=on_progress)
         notice = f"compared with the sizes and checksums that its ledger has, not with {given}: {error}"
         return Verification(
-            made.root,
+            made.target,
             "its ledger",
             tuple(made.ranks),
             len(made.records),
@@ -218,7 +218,7 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_
             read,
             read,
             differences,
-            notices=(notice, *leftovers(Path(made.root))),
+            notices=(notice, *leftovers(Path(made.target))),
             unchecked=("headers, and what has no checksum", _NEVER),
         )
     target = target_of(made)

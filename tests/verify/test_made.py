@@ -46,6 +46,7 @@ PLANS: dict[str, tuple[Strategy | None, dict[str, Any]]] = {
     "weights": (TARGET, {"selection": Selection(exclude=("moments.*",))}),
     "one rank": (TARGET, {"ranks": [1]}),
     "each replica once": (TARGET, {"remove_redundancy": True, "format": "ckpt"}),
+    "a share of that": (SOURCE, {"remove_redundancy": True, "ranks": [1], "format": "ckpt"}),
     "one stage": (STAGES, {"stage": 1}),
     "a set": (None, {"files": reshard.MindSporeSet(3000), "format": "safetensors"}),
     "a zarr store": (None, {"files": reshard.ZarrGroup(), "drop": ["note"]}),
