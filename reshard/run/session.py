@@ -385,6 +385,7 @@ def made_data(plan: Plan) -> bytes:
             "stage": stage,
             "format": plan.format,
             "deduplicated": bool(request and request.remove_redundancy),
+            "index": next((file.path for file in plan.files if file.last), None),
         },
         "selection": selection_data(selection),
     }

@@ -60,7 +60,13 @@ _MADE = {
     "reshard_made": COUNT,
     "by": TEXT,
     "source": _SOURCE,
-    "target": {"strategy": Maybe(STRATEGY), "stage": Maybe(COUNT), "format": TEXT, "deduplicated": FLAG},
+    "target": {
+        "strategy": Maybe(STRATEGY),
+        "stage": Maybe(COUNT),
+        "format": TEXT,
+        "deduplicated": FLAG,
+        "index": Maybe(TEXT),  # a set and a rank of whole tensors are two makes
+    },
     "selection": ANY,  # which others check
 }
 
