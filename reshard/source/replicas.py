@@ -16,8 +16,6 @@ from reshard.source.assemble import sharding_of, where
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reshard.layout.block import Block
-    from reshard.formats.entries import Runs
     from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
