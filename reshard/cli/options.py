@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 _MOST_RANKS = 1 << 20
-NAME_MAP = "reshard.name_map"
-"""Where click's context keeps the path of the map of names, for the commands that a report proposes."""
-
 _PLANNING = ("prefix", "format", "ranks", "remove_redundancy", "link_replicas", "memory")
 _LARGEST_NAME_MAP = 1 << 26
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -42,7 +39,6 @@ class Running(NamedTuple):
     threads: int | None
     scheduler: str | None
     cluster: str | None
-    ownership: str | None
     write_manifest: Place | None
     as_json: bool
     quiet: bool
@@ -95,7 +91,7 @@ def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def _name_map(ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:
+def _name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:
     """Read a JSON object of old names to new names.
 
     Raises:
@@ -122,7 +118,6 @@ def _name_map(ctx: click.Context, _param: click.Parameter, path: Path | None) ->
                 f"name {old!r:.300}", f"becomes {new!r:.60}; expected text of 1 to {LONGEST_NAME} bytes in UTF-8"
             )
     faults.raise_if_any(UsageError)
-    ctx.meta[NAME_MAP] = str(path)
     return content
 
 
@@ -340,7 +335,6 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         threads: int | None,
         scheduler: str | None,
         cluster: str | None,
-        ownership: str | None,
         write_manifest: Place | None,
         as_json: bool,
         quiet: bool,
@@ -358,7 +352,6 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             threads=threads,
             scheduler=scheduler,
             cluster=cluster,
-            ownership=ownership,
             write_manifest=write_manifest,
             as_json=as_json,
             quiet=quiet,
@@ -369,12 +362,6 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
         json_option,
-        click.option(
-            "--ownership",
-            type=click.Choice(["tensor", "file"]),
-            help="What a task writes: parts of all files, or files from first byte to last.  [default: file where "
-            "TARGET is a URL, else tensor]",
-        ),
         click.option(
             "--cluster",
             metavar="ADDRESS",

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import reshard
 from reshard.cli.options import (
-    NAME_MAP,
     READ,
     TARGET,
     WRITE,
@@ -25,18 +22,14 @@ from reshard.cli.options import (
 )
 from reshard.cli.terminal import Command, called_as, print_json, say, say_notices, wrote
 from reshard.cli.write import KEYS, carry_out
-from reshard.cli.written import found_by, left_out_words, option, reading_words, selection_words, strategy_words
-from reshard.errors import SourceError, UsageError
-from reshard.storage.places import as_place
+from reshard.errors import UsageError
 from reshard.storage.small import refuse_existing
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.plan.plan import Plan
-    from reshard.plan.planfile import Names
     from reshard.plan.select import Selection
-    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
 
 
@@ -109,9 +102,7 @@ def plan(
     else:
         made = _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
     if output is not None:
-        name_map = click.get_current_context().meta.get(NAME_MAP)
-        names = plan_file.Names(_text(target), _text(source_strategy), _text(target_strategy), name_map, reading)
-        plan_file.save(made, output, names, overwrite=overwrite)
+        plan_file.save(made, output, directory=None if target is None else str(target), overwrite=overwrite)
         wrote()
     if not quiet:
         say_notices(made.notices)
@@ -123,10 +114,6 @@ def plan(
         if output is not None:
             words = ["run", str(output), *([] if target else ["TARGET"])]
             say(f"saved; to run it: {called_as()} {shlex.join(words)}")
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _unified(
@@ -172,62 +159,13 @@ def run(plan_file: Path, target: Place | None, source: Path | None, running: Run
 
     The source must be what it was then: every file is compared by its size, all that its header says, and some pages of
     its contents (its time may differ). What would be written is compared with what was planned; if anything
-    differs, nothing is written. In the command that the report proposes, STRATEGY stands for a strategy file that
-    the plan does not name.
+    differs, nothing is written.
     """
     from reshard.plan.planfile import read
 
     saved = read(plan_file)
     if target is None:
-        if saved.names.directory is None:
+        if saved.directory is None:
             raise UsageError(f"{plan_file} names no target; give it: reshard run {plan_file} TARGET")
-        target = TARGET.convert(saved.names.directory, None, None)
-    made = saved.plan(source, threads=running.threads)
-    names, request = saved.names, made.request
-    assert request is not None  # noqa: S101 -- a plan that is read has one
-    carry_out(
-        made,
-        target,
-        running,
-        found_by=lambda: found_by(made, target),
-        target_strategy=names.target_strategy or "STRATEGY" if request.target else None,
-        source=made.source.root,
-        asked=_asked(made.source, names, request.selection),
-    )
-
-
-def _asked(source: Checkpoint, names: Names, selection: Selection) -> list[str] | None:
-    """Return the options that open the source of a plan file, and take of it what the plan does.
-
-    None where no options say the same: a plan made in Python may have more tensors left out than anybody would name,
-    and files that no pattern finds.
-    """
-    reading = _found_by_rank(source) if names.reading is None else reading_words(names.reading)
-    chosen = left_out_words(source, selection)
-    if reading is None or chosen is None:
-        return None
-    strategy = names.source_strategy or "STRATEGY" if source.strategy else None
-    return [*strategy_words("source", strategy), *reading, *selection_words(selection, names.name_map), *chosen]
-
-
-def _found_by_rank(source: Checkpoint) -> list[str] | None:
-    """Return the options with which the files of a source are found; None where none do, or a rule by hand is lost."""
-    from reshard.formats.rank_dirs import RANK_PATTERN, rank_files
-    from reshard.formats.sets import read_index
-    from reshard.formats.zarr_files import is_store
-
-    if source.part is not None or any(tensor.varies for tensor in source.tensors.values()):
-        return None
-    root = as_place(source.root)
-    partial = ["--partial"] if source.partial else []
-    if is_store(root) or (root.is_dir() and read_index(root)):
-        return partial
-    files: dict[int, list[str]] = {}
-    for rank, file in zip(source.ranks, source.files, strict=True):
-        files.setdefault(rank, []).append(file.path)
-    for suffix in (None, PurePath(source.files[0].path).suffix):
-        with suppress(SourceError):
-            found = rank_files(root, RANK_PATTERN, suffix, [])
-            if {rank: [str(path.absolute()) for path in some] for rank, some in found.items()} == files:
-                return [*option("suffix", suffix), *partial]
-    return None
+        target = TARGET.convert(saved.directory, None, None)
+    carry_out(saved.plan(source, threads=running.threads), target, running)

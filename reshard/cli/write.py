@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import reshard
+from reshard.cli.neighbours import neighbours
 from reshard.cli.options import (
-    NAME_MAP,
     READ_PLACE,
     TARGET_PLACE,
     Running,
@@ -24,32 +25,23 @@ from reshard.cli.options import (
     suffix_option,
     target_options,
 )
-from reshard.cli.terminal import Command, cluster_client, print_json, refuse_to_write, say, say_notices, wrote
-from reshard.cli.written import (
-    Beside,
-    beside,
-    found_by,
-    inspect_command,
-    is_a_share,
-    is_silently_deduplicated,
-    manifest_command,
-    option,
-    reading_words,
-    selection_words,
-    strategy_words,
-    told_apart,
-    verify_command,
+from reshard.cli.terminal import (
+    Command,
+    called_as,
+    cluster_client,
+    print_json,
+    refuse_to_write,
+    say,
+    say_notices,
+    wrote,
 )
-from reshard.errors import ReshardError, TargetError, UsageError
-from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.plan.select import Selection
-from reshard.source.open import files_read
+from reshard.source.open import files_read, made_at
 from reshard.storage.small import is_within, refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from reshard.formats.entries import TargetFiles
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
@@ -107,26 +99,17 @@ def transform(
     SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a zarr store, or one file of whole tensors. Target
     files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
     """
-    words = [*strategy_words("source", source_strategy), *reading_words(reading)]
     if via_zarr is not None:
         _check_apart(via_zarr, source, target, running.write_manifest)
         _check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
-        if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading, words):
+        if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading):
             return
-        source, source_strategy, reading, words = via_zarr, None, {}, []
+        source, source_strategy, reading = via_zarr, None, {}
         planning["format"] = planning["format"] or _format_before(via_zarr)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     wanted = reshard.read_strategy(target_strategy) if target_strategy else None
     plan = reshard.plan(checkpoint, wanted, selection=selection, threads=running.threads, **planning)
-    carry_out(
-        plan,
-        target,
-        running,
-        found_by=lambda: found_by(plan, target),
-        target_strategy=target_strategy,
-        source=source,
-        asked=[*words, *selected(selection)],
-    )
+    carry_out(plan, target, running)
 
 
 @click.command(
@@ -217,14 +200,7 @@ def unify(
     plan = reshard.plan(
         checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads
     )
-    carry_out(
-        plan,
-        target,
-        running,
-        found_by=list,
-        source=source,
-        asked=[*strategy_words("source", source_strategy), *reading_words(reading), *selected(selection)],
-    )
+    carry_out(plan, target, running)
 
 
 @click.command(
@@ -268,18 +244,7 @@ def convert(
     plan = plan_convert(
         source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop, threads=running.threads
     )
-    pattern = None if rank_pattern == RANK_PATTERN else rank_pattern
-    if suffix is None and str(source) == str(target):  # both are there when it is verified
-        suffix = PurePath(plan.source.files[0].path).suffix
-    carry_out(
-        plan,
-        directory,
-        running,
-        result=target,
-        found_by=lambda: option("rank-pattern", pattern) or ([] if name else told_apart(plan, target)),
-        source=source,
-        asked=[*option("rank-pattern", pattern), *option("suffix", suffix), *selected(Selection(drop=drop))],
-    )
+    carry_out(plan, directory, running, result=target)
 
 
 def _check_apart(store: Place, source: Place, target: Place, manifest: Place | None) -> None:
@@ -305,7 +270,6 @@ def _make_store(
     memory: int | None,
     running: Running,
     reading: dict[str, Any],
-    words: Sequence[str],
 ) -> bool:
     """Unify a source into a zarr store, unless that is done; return whether the store is there to be read.
 
@@ -339,8 +303,8 @@ def _make_store(
     as_json = running.as_json and running.dry_run
     if quiet and not running.quiet:
         say_notices(plan.notices)
-    first = running._replace(overwrite=True, ownership=None, write_manifest=None, quiet=quiet, as_json=as_json)
-    carry_out(plan, store, first, found_by=list, source=source, asked=[*words, *selected(wishes)])
+    first = running._replace(overwrite=True, write_manifest=None, quiet=quiet, as_json=as_json)
+    carry_out(plan, store, first)
     return not running.dry_run
 
 
@@ -353,34 +317,13 @@ def _format_before(store: Place) -> str | None:
     return "ckpt" if paths and all(path.endswith(".ckpt") for path in paths) else None
 
 
-def selected(selection: Selection) -> list[str]:
-    """Return the words of a selection that the options of this command made."""
-    return selection_words(selection, click.get_current_context().meta.get(NAME_MAP))
-
-
-def carry_out(
-    plan: Plan,
-    target: Place,
-    running: Running,
-    *,
-    found_by: Callable[[], list[str]],
-    source: object,
-    asked: Sequence[str] | None,
-    target_strategy: object = None,
-    result: Place | None = None,
-) -> None:
-    """Run a plan, or tell what it would do.
+def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | None = None) -> None:
+    """Run a plan, or report what it would do.
 
     Args:
         plan: what to do.
         target: the directory of the target files.
         running: the options.
-        found_by: tells, when all is written, with which options it is found in the target.
-        source: what is read.
-        asked: the options that said how to read it and what to take of it; None where no options do, and so no command
-            is proposed that verifies the result. None is proposed either of some ranks of a de-duplicated target, or
-            where what is beside would be found in its place, or with it as files of other ranks.
-        target_strategy: the strategy file of the target, or None.
         result: what was asked for, where that is a file in the target directory.
     """
     from reshard.plan.partition import owned
@@ -390,8 +333,8 @@ def carry_out(
     _check_manifest_place(running.write_manifest, overwrite=running.overwrite)
     _check_manifest(running.write_manifest, plan, target)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
-    there = beside(plan, target) if result in {None, target} else Beside()
-    plan = owned(replace(plan, notices=(*plan.notices, *there.warnings)), running.ownership, str(target))
+    warnings = neighbours(plan, target) if result in {None, target} else ()
+    plan = owned(replace(plan, notices=(*plan.notices, *warnings)), None, str(target))
     if not running.quiet:
         say_notices(plan.notices)
     if running.dry_run:
@@ -416,23 +359,34 @@ def carry_out(
     wrote()
     if done.touched and not running.quiet:
         say_notices([_touched(done.touched, "kept")])
-    place, made, check = result or target, None, None
+    place, manifest, check = result or target, None, None
     if running.write_manifest is not None:
-        made = _write_manifest(running.write_manifest, done, overwrite=running.overwrite)
-        check = manifest_command(place, running.write_manifest)
+        manifest = _write_manifest(running.write_manifest, done, overwrite=running.overwrite)
+        check = _command("verify", place, "--manifest", running.write_manifest)
     if running.quiet and not running.as_json:
         return
-    options = found_by()
-    verify = None
-    if asked is not None and there.found and not is_a_share(plan):
-        once = ["--deduplicated"] if is_silently_deduplicated(plan) else []
-        verify = verify_command(place, target_strategy, options, source, [*once, *asked])
+    is_known = _is_known(plan, place)
+    verify = _command("verify", place) if is_known else None
     if running.as_json:
         print_json(report_data(plan, str(target), done, verify, check))
-    else:
-        click.echo(report_text(plan, done, verify, made, check))
-        if there.found:
-            say(f"to look at it: {inspect_command(place, target_strategy, options)}")
+        return
+    click.echo(report_text(plan, done, verify, manifest, check))
+    if is_known:
+        say(f"to look at it: {_command('inspect', place)}")
+
+
+def _is_known(plan: Plan, place: Place) -> bool:
+    """Return whether the ledger of a target says what all files of a plan are made from, so that a path is enough."""
+    place.refresh()
+    with suppress(SourceError):  # what cannot be read back now is not proposed to be
+        made = made_at(place)
+        return made is not None and all(file.path in made.records for file in plan.files)
+    return False
+
+
+def _command(*words: object) -> str:
+    """Return a command of this program, for a shell."""
+    return f"{called_as()} {shlex.join(map(str, words))}"
 
 
 def _report_plan(plan: Plan, target: Place, running: Running) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -98,21 +97,6 @@ SELECTION = {
     "drop": [TEXT],
     "allow_missing": [TEXT],
 }
-_NAMES = {
-    "directory": Maybe(INNER_PATH),
-    "source_strategy": Maybe(LINE),
-    "target_strategy": Maybe(LINE),
-    "name_map": Maybe(LINE),
-    "reading": Maybe(
-        {
-            "rank_pattern": LINE,
-            "suffix": Maybe(LINE),
-            "layouts": {TEXT: LINE},
-            "stage": Maybe(COUNT),
-            "partial": FLAG,
-        }
-    ),
-}
 _PLAN = {
     "reshard_plan": COUNT,
     "made_by": TEXT,
@@ -121,25 +105,8 @@ _PLAN = {
     "target": _TARGET,
     "files": {"way": TEXT, "fields": ANY},
     "selection": SELECTION,
-    "names": _NAMES,
+    "directory": Maybe(INNER_PATH),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What a plan file tells beside the plan: what a command was given. None of it changes what is written.
-
-    Attributes:
-        directory: where the target goes unless another directory is named: a path below the current one.
-        source_strategy, target_strategy, name_map: files, for the commands that the report proposes.
-        reading: the options with which the source was opened, by `open`'s names, likewise.
-    """
-
-    directory: str | None = None
-    source_strategy: str | None = None
-    target_strategy: str | None = None
-    name_map: str | None = None
-    reading: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,12 +116,12 @@ class PlanFile:
     Attributes:
         path: the plan file.
         source: the directory or file that the source was where it was planned.
-        names: what it tells beside the plan.
+        directory: where the target goes unless another directory is named: a path below the current one.
     """
 
     path: str
     source: str
-    names: Names
+    directory: str | None
     _content: Json
 
     def plan(
@@ -296,13 +263,13 @@ def read(path: str | os.PathLike[str]) -> PlanFile:
     return _sound(read_small(path, "plan file", _LARGEST_FILE, PlanError), os.fspath(path))
 
 
-def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None, *, overwrite: bool = False) -> None:
+def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = None, overwrite: bool = False) -> None:
     """Write a plan file, which appears under its name only when it is complete.
 
     Args:
         plan: a plan that `plan` made.
         path: where to write it.
-        names: what the file shall tell beside the plan.
+        directory: as `PlanFile.directory`.
         overwrite: replace a file that is there.
 
     Raises:
@@ -317,7 +284,7 @@ def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None, *
     source = files_read(plan.source.root, plan.source.files)
     refuse_inputs([path], source, "one of the source files", "choose another name for the plan")
     refuse_existing(path, overwrite=overwrite)
-    content = json.dumps(_data(plan, plan.request, names or Names()), separators=(",", ":")).encode() + b"\n"
+    content = json.dumps(_data(plan, plan.request, directory), separators=(",", ":")).encode() + b"\n"
     try:
         _sound(content, "plan")
     except PlanError as error:
@@ -328,7 +295,7 @@ def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None, *
 # --- writing ----------------------------------------------------------------------------------------------------
 
 
-def _data(plan: Plan, request: Request, names: Names) -> Json:
+def _data(plan: Plan, request: Request, directory: str | None) -> Json:
     from reshard import __version__
 
     return {
@@ -347,7 +314,7 @@ def _data(plan: Plan, request: Request, names: Names) -> Json:
         },
         "files": _way_data(request.files),
         "selection": selection_data(request.selection),
-        "names": {key: _plain(getattr(names, key)) for key in _NAMES},
+        "directory": directory,
     }
 
 
@@ -356,10 +323,6 @@ def read_selection(content: Json) -> Selection:
     check(content, SELECTION)
     _check_names(content["names"])
     return Selection(**content)
-
-
-def _plain(value: object) -> object:
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _source_data(source: Checkpoint) -> Json:
@@ -427,12 +390,12 @@ def _listed(source: Checkpoint) -> list[_Listed]:
 
 
 def _way_data(files: TargetFiles) -> Json:
-    fields: Any = files  # each of the classes below is a dataclass
+    fields: Any = files  # each of the classes below is a tuple or a dataclass
     if isinstance(files, ZarrGroup) and files.times:
         raise UsageError("a plan of a zarr store with the times of its source files cannot be saved; leave them out")
     for name, (way, _) in _WAYS.items():
         if type(files) is way:
-            return {"way": name, "fields": astuple(fields)}
+            return {"way": name, "fields": fields if isinstance(fields, tuple) else astuple(fields)}
     raise UsageError(f"a plan whose files are laid out by {type(files).__name__} cannot be saved")
 
 
@@ -452,7 +415,7 @@ def _sound(content: bytes, path: str) -> PlanFile:
         _request(found)
     except (ValueError, ReshardError) as error:
         raise PlanError(f"{path}: is no sound plan file: {error}") from None
-    return PlanFile(path, found["source"]["root"], Names(**found["names"]), found)
+    return PlanFile(path, found["source"]["root"], found["directory"], found)
 
 
 def _check_version(found: object) -> None:

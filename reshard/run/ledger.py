@@ -165,7 +165,7 @@ class Ledger:
         """Remove a log, and what no other log says that files are made of."""
         for part in parts_of(self._directory).get(name, ()):
             erase(part)
-        logs = known(self.root, ()).made.values()
+        logs = known(self.root, (), with_ranges=False).made.values()
         for place in listed(self._directory):
             if (match := _MADE.fullmatch(place)) and match[1] not in logs:
                 erase(f"{self._directory}/{place}")

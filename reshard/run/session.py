@@ -14,13 +14,14 @@ import uuid
 from array import array
 from contextlib import suppress
 from dataclasses import replace
+from glob import escape
 from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, names
 from reshard.plan.partition import bytes_left, covers, merged, remaining
 from reshard.plan.plan import changes_digest, file_digests
-from reshard.plan.select import selection_data
+from reshard.plan.select import Selection, selection_data
 from reshard.run.ledger import Ledger, in_files
 from reshard.run.preflight import (
     Do,
@@ -378,6 +379,7 @@ def made_data(plan: Plan) -> bytes:
     from reshard import __version__
 
     request = plan.request
+    selection = request.selection if request else Selection(drop=tuple(map(escape, plan.dropped)))
     target = (request and request.target) or None
     stage = request.stage if request else None
     if target is not None and len(target.stages) > 1:
@@ -391,8 +393,9 @@ def made_data(plan: Plan) -> bytes:
             "stage": stage,
             "format": plan.format,
             "deduplicated": bool(request and request.remove_redundancy),
+            "index": next((file.path for file in plan.files if file.last), None),
         },
-        "options": selection_data(request.selection) if request else None,
+        "selection": selection_data(selection),
     }
     return json.dumps(content, separators=(",", ":")).encode()
 

@@ -45,7 +45,6 @@ STRATEGY = {
 }
 
 _SOURCE = {
-    "given": LINE,
     "root": LINE,
     "is_store": FLAG,
     "files": [(COUNT, LINE)],  # rank and path
@@ -61,8 +60,14 @@ _MADE = {
     "reshard_made": COUNT,
     "by": TEXT,
     "source": _SOURCE,
-    "target": {"strategy": Maybe(STRATEGY), "stage": Maybe(COUNT), "format": TEXT, "deduplicated": FLAG},
-    "options": ANY,  # the selection and the way to lay files out, which others check
+    "target": {
+        "strategy": Maybe(STRATEGY),
+        "stage": Maybe(COUNT),
+        "format": TEXT,
+        "deduplicated": FLAG,
+        "index": Maybe(TEXT),  # a set and a rank of whole tensors are two makes
+    },
+    "selection": ANY,  # which others check
 }
 
 
@@ -71,12 +76,16 @@ class Made:
     """What some files of a target are made from.
 
     Attributes:
-        root: the target directory, a path or a URL.
-        records: what is known of the files, by their paths below it.
+        target: the directory, store or file that was asked about, a path or a URL.
+        root: the directory that the files are below: the target, or that of a target that is a file.
+        ledger: the directory of its ledger.
+        records: what is known of the files, by their paths below the root, but for the ranges that were written.
         content: what the ledger says; sound in itself, and no more.
     """
 
+    target: str
     root: str
+    ledger: str
     records: Mapping[str, Record]
     content: dict[str, Any]
 
@@ -127,7 +136,7 @@ def made_of(target: Place) -> Made | None:
 def _newest(root: str, file: str | None = None, *, directory: str | None = None) -> Made | None:
     """Return the newest of what files are made from, with the files that are made from that."""
     directory = directory or f"{root}/{DIRECTORY}"
-    records = known(root, None if file is None else [file], directory=directory).records
+    records = known(root, None if file is None else [file], directory=directory, with_ranges=False).records
     digest = next((record.made for record in reversed(records.values()) if record.ready), "")
     some = {path: one for path, one in records.items() if one.made == digest and one.ready and is_inner_path(path)}
     try:
@@ -142,14 +151,14 @@ def _newest(root: str, file: str | None = None, *, directory: str | None = None)
         read_small_strategy(content["source"]["strategy"])
     except (SourceError, ValueError, OSError):
         return None
-    return Made(root, some, content) if content["reshard_made"] == VERSION else None
+    target = root if file is None else f"{root}/{file}"
+    return Made(target, root, directory, some, content) if content["reshard_made"] == VERSION else None
 
 
 def source_data(source: Checkpoint) -> dict[str, Any]:
     """Return what a ledger says of a source."""
     is_zarr = source.format == "zarr"
     return {
-        "given": source.root,
         "root": str(as_place(source.root).absolute()),
         "is_store": is_zarr,
         "files": [] if is_zarr else [(r, file.path) for r, file in zip(source.ranks, source.files, strict=True)],

@@ -132,10 +132,11 @@ def made_at(path: AnyName) -> Made | None:
     """Return what a target is made from, where its ledger tells and nothing else there could be meant, too."""
     root = as_place(path)
     made = made_of(root)
-    if made is None or not root.is_dir() or is_store(root) or read_index(root):
+    if made is None or not root.is_dir() or is_store(root):
         return made
     try:
-        found = rank_files(root, RANK_PATTERN, None, [])
+        unified = read_index(root)
+        found = {0: unified[0]} if unified else rank_files(root, RANK_PATTERN, None, [])
     except SourceError:  # several checkpoints in one directory; or ranks lack, of which the files say which
         return None
     known = {f"{made.root}/{file}" for file in made.records}

@@ -58,6 +58,7 @@ _BYTES_A_FILE = 64 << 10
 _MOST_RANGES = 1 << 20  # of a file
 _NAME = re.compile(r"([0-9]{8}-[0-9a-f]{8})(?:\.[0-9]{6})?\.jsonl")
 _DIGEST = re.compile("[0-9a-f]{1,128}")
+_WROTE = b'"wrote":'  # in no text of JSON, where quotes are escaped
 
 State = tuple[int, int]
 """Of a complete file: its size, and its time, or what stands for its version at a URL."""
@@ -129,13 +130,14 @@ class Known(NamedTuple):
     made: dict[str, str]
 
 
-def known(root: str, files: Collection[str] | None = None, *, directory: str = "") -> Known:
+def known(root: str, files: Collection[str] | None = None, *, directory: str = "", with_ranges: bool = True) -> Known:
     """Return what the logs of a target say of some files, or of all; those begun last come last.
 
     Args:
         root: the target.
         files: those that are asked for; None for all.
         directory: where the logs are, if they are not below `.reshard` in the target.
+        with_ranges: return the ranges that were written, too, which are nearly all that there is to read.
 
     Raises:
         SourceError: the target's storage cannot be reached.
@@ -144,7 +146,8 @@ def known(root: str, files: Collection[str] | None = None, *, directory: str = "
     found = Known({}, {}, {})
     most = _MOST_BYTES + _BYTES_A_FILE * len(files or ())
     for name, parts in parts_of(directory or f"{root}/{DIRECTORY}").items():
-        _take(lines_of(parts, most), found, name, wanted)
+        lines = lines_of(parts, most)
+        _take(lines if with_ranges else (line for line in lines if _WROTE not in line), found, name, wanted)
     for file in [file for file, record in found.records.items() if not record.digest]:
         del found.records[file]
     return found

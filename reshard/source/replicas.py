@@ -16,7 +16,7 @@ from reshard.source.assemble import sharding_of, where
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reshard.layout.block import Block
+    from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
 
@@ -78,6 +78,14 @@ class Replicas:
         if tensor.sharding not in self._known:
             self._known[tensor.sharding] = tuple(self._found(tensor))
         return self._known[tensor.sharding]
+
+    def may_be_elsewhere(self, name: str, shape: Shape) -> bool:
+        """Return whether ranks that are not here may store every block of a tensor that none of those here has."""
+        strategy = self._checkpoint.strategy
+        if not self._once or strategy is None or name not in strategy.tensors:
+            return False
+        groups = strategy.grid(name, shape).ranks
+        return all({*some} - self._expected for group in groups for _, some in groupby(group, strategy.stage_of))
 
     def _found(self, tensor: Tensor) -> Iterator[Lack]:
         strategy, rank_of = self._checkpoint.strategy, self._checkpoint.ranks

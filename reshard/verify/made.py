@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import ReshardError, SourceError, names
 from reshard.plan.planfile import read_selection
-from reshard.plan.select import Selection
 from reshard.source.made import read_small_strategy
 from reshard.source.open import open as open_checkpoint
 from reshard.source.open import reopen
+from reshard.source.records import known
 from reshard.storage.places import any_store, as_place, of_each
 from reshard.verify.difference import Difference
 from reshard.verify.sums import sum_contents
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.formats.entries import Runs
+    from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint
     from reshard.source.made import Made
     from reshard.storage.places import Place
@@ -38,12 +39,11 @@ def source_of(made: Made) -> tuple[Checkpoint, Selection, bool]:
     """
     try:
         source = _source(made.content["source"])
-        options = made.content["options"]
-        selection = Selection() if options is None else read_selection(options)
+        selection = read_selection(made.content["selection"])
     except ReshardError:
         raise
     except (ValueError, TypeError) as error:
-        raise SourceError(f"{made.root}: what its ledger says of its source is not sound: {error}") from None
+        raise SourceError(f"{made.target}: what its ledger says of its source is not sound: {error}") from None
     return source, selection, bool(made.content["target"]["deduplicated"])
 
 
@@ -51,7 +51,7 @@ def target_of(made: Made) -> Checkpoint:
     """Return the target of a ledger, opened as it tells: `SourceError` where that is not possible."""
     strategy = made.strategy
     if made.content["target"]["format"] == "zarr" or (strategy is None and len(made.ranks) == 1):
-        return open_checkpoint(made.root, contents=False)
+        return open_checkpoint(made.target, contents=False)
     if strategy is not None and made.stage is not None:
         strategy = strategy.of_stage(made.stage)
     partial = strategy is not None and len(made.ranks) < len(strategy.ranks)
@@ -102,12 +102,13 @@ def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], No
     differences: list[Difference] = []
     wanted: list[tuple[tuple[str, tuple[int, int, int]], str, Runs]] = []
     root = as_place(made.root)
-    sizes = of_each(_size, [root / file for file in made.records])
+    records = known(made.root, made.records, directory=made.ledger).records
+    sizes = of_each(_size, [root / file for file in records])
 
     def add(kind: Literal["file", "size", "checksum"], file: str, text: str) -> None:
         differences.append(Difference(kind, text, None, "target", made.records[file].rank, f"{root}/{file}"))
 
-    for (file, record), size in zip(made.records.items(), sizes, strict=True):
+    for (file, record), size in zip(records.items(), sizes, strict=True):
         if isinstance(size, SourceError):
             add("file", file, f"{size}")
         elif record.ready and size != record.ready[0]:

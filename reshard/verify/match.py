@@ -124,7 +124,9 @@ def match(
             )
         elif new in target.unreadable:  # which is a difference of its own
             continue
-        elif _may_lack(source, target, name, new, wishes, states):
+        elif _may_lack(source, target, name, new, wishes, states) or replicas.may_be_elsewhere(
+            new, source.tensors[name].spec.shape
+        ):
             found.dropped.append(name)
         else:
             path = None if rank is None else paths[rank]

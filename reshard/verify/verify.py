@@ -206,7 +206,7 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_
         differences, count, read = check_sums(made, threads=threads, on_progress=on_progress)
         notice = f"compared with the sizes and checksums that its ledger has, not with {given}: {error}"
         return Verification(
-            made.root,
+            made.target,
             "its ledger",
             tuple(made.ranks),
             len(made.records),
@@ -215,7 +215,7 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_
             read,
             read,
             differences,
-            notices=(notice, *leftovers(as_place(made.root))),
+            notices=(notice, *leftovers(as_place(made.target))),
             unchecked=("headers, and what has no checksum", _NEVER),
         )
     target = target_of(made)

@@ -75,7 +75,8 @@ def test_convert_there_and_back(case: Case, tmp_path: Path) -> None:
 def test_convert_beside_the_source(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.source, tmp_path / "src")
     result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
-    assert "8 files (safetensors)" in done(*proposed(result)).stdout
+    assert "to look at it" not in result.stderr, "both are there"
+    assert "8 files (safetensors)" in done("inspect", tmp_path / "src", "--suffix", ".safetensors").stdout
     assert call("convert", case.source, case.source, "--format", "ckpt").exit_code == 6  # the sources themselves
     assert len(tree(tmp_path / "src")) == 16
 
@@ -129,15 +130,34 @@ def test_convert_takes_other_names_and_refuses_sets(case: Case, tmp_path: Path) 
         "--suffix", "b",
     )  # fmt: skip
     assert list(tree(tmp_path / "dst")) == ["node0/b.safetensors"]
-    assert "1 tensor" in done(*proposed(result)).stdout
+    assert "to look at it" not in result.stderr, "the files are not where ranks usually are"
+    assert "1 tensor" in done("inspect", tmp_path / "dst", "--rank-pattern", "node{rank}/*").stdout
     done("unify", case.source, tmp_path / "set", "--source-strategy", case.source_strategy)
     refused = call("convert", tmp_path / "set", tmp_path / "x", "--format", "ckpt")
     assert refused.exit_code == 2
     assert "is a unified set" in refused.stderr
 
 
-def test_the_command_that_verifies_a_conversion_in_place(case: Case, tmp_path: Path) -> None:
+def test_a_conversion_in_place_is_verified_with_both_named(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.source, tmp_path / "src")
     result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
-    verify = result.stdout.splitlines()[-1].removeprefix("to verify it: reshard ")
-    assert done(*shlex.split(verify)).exit_code == 0
+    assert "to verify it" not in result.stdout
+    sides = ["--target-suffix", ".safetensors", "--against", tmp_path / "src", "--suffix", ".ckpt"]
+    assert done("verify", tmp_path / "src", *sides).exit_code == 0
+
+
+def test_one_converted_file_among_others_is_verified(case: Case, tmp_path: Path) -> None:
+    for rank in (2, 5):
+        target = tmp_path / f"{rank}.safetensors"
+        result = done("convert", case.source / f"rank_{rank}" / "net.ckpt", target, "--format", "safetensors")
+        verify = result.stdout.splitlines()[-1].removeprefix("to verify it: reshard ")
+        assert shlex.split(verify) == ["verify", str(target)]
+        assert f"equal to {case.source}/rank_{rank}/net.ckpt, bit for bit" in done(*shlex.split(verify)).stdout
+
+
+def test_what_a_conversion_dropped_is_not_missed(tmp_path: Path) -> None:
+    tensors = {"a[0]": np.ones(2, np.float32), "b": np.ones(2, np.float64)}
+    write_file(tmp_path / "src" / "rank_0" / "a.ckpt", tensors, "ckpt")
+    write_file(tmp_path / "src" / "rank_1" / "a.ckpt", tensors, "ckpt")
+    done("convert", tmp_path / "src", tmp_path / "dst", "--format", "safetensors", "--drop", "[[]")
+    assert done("verify", tmp_path / "dst").exit_code == 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
-from commands import Case, call
+from commands import Case, call, done
 
 import reshard
 import reshard.mindspore as ms
@@ -265,11 +265,11 @@ def test_one_glob_is_no_list_of_letters(case: Case) -> None:
     assert reshard.Selection(include="net.*", exclude="b").include == ("net.*",)  # type: ignore[arg-type]
 
 
-def test_some_ranks_of_a_deduplicated_target_are_not_to_be_verified_alone(case: Case, tmp_path: Path) -> None:
+def test_some_ranks_of_a_deduplicated_target_are_verified_alone(case: Case, tmp_path: Path) -> None:
     some = ["--ranks", "0", "--remove-redundancy", "--json"]
     result = call("transform", case.source, tmp_path / "out", *case.strategies, *some)
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["verify"] is None
+    assert done(*shlex.split(json.loads(result.stdout)["verify"])[1:]).stdout
 
 
 @pytest.mark.parametrize("command", ["transform", "unify", "plan", "check", "transform -q", "transform --dry-run"])
@@ -326,17 +326,18 @@ def test_what_was_looked_at_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])
 def test_a_deduplicated_target_is_verified_as_one(case: Case, tmp_path: Path, format: str) -> None:
-    """Only .ckpt files need the option: the others say so themselves."""
+    """Only .ckpt files need the option, where the ledger is not asked: the others say so themselves."""
     same = ["--source-strategy", case.source_strategy, "--target-strategy", case.source_strategy]
     result = call(
         "transform", case.source, tmp_path / "out", *same, "--format", format, "--remove-redundancy", "--json"
     )
     proposed = shlex.split(json.loads(result.stdout)["verify"])
-    assert ("--deduplicated" in proposed) == (format == "ckpt")
+    assert proposed == ["reshard", "verify", f"{tmp_path}/out"]
     assert call(*proposed[1:]).exit_code == 0
-    without = call(*(word for word in proposed[1:] if word != "--deduplicated"))
-    assert without.exit_code == (3 if format == "ckpt" else 0)
     structure = ["verify", tmp_path / "out", "--target-strategy", case.source_strategy]
+    every_bit = [*structure, "--against", case.source, "--source-strategy", case.source_strategy]
+    assert call(*every_bit).exit_code == (3 if format == "ckpt" else 0)
+    assert call(*every_bit, "--deduplicated").exit_code == 0
     assert call(*structure).exit_code == (4 if format == "ckpt" else 0)
     assert call(*structure, "--deduplicated").exit_code == 0
     refused = call(*structure[:2], "--manifest", "m.json", "--deduplicated")

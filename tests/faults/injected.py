@@ -1,4 +1,4 @@
-"""`reshard` with a fault in it: `python injected.py '{"kind": "fails", …}' transform …`.
+"""`reshard` with a fault in it: `python injected.py '{"kind": "fails", …}' transform …`; `by-file` may come before.
 
 The fault is put in at the calls with which the store and the journal reach the disk, so that all that is above them is
 the real thing. Work is cut fine, and receipts are noted at once, so that small tensors make many operations.
@@ -135,6 +135,10 @@ def changed_content(path: Path) -> bytes:
 
 def main() -> None:
     fault = json.loads(sys.argv[1])
+    sys.path.append(str(Path(__file__).parents[1]))
+    import pytest
+    from by_file import by_file
+
     from reshard.cli.main import main as reshard
     from reshard.plan import budget
     from reshard.run import graph
@@ -144,7 +148,11 @@ def main() -> None:
     graph.FILES_A_TASK = 2
     resume.FLUSH_SECONDS = 0
     inject(fault)
-    reshard(sys.argv[2:])
+    words = sys.argv[2:]
+    if words[0] == "by-file":
+        by_file(pytest.MonkeyPatch())
+        del words[0]
+    reshard(words)
 
 
 if __name__ == "__main__":

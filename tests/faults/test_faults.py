@@ -65,6 +65,7 @@ class Scenario:
     source: str
     words: tuple[str, ...]
     command: str = "transform"
+    is_by_file: bool = False
     before: str = ""  # what is in the target before: `foreign` files, or those of `another` plan
 
     def __str__(self) -> str:
@@ -79,11 +80,11 @@ SCENARIOS = [
     Scenario("rows", "safetensors", to("rows")),
     Scenario("columns", "ckpt", to("columns")),
     Scenario("to ckpt", "safetensors", to("columns", "--format=ckpt", "--drop-cache")),
-    Scenario("by file", "ckpt", to("columns", "--format=safetensors", "--ownership=file")),
+    Scenario("by file", "ckpt", to("columns", "--format=safetensors"), is_by_file=True),
     Scenario("links", "safetensors", to("replicas", "--link-replicas")),
     Scenario("stored once", "safetensors", to("replicas", "--remove-redundancy", "--threads=1")),
     Scenario("no fsync", "safetensors", to("rows", "--no-fsync")),
-    Scenario("no fsync, by file", "safetensors", to("rows", "--no-fsync", "--ownership=file")),
+    Scenario("no fsync, by file", "safetensors", to("rows", "--no-fsync"), is_by_file=True),
     Scenario("unify", "safetensors", ("--max-shard-size=4kB",), "unify"),
     Scenario("unify cast", "ckpt", ("--style=huggingface", "--max-shard-size=3kB", "--cast=float32=bfloat16"), "unify"),
     Scenario("convert", "ckpt", ("--format=safetensors",), "convert"),
@@ -119,7 +120,8 @@ class World:
         given = [
             word.replace("--target-strategy=", f"--target-strategy={self.root}/") for word in (*scenario.words, *more)
         ]
-        return [scenario.command, str(source), str(target), *strategy, *given]
+        how = ["by-file"] if scenario.is_by_file else []
+        return [*how, scenario.command, str(source), str(target), *strategy, *given]
 
     def run(self, fault: dict[str, Any], words: list[str], note: Path) -> Ended:
         note.unlink(missing_ok=True)

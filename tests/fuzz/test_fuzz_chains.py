@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import reference
+from by_file import by_file
 from fuzzing import SECONDS, Fuzzer, WrongError, error_of, require, reshard
 from reference import Held, Side
 
@@ -169,10 +170,14 @@ def between(rng: Random, link: Link, path: Path, formats: list[str], counts: Cou
 
 
 def to_ranks(rng: Random, link: Link, path: Path, strategy: Path, format: str, *, whole_ranks: bool = False) -> Link:
-    more = rng.choice([[], [], ["--remove-redundancy"], ["--link-replicas"], ["--ownership=file"], ["--threads=1"]])
+    more = rng.choice([[], [], ["--remove-redundancy"], ["--link-replicas"], ["by file"], ["--threads=1"]])
     if whole_ranks and more == ["--remove-redundancy"]:
         more = []
-    step("transform", link.path, path, *link.words, f"--target-strategy={strategy}", f"--format={format}", *more)
+    with pytest.MonkeyPatch.context() as patch:
+        if more == ["by file"]:
+            by_file(patch)
+            more = []
+        step("transform", link.path, path, *link.words, f"--target-strategy={strategy}", f"--format={format}", *more)
     return Link(path, [f"--source-strategy={strategy}"], "ranks", format)
 
 

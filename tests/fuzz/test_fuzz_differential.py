@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import reference
+from by_file import by_file
 from faulty import Faults, forget, install, raising
 from fuzzing import SECONDS, Fuzzer, WrongError, done, error_of, require, reshard
 from reference import Held, Read, Side, Tensor, Wishes
@@ -372,7 +373,6 @@ def options(rng: Random, case: Case) -> None:
             words.append("--ranks=" + ",".join(map(str, case.ranks)))
         if case.target is not None:
             words += rng.choice([[], [], [], [], ["--remove-redundancy"], ["--link-replicas"]])
-    words += rng.choice([[], [], ["--ownership=file"] if case.into != "store" else [], ["--ownership=tensor"]])
     words += rng.choice([[], [f"--threads={rng.randint(1, 4)}"], ["--scheduler=synchronous"]])
     words += rng.choice([["--no-fsync"], ["--no-fsync"], []])
     words += rng.choice([[], [], [], [f"--memory={rng.choice(['200MB', '1GiB'])}"]])
@@ -410,6 +410,8 @@ def one_case(rng: Random, root: Path, counts: Counter[str]) -> None:
         if small:
             patch.setattr(budget, "BAND_BYTES", rng.choice([64, 256, 1000]))
             patch.setattr(budget, "TASK_BYTES", rng.choice([128, 512, 4000]))
+        if rng.random() < 0.25:
+            by_file(patch)
         told = ways[way](case, root, [case.command, source, str(out), *words], rng)
     if told is None:
         counts["refused as it may be"] += 1
@@ -511,7 +513,7 @@ def planned(case: Case, root: Path, words: list[str], rng: Random) -> Told:
     if case.into == "store":
         return transformed(words)
     plan = str(root / "plan.json")
-    running = ("--ownership", "--threads", "--scheduler", "--no-fsync")
+    running = ("--threads", "--scheduler", "--no-fsync")
     style = ["--style=mindspore"] if case.command == "unify" else []
     planning = [word for word in words[3:] if not word.startswith(running)]
     result = reshard("plan", words[1], *planning, *style, "-o", plan)

@@ -128,7 +128,7 @@ def a_plan_file(**source: Any) -> Callable[[Path], None]:
             "source": known | source, "target": target | {"remove_redundancy": False, "link_replicas": False},
             "files": {"way": "rank_files", "fields": ["checkpoint_", ""]},
             "selection": selection | {"weights_only": False, "names": {}, "cast": {}},
-            "names": dict.fromkeys(("directory", "source_strategy", "target_strategy", "name_map", "reading")),
+            "directory": None,
         }  # fmt: skip
         path.write_text(json.dumps(plan))
 

@@ -22,7 +22,7 @@ from reshard.errors import PlanError, ReshardError, SourceError, TargetError, Us
 from reshard.formats.entries import NamedFile, SomeFiles, Volumes
 from reshard.plan.make import plan_convert
 from reshard.plan.plan import plan_digest
-from reshard.plan.planfile import Names, read, save
+from reshard.plan.planfile import read, save
 from reshard.source.headers import index_digests, pages_digest
 from reshard.storage.local import local_store
 
@@ -361,8 +361,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "an absolute path": (lambda c: c["source"]["files"][0].__setitem__(1, "/etc/passwd"), "stays below"),
     "a null byte": (lambda c: c["source"]["files"][0].__setitem__(1, "a\0b"), "stays below"),
-    "a target elsewhere": (lambda c: c["names"].update(directory="../x"), "stays below"),
-    "an absolute target": (lambda c: c["names"].update(directory="/x"), "stays below"),
+    "a target elsewhere": (lambda c: c.update(directory="../x"), "stays below"),
+    "an absolute target": (lambda c: c.update(directory="/x"), "stays below"),
     "half a surrogate pair": (lambda c: c["source"].update(root="\ud800"), "expected text"),
     "a root with a line break": (lambda c: c["source"].update(root="a\nerror: no"), "without a line break"),
     "a path with a line break": (lambda c: c["source"]["files"][0].__setitem__(1, "a\nb"), "stays below"),
@@ -563,9 +563,7 @@ def test_pages_are_spread_over_the_file(tmp_path: Path) -> None:
     assert pages_digest(str(path)) == pages_digest(str(path))
 
 
-def test_names_are_told_and_mean_nothing(plan: reshard.Plan, tmp_path: Path) -> None:
-    reading = {"rank_pattern": "r{rank}", "suffix": None, "layouts": {"w": "whole"}, "stage": 1, "partial": True}
-    names = Names("dst", "src.ckpt", "dst.ckpt", "names.json", reading)
-    save(plan, tmp_path / "plan.json", names)
-    assert read(tmp_path / "plan.json").names == names
+def test_the_target_that_is_named_is_no_part_of_the_plan(plan: reshard.Plan, tmp_path: Path) -> None:
+    save(plan, tmp_path / "plan.json", directory="made/dst")
+    assert read(tmp_path / "plan.json").directory == "made/dst"
     assert plan_digest(reshard.read_plan(tmp_path / "plan.json")) == plan_digest(plan)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import by_file
 import pytest
 from checkpoints import numbers, tree, write_ranks
 from clusters import Wire, client_of, cluster, count_plans, plans_counted
@@ -361,9 +362,10 @@ def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, ownership: str
     write_ranks(tmp_path / "src", numbers(shapes), before)
     reshard.write_strategy(before, tmp_path / "before.ckpt")
     reshard.write_strategy(after, tmp_path / "after.ckpt")
+    how = ["-m", "reshard"] if ownership == "tensor" else [by_file.__file__]
     command = [
-        sys.executable, "-m", "reshard", "transform", "src", "out", "--source-strategy", "before.ckpt",
-        "--target-strategy", "after.ckpt", "--cluster", "local:2", "--ownership", ownership,
+        sys.executable, *how, "transform", "src", "out", "--source-strategy", "before.ckpt",
+        "--target-strategy", "after.ckpt", "--cluster", "local:2",
     ]  # fmt: skip
     process = subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -243,11 +243,18 @@ def test_a_stage_of_the_target_that_is_asked_for(
 
 
 def test_stages_of_a_target_are_written_beside_each_other(pipeline: Pipeline, tmp_path: Path) -> None:
-    for stage, name in (FIRST, LAST):
-        target = ["--target-strategy", pipeline.files / name, "--target-stage", str(stage)]
-        read = ["--source-strategy", pipeline.four_strategy]
-        told = json.loads(done("transform", pipeline.four, tmp_path / "out", *read, *target, "--json").stdout)
-        assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
+    """A strategy for each stage makes two checkpoints of it, of which none is meant; that of all stages makes one."""
+    read = ["--source-strategy", pipeline.four_strategy]
+    for strategies, known in (([pipeline.files / FIRST[1], pipeline.files / LAST[1]], [True, False]),
+                              ([pipeline.files, pipeline.files], [True, True])):  # fmt: skip
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        for stage, (strategy, is_known) in enumerate(zip(strategies, known, strict=True)):
+            target = ["--target-strategy", strategy, "--target-stage", str(stage)]
+            told = json.loads(done("transform", pipeline.four, tmp_path / "out", *read, *target, "--json").stdout)
+            assert (told["verify"] is not None) == is_known
+            if is_known:
+                assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
+            assert done("verify", tmp_path / "out", *target, "--against", pipeline.four, *read).exit_code == 0
     for rank in pipeline.all.ranks:
         found = helpers.read_rank_file(tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
         assert found == held(pipeline, rank)

@@ -46,6 +46,7 @@ PLANS: dict[str, tuple[Strategy | None, dict[str, Any]]] = {
     "weights": (TARGET, {"selection": Selection(exclude=("moments.*",))}),
     "one rank": (TARGET, {"ranks": [1]}),
     "each replica once": (TARGET, {"remove_redundancy": True, "format": "ckpt"}),
+    "a share of that": (SOURCE, {"remove_redundancy": True, "ranks": [1], "format": "ckpt"}),
     "one stage": (STAGES, {"stage": 1}),
     "a set": (None, {"files": reshard.MindSporeSet(3000), "format": "safetensors"}),
     "a zarr store": (None, {"files": reshard.ZarrGroup(), "drop": ["note"]}),
@@ -182,9 +183,9 @@ LIES = {
     "a device for a source": lambda made: json.dumps(
         {**made, "source": {**made["source"], "files": [[0, "/dev/zero"]], "strategy": None}}
     ).encode(),
-    "options of another kind": lambda made: json.dumps({**made, "options": {"include": 3}}).encode(),
+    "a selection of another kind": lambda made: json.dumps({**made, "selection": {"include": 3}}).encode(),
     "stars without end": lambda made: json.dumps(
-        {**made, "options": {**made["options"], "names": {"*" * 50: "x"}}}
+        {**made, "selection": {**made["selection"], "names": {"*" * 50: "x"}}}
     ).encode(),
 }
 

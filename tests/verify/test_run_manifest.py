@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from by_file import by_file
 from checkpoints import numbers, places, write_ranks
 from commands import call
 from generators import Model, models
@@ -83,7 +84,6 @@ MANIFEST = ["--write-manifest", "m.json"]
 COMMANDS = {
     "ckpt": ["transform", "src", "dst", *AFTER],
     "safetensors": ["transform", "src", "dst", *AFTER, "--format", "safetensors"],
-    "by file": ["transform", "src", "dst", *AFTER, "--ownership", "file"],
     "no fsync": ["transform", "src", "dst", *AFTER, "--no-fsync"],
     "without replicas": ["transform", "src", "dst", *AFTER, "--remove-redundancy"],
     "linked replicas": ["transform", "src", "dst", *BEFORE, "--target-strategy", "same.ckpt", "--link-replicas"],
@@ -108,6 +108,13 @@ def test_it_is_that_of_the_files_and_nothing_is_read(words: list[str], folder: P
     assert said.endswith("\nto check it against the manifest: reshard verify dst --manifest m.json\n")
     Path("m.json").unlink()
     assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
+    assert not read
+    assert_as_read("dst")
+
+
+def test_of_a_run_by_file(folder: Path, read: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    by_file(monkeypatch)
+    ran("transform", "src", "dst", *AFTER, *MANIFEST)
     assert not read
     assert_as_read("dst")
 
