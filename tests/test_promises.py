@@ -58,8 +58,7 @@ PROMISES = {
         "cli/test_demo.py::test_a_changed_byte_is_found_wherever_it_is",
         "cli/test_cli_demo.py::test_demo_exits_3_when_a_byte_is_wrong",
     ],
-    "multiples or not; tensor, optimizer and pipeline parallel on either side; nested layouts; another device"
-    " matrix": [
+    "multiples or not; tensor, optimizer and pipeline parallel on either side; nested layouts; another device matrix": [
         "plan/test_plan.py::test_every_rank_gets_its_blocks_and_no_others",
         "mindspore/test_mindspore_cases.py::test_every_recorded_case_converts_to_slices_and_back",
         "fuzz/test_fuzz_differential.py::test_fuzz_differential",
@@ -131,7 +130,9 @@ PROMISES = {
         "mindspore/test_ms_recorded.py::test_transform_checkpoints"
     ],
     # --- "How to" ---
-    "Run a MindSpore script without MindSpore Change one import": ["mindspore/test_tutorials.py::test_a_directory_at_once"],
+    "Run a MindSpore script without MindSpore Change one import": [
+        "mindspore/test_tutorials.py::test_a_directory_at_once"
+    ],
     "what is written and still matches its checksum is kept, and over a finished target nothing is left to do": [
         "run/test_resume.py::test_what_is_verified_is_not_written_again",
         "run/test_existing_targets.py::test_over_a_finished_target_nothing_is_left_to_do",
@@ -205,8 +206,8 @@ PROMISES = {
         "formats/test_zarr.py::test_chunks_are_the_source_blocks",
         "test_promises.py::test_compressed_chunks_are_4_mib_at_most",
     ],
-    "At a URL each chunk or shard is one streamed object. The group's `zarr.json` comes last, so that an unfinished store"
-    " has no group": [
+    "At a URL each chunk or shard is one streamed object. The group's `zarr.json` comes last, so that an unfinished"
+    " store has no group": [
         "formats/test_zarr_unfinished.py::test_the_group_is_there_when_all_is",
         "formats/test_zarr_unfinished.py::test_a_store_that_is_written_anew_has_no_group_meanwhile",
         "formats/test_zarr_remote.py::test_a_failure_leaves_nothing_that_is_taken_for_a_store",
@@ -219,7 +220,7 @@ PROMISES = {
         "test_promises.py::test_exit_codes_are_those_of_the_readme",
         "run/test_resume.py::test_a_store_at_a_url_that_is_finished_is_in_the_way",
     ],
-    "globs of source names, with @COUNT exactly so many": [
+    "globs of source names, with @COUNT exactly that many": [
         "plan/test_selection.py::test_a_pattern_may_say_how_many_it_matches",
     ],
     "optimizer states follow their weights": [

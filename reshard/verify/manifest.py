@@ -181,7 +181,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read a manifest, and check that it is one.
 
     Raises:
-        SourceError: it cannot be read, is no manifest, of another version, or names paths outside of a directory;
+        SourceError: it cannot be read, is not a manifest, is of another version, or names paths outside of a directory;
             all faults at once.
     """
     faults = Faults(f"manifest {os.fspath(path)}")
