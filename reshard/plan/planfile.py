@@ -302,7 +302,7 @@ def save(plan: Plan, path: str | os.PathLike[str], names: Names | None = None, *
     Args:
         plan: a plan that `plan` made.
         path: where to write it.
-        names: what the file shall tell beside the plan.
+        names: what the file is to hold besides the plan.
         overwrite: replace a file that is there.
 
     Raises:
