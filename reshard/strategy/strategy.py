@@ -69,7 +69,7 @@ class Strategy:
         current_stage: as the file gives it; it has no meaning.
         unknown: what the file says beyond the format known here, kept for writing.
         others: the pipeline is known to have more stages than those described: the file says so (stage 1 and higher),
-            the files beside it do, or one stage was chosen of several. Not compared when strategies are.
+            the files next to it do, or one stage was chosen of several. Not compared when strategies are.
 
     >>> strategy = Strategy.of({"w": Layout.of([4], [0, -1])})
     >>> strategy.ranks, strategy.grid("w", (8, 2)).ranks
