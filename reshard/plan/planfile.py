@@ -427,12 +427,12 @@ def _listed(source: Checkpoint) -> list[_Listed]:
 
 
 def _way_data(files: TargetFiles) -> Json:
-    fields: Any = files  # each of the classes below is a dataclass
+    fields: Any = files  # each of the classes below is a dataclass or a tuple
     if isinstance(files, ZarrGroup) and files.times:
         raise UsageError("a plan of a zarr store with the times of its source files cannot be saved; leave them out")
     for name, (way, _) in _WAYS.items():
         if type(files) is way:
-            return {"way": name, "fields": astuple(fields)}
+            return {"way": name, "fields": tuple(fields) if isinstance(fields, tuple) else astuple(fields)}
     raise UsageError(f"a plan whose files are laid out by {type(files).__name__} cannot be saved")
 
 
