@@ -1,4 +1,4 @@
-"""Cut and join sharded checkpoints of M devices anew for N devices, from the files alone.
+"""Turn the sharded checkpoint of M devices into that of N devices, from the files alone.
 
 >>> import reshard
 >>> strategy = reshard.Strategy.of({"w": reshard.Layout.of([2, 4], [1, -1])})

@@ -37,7 +37,7 @@ README = " ".join((HERE.parent / "README.md").read_text().split())
 
 PROMISES = {
     # --- the first lines, and "What it does" ---
-    "cuts and joins those blocks anew for N devices, any M and N": [
+    "turns them into the files of N devices, any M and N": [
         "run/test_run.py::test_any_model_goes_there_and_back",
         "run/test_run.py::test_64_ranks_to_56",
         "fuzz/test_fuzz_differential.py::test_fuzz_differential",
@@ -58,7 +58,7 @@ PROMISES = {
         "cli/test_demo.py::test_a_changed_byte_is_found_wherever_it_is",
         "cli/test_cli_demo.py::test_demo_exits_3_when_a_byte_is_wrong",
     ],
-    "multiples or not, tensor, optimizer and pipeline parallel on either side, nested layouts, another device matrix": [
+    "multiples or not; tensor, optimizer and pipeline parallel on either side; nested layouts; another device matrix": [
         "plan/test_plan.py::test_every_rank_gets_its_blocks_and_no_others",
         "mindspore/test_mindspore_cases.py::test_every_recorded_case_converts_to_slices_and_back",
         "fuzz/test_fuzz_differential.py::test_fuzz_differential",
@@ -70,19 +70,20 @@ PROMISES = {
         "formats/test_unified.py::test_mindspores_sets_are_read_and_ours_have_its_names",
         "fuzz/test_fuzz_chains.py::test_fuzz_chains",
     ],
-    "all of both formats, bfloat16, float8 and `Int4` included, moved as bits": [
+    "all of both formats, including bfloat16, float8 and `Int4`, moved as bits": [
         "run/test_run.py::test_every_width_moves_as_bits",
         "test_promises.py::test_every_dtype_of_a_format_moves_bit_for_bit",
         "formats/test_zarr.py::test_every_dtype_survives",
     ],
-    "bytes to read and write, files, memory; what is dropped or missing, and an error where that is a weight": [
+    "reports bytes to read and write, files and memory, and what is dropped or missing; a weight that is dropped"
+    " or missing is an error": [
         "view/test_report.py::test_it_counts_what_was_written",
         "run/test_memory.py::test_the_peak_is_what_was_predicted_or_less",
         "plan/test_plan.py::test_not_in_the_target_a_weight_is_an_error_unless_a_pattern_covers_it",
         "plan/test_plan.py::test_not_in_the_source_likewise",
         "cli/test_cli.py::test_a_dry_run_refuses_what_a_run_does",
     ],
-    "one dask graph of few fat tasks, on threads or on a dask cluster, with the same bytes": [
+    "one dask graph of few, large tasks, on threads or on a dask cluster, with the same bytes": [
         "plan/test_plan.py::test_tasks_are_few_and_fat",
         "run/test_run.py::test_the_bytes_are_the_same_on_every_scheduler",
         "cli/test_cli.py::test_how_it_runs_does_not_change_a_byte",
@@ -94,7 +95,7 @@ PROMISES = {
         "run/test_remote_resume.py::test_a_run_that_fails_at_any_write_is_gone_on_with",
         "faults/test_faults.py::test_faults",
     ],
-    "what is stopped, by whatever, goes on where it was": [
+    "whatever stops a run, the same command resumes it": [
         "test_promises.py::test_stopped_at_any_write_nothing_half_written_has_a_final_name",
         "run/test_resume.py::test_only_what_is_not_there_is_written_again",
         "formats/test_zarr_unfinished.py::test_a_run_goes_on_where_one_was_killed",
@@ -105,16 +106,16 @@ PROMISES = {
         "view/test_report.py::test_memory_is_measured",
         "run/test_resume.py::test_checksums_are_of_what_is_there",
     ],
-    "`verify`: every bit against the source, whatever the two layouts": [
+    "`verify` compares every bit with the source, whatever the two layouts": [
         "verify/test_verify.py::test_one_flipped_bit_is_found_where_it_is",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
-    "every tensor a lazy dask array of its real dtype, one chunk a source shard, from headers only": [
+    "every tensor as a lazy dask array of its real dtype, one chunk per source shard, from headers only": [
         "view/test_arrays.py::test_chunks_are_the_source_shards",
         "view/test_arrays.py::test_every_dtype_comes_back_from_a_file",
         "source/test_source.py::test_contents_are_not_read",
     ],
-    "missing ranks, headers that contradict the strategy, mixed steps, tensors that are split but not listed, or listed"
+    "missing ranks; headers that contradict the strategy; mixed steps; tensors that are split but not listed, or listed"
     " but whole": [
         "source/test_source.py::test_a_missing_rank_is_refused_though_replicas_have_all_it_held",
         "source/test_source.py::test_all_faults_at_once",
@@ -125,40 +126,42 @@ PROMISES = {
         "test_promises.py::test_what_is_refused_is_refused_by_every_command",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
-    "ours give the same tensors, dtypes, shapes and bytes in 425": [
+    "gives the same tensors, dtypes, shapes and bytes in 425": [
         "mindspore/test_ms_recorded.py::test_transform_checkpoints"
     ],
     # --- "How to" ---
-    "A MindSpore conversion script changes one import": ["mindspore/test_tutorials.py::test_a_directory_at_once"],
-    "what is written and still has its checksum stays, and over a finished target nothing is left to do": [
+    "Run a MindSpore script without MindSpore Change one import": [
+        "mindspore/test_tutorials.py::test_a_directory_at_once"
+    ],
+    "what is written and still matches its checksum is kept, and over a finished target nothing is left to do": [
         "run/test_resume.py::test_what_is_verified_is_not_written_again",
         "run/test_existing_targets.py::test_over_a_finished_target_nothing_is_left_to_do",
     ],
-    "A source or a plan that changed meanwhile is refused; `--restart` starts over": [
+    "A source or plan that has changed is refused; `--restart` starts over": [
         "run/test_changed_sources.py::test_a_source_that_changes_during_the_run",
         "run/test_changed_sources.py::test_a_source_with_another_header_is_another",
         "run/test_existing_targets.py::test_a_changed_plan_is_refused",
         "run/test_existing_targets.py::test_a_restart_that_is_stopped_may_be_typed_again",
     ],
-    "Other ranks may be written into the same directory at the same time": [
+    "Runs may write different ranks into one directory at the same time": [
         "test_promises.py::test_processes_write_other_ranks_into_one_directory_at_the_same_time",
         "run/test_existing_targets.py::test_other_ranks_may_be_written_into_the_same_target",
         "run/test_locks.py::test_two_runs_of_one_process",
     ],
-    "`.reshard` there holds a ledger of the target and a lock for each file": [
+    "its `.reshard` holds a ledger of the target and a lock for each file": [
         "test_promises.py::test_processes_that_write_the_same_files_are_kept_apart",
         "run/test_locks.py::test_locks_of_another_process",
         "run/test_ledger_hostile.py",
     ],
-    "only finished files stay then, and none that the machine may have lost because it was started again": [
+    "only finished files are kept, and none after a restart of the machine": [
         "run/test_resume.py::test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut",
     ],
-    "every bit of it against the source, whatever the two layouts and formats, and replicas against each other": [
+    "compares every bit with the source, whatever the two layouts and formats, and replicas with each other": [
         "verify/test_verify.py::test_a_replica_that_differs",
         "verify/test_verify.py::test_a_replica_in_the_source_that_no_conversion_reads",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
-    "What differs is named by tensor, rank, file and index": [
+    "What differs is reported by tensor, rank, file and index": [
         "cli/test_cli_verify.py::test_a_difference_is_told_on_one_screen",
         "verify/test_verify.py::test_one_flipped_bit_is_found_where_it_is",
     ],
@@ -167,23 +170,23 @@ PROMISES = {
         "verify/test_run_manifest.py::test_it_is_that_of_the_files_and_nothing_is_read",
         "verify/test_run_manifest.py::test_of_any_model",
     ],
-    "and where the files went, checksums from a manifest": [
+    "where the files were copied to: checksums of every bit": [
         "verify/test_manifest.py::test_any_flipped_bit_of_a_file_is_found",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
-    "A set, its index last, is written in streams, however large its files are": [
+    "The files of a set are streamed, however large they are, and its index is written last": [
         "formats/test_unified.py::test_the_index_gets_its_name_last",
         "formats/test_unified.py::test_a_file_larger_than_all_buffers_is_written_in_bands",
         "run/test_two_steps.py::test_a_set_that_is_replaced_is_without_its_index_until_all_is_new",
     ],
-    "the plan is a small JSON file without weights, and does what was shown or nothing": [
+    "The plan is a small JSON file without weights. A run does what was planned, or nothing": [
         "plan/test_plan_file.py::test_it_holds_nothing_of_the_weights",
         "plan/test_plan_file.py::test_a_plan_of_many_tensors_is_small",
         "plan/test_plan_file.py::test_any_change_is_refused_or_harmless",
         "cli/test_cli_plan.py::test_what_is_planned_is_what_transform_does",
         "fuzz/test_fuzz_flips.py::test_fuzz_flips",
     ],
-    "by size, by all that their headers say and by some pages of their contents, not by time": [
+    "by size, by everything in their headers and by some pages of their contents, not by time": [
         "plan/test_plan_file.py::test_a_file_of_another_size",
         "plan/test_plan_file.py::test_a_file_with_another_header",
         "plan/test_plan_file.py::test_a_file_of_another_step",
@@ -196,45 +199,45 @@ PROMISES = {
     "a model of 19 GB goes through 71 MB, under a cap of 512 MiB": [
         "formats/test_zarr_memory.py::test_a_model_forty_times_the_memory",
     ],
-    "bfloat16 and float8 are kept as integers with the dtype's name in the attributes": [
+    "bfloat16 and float8 are stored as integers, with the dtype's name in the attributes": [
         "formats/test_zarr.py::test_every_dtype_survives",
     ],
-    "Chunks follow the source's blocks, or a size; compressed ones are 4 MiB at most": [
+    "Chunks follow the source's blocks, or `--chunk-size`; compressed ones are at most 4 MiB": [
         "formats/test_zarr.py::test_chunks_are_the_source_blocks",
         "test_promises.py::test_compressed_chunks_are_4_mib_at_most",
     ],
-    "each chunk or shard is one streamed object, and the group's `zarr.json` comes last, so that an unfinished store"
-    " has no group": [
+    "At a URL each chunk or shard is one streamed object. The group's `zarr.json` comes last, so that an unfinished"
+    " store has no group": [
         "formats/test_zarr_unfinished.py::test_the_group_is_there_when_all_is",
         "formats/test_zarr_unfinished.py::test_a_store_that_is_written_anew_has_no_group_meanwhile",
         "formats/test_zarr_remote.py::test_a_failure_leaves_nothing_that_is_taken_for_a_store",
         "test_promises.py::test_stopped_at_any_write_a_store_has_no_group",
     ],
-    "goes on from a finished store when it is typed again, even where the source is gone meanwhile": [
+    "typed again, resumes from a finished store, even if the source is gone": [
         "formats/test_zarr_cli.py::test_via_zarr_and_again_without_the_source",
     ],
     "(a finished zarr store is refused without `--overwrite`)": [
         "test_promises.py::test_exit_codes_are_those_of_the_readme",
         "run/test_resume.py::test_a_store_at_a_url_that_is_finished_is_in_the_way",
     ],
-    "patterns are globs of source names, and with `@COUNT` must match so many": [
+    "globs of source names, with @COUNT exactly that many": [
         "plan/test_selection.py::test_a_pattern_may_say_how_many_it_matches",
     ],
-    "the names of optimizer states follow those of their weights": [
+    "optimizer states follow their weights": [
         "plan/test_selection.py::test_optimizer_states_follow_their_weights",
     ],
     "a map applies at once, so that names may be swapped": [
         "plan/test_selection.py::test_maps_apply_at_once_so_that_a_swap_is_legal",
         "plan/test_selection.py::test_any_permutation_is_a_map_and_back",
     ],
-    "Another format, file by file, for which no strategy is needed": [
+    "another format, file by file, without a strategy": [
         "cli/test_cli_convert.py::test_convert_there_and_back",
     ],
     "every block once, on one of the ranks that share it": [
         "layout/test_redundancy.py::test_every_block_is_stored_once_in_each_stage_by_a_rank_that_holds_it",
         "run/test_run.py::test_replicas_stored_once",
     ],
-    "MindSpore's own conditions for optimizer parallel": [
+    "optimizer_parallel: true # by MindSpore's own conditions": [
         "strategy/test_rules.py::test_every_compiled_file_block_for_block"
     ],
     "low-precision means are accumulated in float32": ["view/test_arrays.py::test_a_million_ones"],
@@ -243,12 +246,12 @@ PROMISES = {
         "run/test_cluster.py::test_a_worker_is_killed_in_the_middle",
         "faults/test_faults.py::test_a_worker_is_killed",
     ],
-    "only ranges that are needed are read, and files are written as streams": [
+    "only the ranges that are needed are read, and files are written as streams": [
         "storage/test_remote.py::test_only_ranges_are_read_each_once",
         "storage/test_remote.py::test_a_large_file_is_sent_in_parts",
         "plan/test_ownership.py::test_files_are_written_from_first_byte_to_last",
     ],
-    "On an object store a file has its name as soon as it is complete, the index of a set last": [
+    "An object has its name as soon as it is complete, the index of a set last": [
         "run/test_remote_resume.py::test_the_index_of_a_set_is_there_when_all_is",
         "storage/test_remote.py::test_a_failure_leaves_nothing_unfinished",
     ],
@@ -257,14 +260,14 @@ PROMISES = {
     ],
     "a weight that the target strategy does not name": ["cli/test_cli.py::test_a_weight_is_dropped_only_when_told_to"],
     "one that the source lacks": ["cli/test_cli.py::test_a_weight_is_missing_only_when_told_to"],
-    "Optimizer states are dropped or missing without that, and reported": [
+    "Optimizer states are dropped or missing without either, and reported": [
         "plan/test_plan.py::test_not_in_the_target_an_optimizer_state_is_dropped_and_reported",
     ],
     "several checkpoints in the rank directories": [
         "source/test_source.py::test_a_restarted_run_beside_the_first_must_be_chosen",
         "source/test_source.py::test_both_formats_of_one_checkpoint_must_be_chosen_between",
     ],
-    "ranks that are not there, where their replicas are or only others' blocks are wanted: `--partial`": [
+    "missing ranks, if others have their blocks or only others' blocks are wanted: `--partial`": [
         "source/test_source.py::test_some_ranks_may_be_enough_for_some",
     ],
     "0 done, 1 failure, 2 usage, 3 checkpoints or strategies differ, 4 source or strategy incomplete or corrupt, 5"

@@ -23,10 +23,10 @@ BLOCKS = re.findall(r"(?:<!-- run: (\w+) -->\n)?```(\w+)\n(.*?)```", README, re.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which `reshard demo` was run, as the README says."""
+    """The folder that `reshard demo` made, in which the README's commands are typed."""
     folder = tmp_path_factory.mktemp("readme")
     run("reshard demo", folder)
-    return folder
+    return folder / "reshard-demo"
 
 
 def run(script: str, folder: Path, *shell: str) -> str:
@@ -56,9 +56,9 @@ def test_every_other_block_runs(folder: Path) -> None:
         out = run(block, folder, *((sys.executable, "-c") if language == "python" else ()))
         assert out
         ran += 1
-    assert ran == 15
+    assert ran == 9
     whole = sorted((folder / "again").rglob("*.ckpt"))
-    source = sorted((folder / "reshard-demo" / "src_checkpoints").rglob("*.ckpt"))
+    source = sorted((folder / "src_checkpoints").rglob("*.ckpt"))
     assert [*map(helpers.read_rank_file, whole)] == [*map(helpers.read_rank_file, source)]  # there and back again
 
 

@@ -1,4 +1,4 @@
-"""The tutorial's case from real MindSpore files: 8 ranks become 4 with optimizer parallel, and every byte is checked.
+"""The tutorial's example from real MindSpore files: 8 ranks become 4 with optimizer parallel, every byte is checked.
 
 The check knows nothing of plans: target files are parsed by protobuf, and each tensor is compared with a numpy slice of
 the whole tensors that MindSpore put into the network (`demo_data/README.md` tells where the files come from).
@@ -34,7 +34,7 @@ Stored = tuple[str, tuple[int, ...], bytes]  # the type's MindSpore name, the sh
 
 MARK = "reshard-demo.txt"
 _NOTE = """\
-This folder was made by `reshard demo`, which makes it again when it is called again.
+This folder was made by `reshard demo`, which replaces it when it is run again.
 
 src_checkpoints/   8 ranks as MindSpore 2.10 saved them
 src_strategy.ckpt  which rank of these holds which block
@@ -54,7 +54,7 @@ class Checked:
 
 
 def demo(directory: Path, say: Callable[[str], object] = print, command: str = "reshard") -> None:
-    """Make the demo in a folder, check it, and tell what was done and what to type next.
+    """Make the demo in a folder, check it, and report what was done and what to type next.
 
     Args:
         directory: where; it may be a demo's folder already.
@@ -123,7 +123,7 @@ def transform(directory: Path) -> Report:
 
 
 def check(directory: Path) -> Checked:
-    """Hold every tensor of every target rank against a slice of the whole one.
+    """Compare every tensor of every target rank with a slice of the whole one.
 
     What no strategy names (`global_step` and so on) is compared with source rank 0.
 

@@ -38,7 +38,7 @@ _HOMES = {
     name="reshard",
     cls=Border,
     epilog="""
-To see it work on real MindSpore files, and what to type then:
+To see it work on real MindSpore files, and what to type next:
 
   reshard demo
 """,
@@ -47,7 +47,7 @@ To see it work on real MindSpore files, and what to type then:
 )
 @click.version_option(reshard.__version__, prog_name="reshard")
 def cli() -> None:
-    """Cut and join sharded checkpoints of M devices anew for N devices, from the files alone.
+    """Turn the sharded checkpoint of M devices into that of N devices, from the files alone.
 
     No framework and no accelerator is needed, and no tensor is ever whole in memory.
     """
@@ -74,10 +74,10 @@ ranks, files, and groups: ranks, tensors.
 def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading: Any) -> None:
     """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts.
 
-    Headers are read, and with a strategy samples of the contents, to see whether it can be right.
+    Only headers are read, and with a strategy samples of the contents, to check that it can be right.
 
-    Repeated layers are one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors, of
-    all that the row stands for. Without a strategy, several ranks are shown as their files are.
+    Repeated layers share one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors,
+    summed over the row. Without a strategy, several ranks are shown as their files are.
     """
     from reshard.formats.rank_dirs import RANK_PATTERN
     from reshard.source.open import has_several_ranks, is_made, read_headers
@@ -89,9 +89,7 @@ def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading
     known = found_by == {"rank_pattern": RANK_PATTERN, "suffix": None} and is_made(source)
     if unruled and not known and has_several_ranks(source, **found_by):
         files, ranks, notices = read_headers(source, **found_by)
-        say_notices(
-            [*notices, "these are shapes of parts; a strategy (--source-strategy) would tell the whole tensors"]
-        )
+        say_notices([*notices, "these are the shapes of parts; give --source-strategy to see whole tensors"])
         if as_json:
             print_json(rank_files_data(str(source), files, ranks))
         else:
@@ -115,10 +113,10 @@ Example:
 )
 @click.argument("directory", type=TARGET, default="reshard-demo", required=False)
 def demo(directory: Path) -> None:
-    """Make the tutorial's case in DIRECTORY (default: reshard-demo), transform it and check every byte.
+    """Make the example of MindSpore's tutorial in DIRECTORY (default: reshard-demo), transform it and check every byte.
 
     8 ranks that MindSpore saved become 4 ranks with optimizer parallel; each byte of the result is compared
-    with numpy slices of the whole tensors. It then tells what to type next.
+    with numpy slices of the whole tensors. It then shows what to type next.
     """
     from reshard.cli.demo import demo as run_demo
     from reshard.view.text import printable

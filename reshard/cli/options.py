@@ -171,12 +171,12 @@ source_strategy_option = click.option(
 )
 
 memory_option = click.option(
-    "--memory", callback=size, metavar="SIZE", help="The most memory that a run may take, such as 8GB."
+    "--memory", callback=size, metavar="SIZE", help="The most memory that a run may use, such as 8GB."
 )
 suffix_option = click.option(
     "--suffix",
     metavar="SUFFIX",
-    help="Of several checkpoints in a rank's directory, take that whose name ends so.",
+    help="If a rank's directory has several checkpoints, take the one whose name ends with this.",
 )
 rank_pattern_option = click.option(
     "--rank-pattern",
@@ -190,9 +190,7 @@ rank_pattern_option = click.option(
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say what the source is."""
     for option in (
-        click.option(
-            "--partial", is_flag=True, help="The source may lack ranks; blocks that are needed must still be there."
-        ),
+        click.option("--partial", is_flag=True, help="The source may lack ranks, but not the blocks that are needed."),
         click.option(
             "--stage",
             type=click.IntRange(min=0),
@@ -205,8 +203,9 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             multiple=True,
             metavar="NAME=RULE",
             callback=layout_rules,
-            help="How the tensors of this name (or glob) are cut, whatever the strategy says: whole, split:DIM or "
-            "DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect` shows it. May be repeated.",
+            help="How the tensors of this name (or glob) are cut, whatever the strategy says: whole, copy (every rank "
+            "has a value of its own), split:DIM, DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect` "
+            "shows it. May be repeated.",
         ),
         suffix_option,
         rank_pattern_option,
@@ -233,7 +232,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="N",
             help="Only the ranks of this stage of a pipeline target; with --target-strategy of that stage or of all.",
         ),
-        click.option("--link-replicas", is_flag=True, help="Make target files that are equal links to one file."),
+        click.option("--link-replicas", is_flag=True, help="Make equal target files links to one file."),
         click.option(
             "--remove-redundancy", is_flag=True, help="Store each block on one of the ranks that would hold it."
         ),
@@ -243,7 +242,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--format",
             type=click.Choice(["ckpt", "safetensors"]),
-            help="Of the target files.  [default: the source's]",
+            help="Format of the target files.  [default: the source's]",
         ),
         click.option(
             "--prefix",
@@ -297,7 +296,7 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
             multiple=True,
             callback=_casts,
             metavar="OLD=NEW",
-            help="Make all of one dtype another, such as float32=bfloat16, rounded to nearest. May be repeated.",
+            help="Convert one dtype to another, such as float32=bfloat16, rounded to nearest. May be repeated.",
         ),
         click.option(
             "--name-map",
@@ -313,7 +312,7 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--include",
             multiple=True,
             metavar="GLOB[@COUNT]",
-            help="Only tensors of these names; with @COUNT, exactly so many. May be repeated.",
+            help="Only tensors of these names; with @COUNT, exactly that many. May be repeated.",
         ),
         click.option("--weights-only", is_flag=True, help="No optimizer states, global_step and the like."),
     ):
@@ -360,45 +359,49 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapped: Callable[..., Any] = runs
     for option in (
-        click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
+        click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
         json_option,
         click.option(
             "--cluster",
             metavar="ADDRESS",
             callback=cluster_address,
-            help="Run on the dask cluster of a scheduler such as tcp://10.0.0.1:8786, whose workers reach SOURCE and "
-            "TARGET by the same paths; or on local, local:4, worker processes of this machine.",
+            help="Run on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786; its workers "
+            "reach SOURCE and TARGET by the same paths. Or local, local:4: worker processes of this machine.",
         ),
         click.option(
-            "--scheduler", type=click.Choice(["threads", "synchronous"]), help="Of the dask graph.  [default: threads]"
+            "--scheduler",
+            type=click.Choice(["threads", "synchronous"]),
+            help="Scheduler of the dask graph.  [default: threads]",
         ),
         click.option(
             "--threads",
             type=click.IntRange(min=1),
             metavar="N",
-            help="How many; in each worker of a local cluster.  [default: one a processor, at most 4]",
+            help="Number of threads; of a local cluster, in each worker.  [default: one per processor, at most 4]",
         ),
         click.option(
             "--fsync/--no-fsync",
             default=True,
-            help="Have each file on the disk before it gets its name.  [default: yes]",
+            help="Sync each file to disk before it gets its name; without, there are no checksums.  [default: yes]",
         ),
         click.option(
             "--drop-cache/--no-drop-cache",
             default=None,
-            help="Leave nothing of what is read and written in the page cache.  [default: where source and target "
-            "together are larger than memory]",
+            help="Keep what is read and written out of the page cache.  [default: if source and target together are "
+            "larger than memory]",
         ),
         click.option(
             "--write-manifest",
             type=WRITE_PLACE,
             metavar="FILE",
             help="Write checksums of the target files into FILE, for `reshard verify --manifest`; what is written now "
-            "is not read for it.",
+            "is not read again for it.",
         ),
-        click.option("--overwrite", is_flag=True, help="Replace target files that exist, and FILE."),
         click.option(
-            "--restart", is_flag=True, help="Forget what an earlier run left in TARGET, and replace what it finished."
+            "--overwrite", is_flag=True, help="Replace target files that exist, and the FILE of --write-manifest."
+        ),
+        click.option(
+            "--restart", is_flag=True, help="Start over: forget what an earlier run left in TARGET, and replace it."
         ),
         click.option("--dry-run", is_flag=True, help="Print what would be read and written, and write nothing."),
     ):

@@ -41,7 +41,7 @@ Example:
   reshard plan src_checkpoints --source-strategy src_strategy.ckpt \\
       --target-strategy dst_strategy.ckpt -o plan.json
 {KEYS}""",
-    short_help="Show what a transformation would do, and save it to be run elsewhere.",
+    short_help="Show what a transformation would do, and save the plan.",
 )
 @click.argument("source", type=READ)
 @click.argument("target", type=TARGET, required=False)
@@ -64,7 +64,7 @@ Example:
 )
 @selection_options
 @json_option
-@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 def plan(
     source: Path,
     target: Path | None,
@@ -82,8 +82,8 @@ def plan(
 ) -> None:
     """Show what `reshard transform` (or `unify`, with --style) would do to the checkpoint SOURCE.
 
-    With -o it is saved, and `reshard run` does it, here or on another machine that has the same files. The plan file
-    holds no weights and no key. TARGET, a path below the directory in which it is run, may be given then too.
+    With -o the plan is saved, for `reshard run` here or on another machine that has the same files. The plan file holds
+    no weights and no key. TARGET may be saved in it too, as a path below the directory in which it is run.
     """
     from reshard.plan import planfile as plan_file
     from reshard.view.data import report_data
@@ -143,7 +143,7 @@ Example:
 
   reshard run plan.json dst_checkpoints --source /mnt/src_checkpoints
 {KEYS}""",
-    short_help="Do what a plan file says.",
+    short_help="Carry out a saved plan.",
 )
 @click.argument("plan_file", type=READ, metavar="PLAN")
 @click.argument("target", type=TARGET, required=False)
@@ -151,13 +151,13 @@ Example:
     "--source",
     type=READ,
     metavar="SOURCE",
-    help="Where the source is, if it is not where it was planned: a directory with the same files below it.",
+    help="Where the source is, if not where it was planned: a directory with the same files below it.",
 )
 @run_options
 def run(plan_file: Path, target: Place | None, source: Path | None, running: Running) -> None:
-    """Write below TARGET what was planned by `reshard plan`, which saved it in the file PLAN.
+    """Carry out the plan that `reshard plan` saved in the file PLAN, and write below TARGET.
 
-    The source must be what it was then: every file is compared by its size, all that its header says, and some pages of
+    The source must be what it was then: every file is compared by its size, everything in its header, and some pages of
     its contents (its time may differ). What would be written is compared with what was planned; if anything
     differs, nothing is written.
     """

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
 
 _output = click.option(
-    "-o", "--output", type=WRITE, required=True, metavar="FILE", help="Where to; JSON if it ends with .json."
+    "-o",
+    "--output",
+    type=WRITE,
+    required=True,
+    metavar="FILE",
+    help="The file to write; JSON if its name ends with .json.",
 )
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 
@@ -69,7 +74,7 @@ Example:
 @_output
 @_overwrite
 def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
-    """Merge the strategy files of a pipeline's ranks, which are in DIRECTORY, into one file."""
+    """Merge the strategy files of a pipeline's ranks in DIRECTORY into one file."""
     if output.parent.resolve() == directory.resolve():
         raise UsageError(f"{output}: is in {directory}, whose every file is taken for a rank's; choose another place")
     refuse_existing(output, overwrite=overwrite)
@@ -98,16 +103,20 @@ or, in place of mesh and rules, what the network's operators are given:
   operators:
     "layer1.weight": {matmul: [[2, 1], [1, 2]], transpose_b: false}
 """,
-    short_help="Make the file of a network that is not compiled.",
+    short_help="Make a strategy file without compiling the network.",
 )
 @click.argument("rules", type=READ)
 @click.option(
-    "--like", type=READ, required=True, metavar="CHECKPOINT", help="Has the tensors' names, shapes and dtypes."
+    "--like",
+    type=READ,
+    required=True,
+    metavar="CHECKPOINT",
+    help="The checkpoint that has the tensors' names, shapes and dtypes.",
 )
 @source_options
 @_output
 @_overwrite
-@click.option("--predict", is_flag=True, help="Leave out the states of the optimizer, which a predict network lacks.")
+@click.option("--predict", is_flag=True, help="Leave out optimizer states, which a network for prediction lacks.")
 def make_strategy(
     rules: Path,
     like: Path,
@@ -117,7 +126,7 @@ def make_strategy(
     predict: bool,
     **reading: Any,
 ) -> None:
-    """Make a strategy file from RULES, a YAML file, in place of compiling a network for it.
+    """Make a strategy file from RULES, a YAML file, without compiling the network.
 
     Tensors that no rule matches are whole on every device of a stage; optimizer states go with their weights. What the
     source strategy does not name (global_step and the like) is left out unless a rule matches it.
@@ -158,10 +167,10 @@ blocks and fields (name, stage, a, b).
 @click.argument("b", type=STRATEGY)
 @json_option
 def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
-    """Compare the strategies A and B: tensors of one only, and layouts that differ.
+    """Compare the strategies A and B: tensors that only one names, and layouts that differ.
 
-    Layouts may differ in nothing but how they are written: every rank holds the same block. That is reported, and is
-    not a difference.
+    Layouts that are only written differently, so that every rank holds the same block, are reported, and are not a
+    difference.
     """
     from reshard.strategy.diff import diff
 

@@ -1,4 +1,4 @@
-"""`reshard verify`: is a checkpoint all there, is it what another became, are its files what they were."""
+"""`reshard verify`: is a checkpoint complete, is it what another became, are its files unchanged."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     wrapped: Callable[..., Any] = reading
     for option in (
         click.option("--target-partial", is_flag=True, help="TARGET may lack ranks, or files of the manifest."),
-        click.option("--target-stage", type=click.IntRange(min=0), metavar="N", help="TARGET is one of a pipeline."),
+        click.option("--target-stage", type=click.IntRange(min=0), metavar="N", help="As --stage, for TARGET."),
         click.option(
             "--target-layout", "target_layouts", multiple=True, metavar="NAME=RULE", callback=layout_rules,
-            help="How tensors of TARGET are cut, as --layout.",
+            help="As --layout, for TARGET.",
         ),
-        click.option("--target-suffix", metavar="SUFFIX", help="Of several checkpoints in TARGET, as --suffix."),
+        click.option("--target-suffix", metavar="SUFFIX", help="As --suffix, for TARGET."),
         click.option(
             "--target-rank-pattern", metavar="PATTERN", default=RANK_PATTERN, show_default=True,
             help="Where a rank's files are below TARGET.",
@@ -95,7 +95,7 @@ Examples:
   reshard verify dst_checkpoints --manifest dst.json
 
 Exits with 0 if all is as it should be, with 3 if something differs, and with 4
-if TARGET or SOURCE is incomplete or not sound.
+if TARGET or SOURCE is incomplete or corrupt.
 
 The object of --json has the keys target, against, equal, ranks, files, tensors,
 copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
@@ -126,33 +126,40 @@ index_in_block, count, found, expected, reference.
     "--sample",
     callback=_share,
     metavar="SHARE",
-    help="Compare so many of the rows, such as 5%, chosen at random; of every tensor some.",
+    help="Compare only this share of the rows, such as 5%, chosen at random; some of every tensor.",
 )
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Of the choice.  [default: a new one]")
+@click.option(
+    "--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the random choice.  [default: a new one]"
+)
 @click.option(
     "--manifest",
     type=READ_PLACE,
     metavar="FILE",
     help="Compare the files of TARGET with the sizes and checksums in FILE; needs no strategy.",
 )
-@click.option("--write-manifest", type=WRITE_PLACE, metavar="FILE", help="Read the files of TARGET, and write FILE.")
+@click.option(
+    "--write-manifest",
+    type=WRITE_PLACE,
+    metavar="FILE",
+    help="Read the files of TARGET, and write their checksums into FILE.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--memory", callback=size, metavar="SIZE", help="The most memory that it may take, such as 512MB.")
+@click.option("--memory", callback=size, metavar="SIZE", help="The most memory that it may use, such as 512MB.")
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
-    help="How many.  [default: one a processor, at most 4]",
+    help="Number of threads.  [default: one per processor, at most 4]",
 )
 @click.option(
     "--cluster",
     metavar="ADDRESS",
     callback=cluster_address,
-    help="Compare on the dask cluster of a scheduler such as tcp://10.0.0.1:8786, whose workers reach both by the same "
-    "paths; or on local, local:4, worker processes of this machine.",
+    help="Compare on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786; its workers "
+    "reach both by the same paths. Or local, local:4: worker processes of this machine.",
 )
 @json_option
-@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 def verify(
     target: Place,
     source: Place | None,
@@ -173,15 +180,15 @@ def verify(
     quiet: bool,
     **reading: Any,
 ) -> None:
-    """Check the checkpoint TARGET: that it is all there; that every bit of it is SOURCE's; that its files are unharmed.
+    """Check the checkpoint TARGET: that it is complete, that every bit is that of SOURCE, that its files are unchanged.
 
-    Alone, what this program wrote is compared bit for bit with what it was made from, which the ledger in TARGET tells;
-    or where that is not there any more, with the sizes and checksums in the ledger.
+    Without other options, what reshard wrote is compared bit for bit with the source that the ledger in TARGET names;
+    if that is gone, with the sizes and checksums in the ledger.
 
     Without a ledger, --against or --manifest only headers are read: every rank is there and has what the strategy gives
-    it, every block is there and covers its tensor once, names and shapes are as the strategy says. With --against
-    SOURCE the two are compared whatever their layouts and formats, as a conversion with the same options would have
-    made TARGET on every rank, and replicas with each other. Two directories of the same ranks need no strategies.
+    it, every block is there and covers its tensor once, names and shapes are those of the strategy. With --against
+    SOURCE every rank of TARGET is compared with what a conversion with the same options would make, whatever the two
+    layouts and formats, and replicas with each other. Two directories of the same ranks need no strategies.
     """
     from reshard.verify.verify import opened
     from reshard.verify.verify import verify as verified

@@ -68,7 +68,7 @@ Example:
   reshard transform src_checkpoints dst_checkpoints \\
       --source-strategy src_strategy.ckpt --target-strategy dst_strategy.ckpt
 {KEYS}""",
-    short_help="Write a checkpoint anew, cut as another strategy says.",
+    short_help="Convert a checkpoint to another sharding strategy.",
 )
 @click.argument("source", type=READ_PLACE)
 @click.argument("target", type=TARGET_PLACE)
@@ -78,8 +78,8 @@ Example:
     "--via-zarr",
     type=TARGET_PLACE,
     metavar="STORE",
-    help="Unify into this zarr store first, then cut TARGET from it. A finished one of the same source is used as it "
-    "is; SOURCE may be gone then.",
+    help="Unify into this zarr store first, then make TARGET from it. A finished store of the same source is used as "
+    "it is, even if SOURCE is gone.",
 )
 @selection_options
 @run_options
@@ -94,7 +94,7 @@ def transform(
     running: Running,
     **reading: Any,
 ) -> None:
-    """Write the checkpoint SOURCE anew below TARGET, cut as another strategy says.
+    """Convert the checkpoint SOURCE to another sharding strategy, and write it below TARGET.
 
     SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a zarr store, or one file of whole tensors. Target
     files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
@@ -211,11 +211,11 @@ Example:
   reshard convert src_checkpoints src_safetensors --format safetensors
   reshard convert net.ckpt net.safetensors --format safetensors
 {KEYS}""",
-    short_help="Write every file anew in another format.",
+    short_help="Convert every file to another format.",
 )
 @click.argument("source", type=READ_PLACE)
 @click.argument("target", type=TARGET_PLACE)
-@click.option("--format", type=click.Choice(["ckpt", "safetensors"]), required=True, help="Of the target files.")
+@click.option("--format", type=click.Choice(["ckpt", "safetensors"]), required=True, help="Format of the target files.")
 @rank_pattern_option
 @suffix_option
 @drop_option("Entries that may be left out because they cannot be converted. May be repeated.")
@@ -229,9 +229,9 @@ def convert(
     drop: tuple[str, ...],
     running: Running,
 ) -> None:
-    """Write every file of the checkpoint SOURCE anew below TARGET in another format; nothing is cut or joined.
+    """Convert every file of the checkpoint SOURCE to another format, below TARGET; nothing is cut or joined.
 
-    Files keep their places and names but for the extension. Where SOURCE is one file, TARGET is one too. No strategy is
+    Files keep their places and names except for the extension. If SOURCE is one file, so is TARGET. No strategy is
     needed.
     """
     from reshard.plan.make import plan_convert

@@ -85,7 +85,7 @@ class ZarrGroup:
         chunk_bytes: the most bytes in a chunk; None for chunks that follow the source's blocks.
         shard_bytes: the most bytes of chunks in a shard; 0 for no shards; None for shards where chunks are small.
         compression: None, or `zstd` with a level, as in `zstd:3` (the level is 0, zstd's own choice, if left out).
-        times: note the times of the source files too, so that a later run can tell whether they changed. Without
+        times: note the times of the source files too, so that a later run can see whether they changed. Without
             them the same source gives the same bytes, wherever it lies.
 
     Raises:

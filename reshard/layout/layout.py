@@ -262,11 +262,11 @@ class Layout:
         return grid(shape, ((self, 0),))
 
     def picture(self, shape: Shape | None = None, target: Layout | None = None) -> Picture:
-        """Draw which rank of the stage holds which block, and beside it the same for another layout.
+        """Draw which rank of the stage holds which block, and next to it the same for another layout.
 
         Args:
             shape: the whole tensor's; by default the least that the layouts divide, in units of blocks.
-            target: the layout to be drawn beside it.
+            target: the layout to draw next to it.
 
         Raises:
             LayoutError: the shape does not divide, or the layouts have different numbers of dimensions.

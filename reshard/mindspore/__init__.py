@@ -1,12 +1,12 @@
 """MindSpore's checkpoint functions under its own names: `import reshard.mindspore as ms`.
 
-The functions take MindSpore 2.10's arguments and mean what they mean there; no MindSpore is needed. Where it fails or
-is silently wrong, these work: each function's page says so. Arguments that only make sense on a device are accepted
-and explained.
+The functions take MindSpore 2.10's arguments with MindSpore's meaning; MindSpore itself is not needed. Where it fails
+or is silently wrong, these work: each function's docstring says so. Arguments that only make sense on a device are
+accepted and explained.
 
-Beside MindSpore, the functions take its own objects wherever they take ours: Tensors, Parameters, dicts and lists of
-them, Cells, dtypes, layouts. What they return is ours. MindSpore does not take ours; `load_param_into_net` here gives
-them to a Cell, and `mindspore.Parameter(mindspore.Tensor(p.asnumpy()), name=p.name)` makes its own of one, bfloat16
+With MindSpore installed, the functions take its own objects wherever they take ours: Tensors, Parameters, dicts and
+lists of them, Cells, dtypes, layouts. They return ours, which MindSpore does not take; `load_param_into_net` here loads
+them into a Cell, and `mindspore.Parameter(mindspore.Tensor(p.asnumpy()), name=p.name)` converts one, bfloat16
 included (of Int4, `mindspore.Tensor(p.asnumpy(), dtype=mindspore.qint4x2)`).
 
 >>> import reshard.mindspore as ms

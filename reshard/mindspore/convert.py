@@ -49,18 +49,18 @@ def ckpt_to_safetensors(
 
     Args:
         file_path: a `.ckpt` file, or a directory whose `rank*` directories hold some.
-        save_path: the directory for the results; by default they are put beside the sources. From a directory, the
+        save_path: the directory for the results; by default they are put next to the sources. From a directory, the
             rank directories are made below it.
         name_map: old name to new name; those of other tensors stay. All apply at once, so two may be swapped. (That of
             `load_distributed_checkpoint` goes from the network's name to the file's.)
-        file_name_regex: convert only files whose name it is found in.
-        processes_num: how many threads (MindSpore: processes) work.
+        file_name_regex: convert only files in whose names it is found.
+        processes_num: the number of threads (MindSpore: processes).
         dec_key: the key of encrypted files, with the `crypto` extra; not in MindSpore.
         dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
 
     Raises:
-        ValueError: no such file or directory, nothing in it to convert, `save_path` is no directory, the name map gives
-            one name to two tensors, a file is corrupt, encrypted, or not with this key.
+        ValueError: no such file or directory, nothing in it to convert, `save_path` is not a directory, the name map
+            gives one name to two tensors, a file is corrupt, encrypted, or not with this key.
     """
     cipher = None if dec_key is None else Cipher(dec_mode, dec_key)
     _convert(file_path, save_path, name_map, file_name_regex, processes_num, "safetensors", cipher)

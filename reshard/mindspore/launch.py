@@ -95,7 +95,7 @@ def get_rank(group: str = _WORLD) -> int:  # noqa: ARG001 -- MindSpore's signatu
         group: accepted; there is one group, of all processes.
 
     Raises:
-        UsageError: the environment variable is no number, or not below the number of processes.
+        UsageError: the environment variable is not a number, or not below the number of processes.
     """
     return _rank_and_size()[0]
 
@@ -107,7 +107,7 @@ def get_group_size(group: str = _WORLD) -> int:  # noqa: ARG001 -- MindSpore's s
         group: accepted; there is one group, of all processes.
 
     Raises:
-        UsageError: the environment variable is no number, or not above this process's rank.
+        UsageError: the environment variable is not a number, or not above this process's rank.
     """
     return _rank_and_size()[1]
 

@@ -55,7 +55,7 @@ def load_param_into_net(
         checkpoint that were not used.
 
     Raises:
-        TypeError: `net` has no named parameters, or `parameter_dict` is no dict of parameters.
+        TypeError: `net` has no named parameters, or `parameter_dict` is not a dict of parameters.
         RuntimeError: a shape, dtype or integer does not fit (a `NetworkError`).
 
     >>> net = {"w": Parameter([[0.0, 0.0]], "w"), "b": Parameter([0.0], "b")}

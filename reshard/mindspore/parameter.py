@@ -62,7 +62,7 @@ class Tensor:
     """An array with a shape and a dtype.
 
     Args:
-        input_data: an array, a Tensor, here or MindSpore's or torch's, a number, or nested lists of numbers. Arrays
+        input_data: an array, a Tensor (ours, MindSpore's or torch's), a number, or nested lists of numbers. Arrays
             are copied, as MindSpore does.
         dtype: the dtype to convert to: one of this module, of MindSpore, or anything that numpy takes for one. By
             default that of the array; without one, int64 for integers and float32 for floats, as MindSpore has it.
@@ -72,7 +72,7 @@ class Tensor:
         kind: their entry in `reshard`'s dtype table, which knows their name in each file format.
 
     Raises:
-        TypeError: the data is no array of numbers, or of a kind that no checkpoint holds.
+        TypeError: the data is not an array of numbers, or of a kind that no checkpoint holds.
 
     >>> tensor = Tensor(np.array([[1, 2], [3, 4]], np.float16))
     >>> tensor.shape, tensor.dtype == float16, tensor.asnumpy()[1].tolist()
@@ -204,15 +204,15 @@ class Parameter(Tensor):
     Args:
         default_input: the value, as for `Tensor`. An integer becomes int32 here, as in MindSpore.
         name: `Parameter#0` and so on if it is not given, as in MindSpore.
-        requires_grad: kept and handed out; nothing is trained here.
-        layerwise_parallel: kept and handed out: this parameter is split by the network itself (r1.5).
-        parallel_optimizer: kept and handed out.
+        requires_grad: kept and returned; nothing is trained here.
+        layerwise_parallel: kept and returned: this parameter is split by the network itself (r1.5).
+        parallel_optimizer: kept and returned.
         storage_format: accepted; says how a device arranges the bytes.
         device: accepted; everything is in the memory of the host.
 
     Raises:
-        TypeError: the value is no array of numbers.
-        ValueError: the name is no string.
+        TypeError: the value is not an array of numbers.
+        ValueError: the name is not a string.
 
     >>> weight = Parameter(Tensor(np.ones((4, 8), np.float32)), "weight")
     >>> weight

@@ -66,11 +66,11 @@ def load_checkpoint(
         ckpt_file_name: the file, whose name must end with the format; or a BytesIO (safetensors only).
         net: what to load the parameters into, as `load_param_into_net` does.
         strict_load: as for `load_param_into_net`.
-        filter_prefix: leave out the names that begin so; `choice_func` is not asked where a prefix is given.
+        filter_prefix: leave out the names that begin with this; `choice_func` is not asked where a prefix is given.
         dec_key: the key of an encrypted `.ckpt` file, with the `crypto` extra.
         dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-        specify_prefix: load only the names that begin so.
-        choice_func: tells for a name whether to load it.
+        specify_prefix: load only the names that begin with this.
+        choice_func: called with a name; returns whether to load it.
         crc_check: compare the CRC-32 that the file carries; a file without one is reported in the log.
         remove_redundancy: accepted. MindSpore fetches what a de-duplicated file lacks from the other devices; here
             those parameters stay unloaded and are listed. Convert the whole set to have every rank's file complete.
@@ -211,7 +211,7 @@ def save_checkpoint(
         append_dict: more entries: numbers, bools, text, Parameters, Tensors or arrays by name.
         enc_key: encrypt the file with this key (`ckpt` only), with the `crypto` extra.
         enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-        choice_func: tells for a name of `save_obj` whether to save it.
+        choice_func: called with a name of `save_obj`; returns whether to save it.
         crc_check: store the CRC-32 of the contents in the file.
         format: `ckpt` or `safetensors`.
         kwargs: `remove_redundancy` (a bool) marks a safetensors file as de-duplicated or not; `incremental` and

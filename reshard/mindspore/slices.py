@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 
 def merge_sliced_parameter(sliced_parameters: list[Any], strategy: Mapping[str, Any] | None = None) -> Parameter:
-    """Put the slices of a parameter together to the whole one.
+    """Join the slices of a parameter into the whole one.
+
+    Unlike MindSpore's it is right under optimizer sharding and nested tensor maps.
 
     Args:
         sliced_parameters: the slices, in order of their ranks in the stage: Parameters, here or MindSpore's own.
@@ -53,7 +55,7 @@ def merge_sliced_parameter(sliced_parameters: list[Any], strategy: Mapping[str, 
         The whole parameter, one of ours, with the name, `requires_grad` and `layerwise_parallel` of the first slice.
 
     Raises:
-        TypeError: `sliced_parameters` is no list of Parameters, or `strategy` is no dict.
+        TypeError: `sliced_parameters` is not a list of Parameters, or `strategy` is not a dict.
         ValueError: the list is empty, the slices do not belong together, or the layout does not describe them.
         KeyError: the strategy does not name the parameter.
 

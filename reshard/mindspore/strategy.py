@@ -153,7 +153,7 @@ def build_searched_strategy(strategy_filename: PathLike | None) -> dict[str, Par
             a merged file are `<stage>-<name>`. None gives None, as in MindSpore.
 
     Raises:
-        ValueError: the file is missing, empty, no strategy file, or names no parameter (for which MindSpore returns
+        ValueError: the file is missing, empty, not a strategy file, or names no parameter (for which MindSpore returns
             an empty dict, and merges slices as if they were not laid out at all).
         TypeError: `strategy_filename` is not a path.
 
@@ -203,10 +203,12 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
 def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -> dict[str, tuple[Group, ...]]:
     """Return, for each parameter, the groups of ranks that hold the same block of it.
 
+    Unlike MindSpore's it reads a second nested entry of a tensor map; groups made without it would lose data.
+
     Args:
         layout_obj: a strategy file, protobuf or JSON, or a directory of those of a pipeline's ranks; a dict by name of
             what `build_searched_strategy` returns, of `Layout`, or of MindSpore's `parameter_layout_dict` (a parameter
-            with an optimizer group needs its slice shape and full shape there, which tell the number of pieces); or
+            with an optimizer group needs its slice shape and full shape there, which give the number of pieces); or
             a network (anything with `parameters_and_names`): by its `parameter_layout_dict`, if it was compiled in
             parallel; every process has whole what that does not name (MindSpore takes all for whole).
         initial_rank: the rank from which a stage's ranks are counted. By default that of this process's stage. Of
@@ -217,7 +219,7 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
         The groups of each parameter, sorted by its name; `<stage>-<name>` of a merged file.
 
     Raises:
-        ValueError: the file cannot be read, a layout contradicts itself, or does not tell the optimizer's pieces.
+        ValueError: the file cannot be read, a layout contradicts itself, or does not give the optimizer's pieces.
         TypeError: `layout_obj` is of another kind.
 
     >>> get_parameter_redundancy({"bias": Layout.of([2, 2], [-1]), "weight": Layout.of([2, 2], [-1, 0])})
@@ -293,13 +295,13 @@ def remove_param_redundancy(
 def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: PathLike) -> str | None:
     """Find a checkpoint file for this process's rank: its own, or that of a rank which holds the very same blocks.
 
-    The path says `rank_<r>` somewhere, in which the other ranks' numbers are tried, ascending; a path that does not
+    The path has `rank_<r>` somewhere, in which the other ranks' numbers are tried, ascending; a path that does not
     is returned itself if it exists. The rank is this process's (`get_rank`).
 
-    MindSpore takes any file that exists. Here one that is cut short, as a failed node leaves it, is passed over with
-    a warning; only contents are not looked at. And a rank counts as holding the same only if it does for every
-    parameter but `accu_grads*` and `inputs*`, whatever the groups are; MindSpore gives up where no group is within
-    all others, and overlooks parameters whose groups it lost (`get_parameter_redundancy`).
+    MindSpore takes any file that exists, and `rank_12` for `rank_1`. Here a file that is cut short, as a failed node
+    leaves it, is passed over with a warning; only contents are not looked at. And a rank counts as holding the same
+    only if it does for every parameter but `accu_grads*` and `inputs*`, whatever the groups are; MindSpore gives up
+    where no group is within all others, and overlooks parameters whose groups it lost (`get_parameter_redundancy`).
 
     Args:
         cur_ckpt_path: the file that this rank needs.

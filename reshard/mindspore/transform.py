@@ -90,7 +90,7 @@ def transform_checkpoints(
         process_num: how many threads (MindSpore: processes) work, no more than there are processors. Each needs
             about 10 MB of memory.
         output_format: `ckpt` or `safetensors`.
-        file_suffix: take the files whose names end so, where a rank has several; not in MindSpore.
+        file_suffix: take the files whose names end with this, where a rank has several; not in MindSpore.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -152,8 +152,8 @@ def transform_checkpoint_by_rank(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a file is not there, the file name ends otherwise, the target has no such rank, a source rank that
-            is needed is not given, one is given that the strategy does not have, files whose paths are of other
+        ValueError: a file is missing, the file name has another extension, the target has no such rank, a source rank
+            that is needed is not given, one is given that the strategy does not have, files whose paths are of other
             ranks than their keys, files that contradict the strategy, a strategy that is of another model.
         TargetError: the file to write is one of the source files, or of the strategy files.
     """
@@ -264,11 +264,11 @@ def load_segmented_checkpoints(
         ckpt_file_dir: the directory of one rank.
         net: what to load the parameters into, as `load_param_into_net` does.
         strict_load: as for `load_param_into_net`.
-        filter_prefix: leave out the names that begin so; `choice_func` is not asked where a prefix is given.
+        filter_prefix: leave out the names that begin with this; `choice_func` is not asked where a prefix is given.
         dec_key: the key of encrypted `.ckpt` files, with the `crypto` extra.
         dec_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-        specify_prefix: load only the names that begin so.
-        choice_func: tells for a name whether to load it.
+        specify_prefix: load only the names that begin with this.
+        choice_func: called with a name; returns whether to load it.
 
     Returns:
         The parameters by name; text entries are `str`.

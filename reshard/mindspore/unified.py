@@ -86,7 +86,7 @@ def unified_safetensors(
 
     What the strategy names goes to the parts, which are as many as MindSpore makes (one for each begun 3 GiB) and
     filled evenly; `accu_grads*` is left out, as in MindSpore. What it does not name goes to `hyper_param.safetensors`.
-    Which part a tensor is in says `param_name_map.json`, which is written last. Files that exist are replaced.
+    `param_name_map.json`, which is written last, says which part a tensor is in. Files that exist are replaced.
 
     Unlike MindSpore's it takes `.ckpt` files too.
 
@@ -97,7 +97,7 @@ def unified_safetensors(
         dst_dir: the directory for the results; it is made.
         merge_with_redundancy: accepted. MindSpore asks whether every replica is stored; here the files say
             what each has.
-        file_suffix: take the files whose names end so, where a rank has several.
+        file_suffix: take the files whose names end with this, where a rank has several.
         max_process_num: the most threads (MindSpore: processes) that work; four are taken at most, as more would
             wait for the same disk.
         choice_func: is asked about every name of the strategy but `accu_grads*`: True keeps the tensor, False leaves

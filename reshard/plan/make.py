@@ -52,7 +52,7 @@ def plan(
 
     Args:
         source: the checkpoint to convert.
-        target: which rank shall hold which block; None for one rank of whole tensors.
+        target: which rank is to hold which block; None for one rank of whole tensors.
         format: `safetensors` or `ckpt`; by default the source's, and safetensors where that is mixed or zarr. `zarr`
             for one group of whole tensors, without a target strategy.
         prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank where the source
@@ -60,14 +60,14 @@ def plan(
         files: another way to lay out the target's files (see `target_files`), such as a unified set or a `ZarrGroup`.
         ranks: only these ranks of the target; by default all.
         stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it,
-            where it, or the files that were beside it, tell that there are others; what it does not name is dropped.
-        selection: less than all tensors, under other names, as other dtypes.
-        drop: globs of weights that the target may lack though the source has them; beside the selection's.
+            where it, or the files that were next to it, show that there are others; what it does not name is dropped.
+        selection: which tensors, under which names, as which dtypes.
+        drop: globs of weights that the target may lack though the source has them; added to the selection's.
         allow_missing: globs of weights that the source may lack though the target has them; likewise.
         remove_redundancy: store each block of a listed tensor on one of the ranks that would hold it.
         link_replicas: make target files that are equal in every byte links to one file: copies that share their
             blocks where the file system has them, else hard links.
-        memory: resident memory in bytes that a run may take at its peak; by default about 100 MB are enough, and some
+        memory: resident memory in bytes that a run may use at its peak; by default about 100 MB are enough, and some
             kB a tensor.
         threads: the most threads that a run may have, fewer where `memory` is for fewer; by default 4.
 
@@ -76,7 +76,7 @@ def plan(
             Also a target layout that does not fit a tensor's shape, or a source that seems to be one rank of several.
         StrategyError: the target is one stage of a pipeline and `stage` is not given, or has no such stage.
         BudgetError: `memory` is too little; the error names the least that works.
-        UsageError: unknown format, rank or an unsound prefix.
+        UsageError: an unknown format or rank, or an invalid prefix.
     """
     if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
         raise UsageError(f"source is {source!r}; expected a Checkpoint: open it with reshard.open")

@@ -212,7 +212,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """All that a conversion will do.
+    """Everything that a conversion will do.
 
     Attributes:
         source: the checkpoint that is read.
@@ -228,9 +228,9 @@ class Plan:
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
         texts: target name to value of the `str` entries, which every rank gets.
-        notices: what a user should know though it is no error.
+        notices: warnings for the user.
         request: what was asked for; None where the plan was put together from others.
-        coding: how the target files are coded; None where their contents are plain.
+        coding: how the target files are encoded; None where their contents are plain.
         exclusive: the target directory may have nothing else in it.
         memory: what the prediction of memory consists of (see `budget`).
         digests: what tells the making of each file from that of others, for its name until it is finished: where that
@@ -273,7 +273,7 @@ class Plan:
         return dict(self.memory)
 
     def coded(self, file: TargetFile) -> tuple[str, ...]:
-        """Return what tells how a target file is coded; nothing of one whose contents are plain."""
+        """Return what says how a target file is encoded; nothing for one whose contents are plain."""
         found = self.coding and self.coding.of(file.path)
         return (found,) if found else ()
 
@@ -346,7 +346,7 @@ class Plan:
         ownership: str | None = None,
         progress: Callable[[Progress], None] | bool | None = None,
     ) -> Report:
-        """Write the target files below a directory: `reshard.run.run`, which tells of the options and errors.
+        """Write the target files below a directory: see `reshard.run.run` for options and errors.
 
         `progress=True` shows a bar, in a notebook or on a terminal.
         """

@@ -247,7 +247,7 @@ def read_plan(
         cipher: decrypts the source's files; a plan file holds no key.
 
     Raises:
-        PlanError: the file is not sound, or this version would do something else than was planned.
+        PlanError: the file is not valid, or this version would do something else than was planned.
         SourceError, TargetError: the source is not there, or is not the one that was planned with.
         UsageError: the source is encrypted and no key is given.
     """

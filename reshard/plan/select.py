@@ -39,7 +39,7 @@ _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tensors are wanted, under which names, as which dtypes.
+    """Which tensors are selected, under which names, as which dtypes.
 
     A pattern is a glob of source names; `layers.*.wq.weight@32` must match exactly 32 tensors. Every pattern must
     match at least one.
@@ -56,7 +56,7 @@ class Selection:
         allow_missing: globs of weights that the source may lack.
 
     Raises:
-        UsageError: an unknown dtype, a cast or a map of names that cannot be meant; all at once.
+        UsageError: an unknown dtype, a cast or a map of names that contradicts itself; all at once.
 
     >>> Selection(names={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
     {'layers.3.wq': 'model.3.q_proj', 'adam_m.layers.3.wq': 'adam_m.model.3.q_proj'}

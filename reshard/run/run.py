@@ -153,17 +153,17 @@ def run(
         threads: how many; by default one for each available processor. No more than the plan is made for
             (`Plan.threads`; 4 unless `plan` is asked for another number), or it would take more memory
             than was predicted.
-        fsync: have every file on the disk before it gets its name.
-        drop_cache: leave nothing of what is read and written in the page cache, so that other programs keep theirs and
-            the kernel is not swamped; by default where source and target together are larger than memory.
+        fsync: sync every file to disk before it gets its name.
+        drop_cache: keep what is read and written out of the page cache, so that other programs keep theirs and the
+            kernel is not swamped; by default where source and target together are larger than memory.
         overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same plan
             made them from the same sources.
         restart: forget what an earlier run left in the target, and replace the files that it finished.
-        checksums: sum up (CRC-32C) what is written, so that an interrupted run can be resumed, and for
+        checksums: compute CRC-32C of what is written, so that an interrupted run can be resumed, and for
             `Report.manifest`; by default as `fsync`.
         journal: keep a ledger in `.reshard` in the target: what is written, and which run writes it. Without it,
-            nothing can be resumed, and the files that an earlier run finished count as anybody's; there are locks for
-            the time of the run, where the file system has any. At a URL only complete files are of use to the next
+            nothing can be resumed, and the files that an earlier run finished count like any others; there are locks
+            during the run, where the file system has any. At a URL only complete files are of use to the next
             run. A zarr store has no ledger in it once it is finished.
         ownership: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
             By default `file` where the target is at a URL, `tensor` elsewhere.

@@ -181,14 +181,14 @@ class Checkpoint(Mapping[str, Any]):
         ranks: the rank of each file, in the same order.
         strategy: the strategy that said which rank holds which block; None for a source of whole tensors.
         part: the pipeline stage, where the source is one stage of a longer pipeline; else None.
-        notices: what was noticed when it was opened and is no error.
+        notices: warnings from opening it.
         unreadable: names in the files that cannot be converted, with the reason.
         cipher: decrypts the files; None where they are plain.
-        partial: it was opened though the files of some ranks may not be there.
+        partial: it was opened though the files of some ranks may be missing.
         left_out: names in the files that `sel` did not choose.
         decoding: reads the chunks of a zarr store that are not plain bytes; None where all are.
         looked: how much of the contents was looked at when it was opened; None where nothing was.
-        lone_rank: why its tensors, which are taken for whole ones, seem to be those of one rank of several; else empty.
+        lone_rank: why its tensors, which are taken as whole ones, seem to be the blocks of one rank; else empty.
         elsewhere: where `part` is one stage of a pipeline, names that only others have, as far as is known.
     """
 
@@ -209,7 +209,7 @@ class Checkpoint(Mapping[str, Any]):
     elsewhere: frozenset[str] = frozenset()
 
     def require_whole(self) -> None:
-        """Check that nothing says that its tensors are one rank's blocks, though it was opened as of whole ones.
+        """Check that nothing says that its tensors, opened as whole ones, are the blocks of one rank.
 
         Raises:
             SourceError: its place or its header does; what to do is in the error.
@@ -240,7 +240,7 @@ class Checkpoint(Mapping[str, Any]):
     def sel(self, *patterns: str) -> Checkpoint:
         """Return the checkpoint of some tensors only; nothing is read.
 
-        What it leaves out, a plan leaves out too, and does not miss.
+        A plan leaves out what this leaves out, and does not report it as missing.
 
         Args:
             patterns: names of tensors, or globs; every one must match.
@@ -269,12 +269,12 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def groups(self, by: str = "name") -> Groups:
-        """Return how many tensors there are, how large and of which dtypes: by name, folded; `prefix`; or `dtype`."""
+        """Return the number, size and dtypes of the tensors, by name (repeated layers as one), `prefix` or `dtype`."""
         found: Groups = upward("groups")(self, by)
         return found
 
     def picture(self, name: str, target: Strategy | None = None) -> Picture:
-        """Draw which rank holds which block of a tensor, and beside it how another strategy cuts it.
+        """Draw which rank holds which block of a tensor, and next to it how another strategy cuts it.
 
         Raises:
             KeyError: there is no such tensor.
@@ -315,8 +315,8 @@ class Checkpoint(Mapping[str, Any]):
             chunk_bytes: the most bytes in a chunk; by default chunks are the source's blocks.
             shard_bytes: the most bytes of chunks in a file; by default small chunks share files.
             compression: `zstd`, `zstd:3` and so on; by default none.
-            selection: less than all tensors, under other names, as other dtypes.
-            memory: resident memory in bytes that it may take at its peak.
+            selection: which tensors, under which names, as which dtypes.
+            memory: resident memory in bytes that it may use at its peak.
             running: how to run, as in `Plan.run`: `overwrite`, `client`, `progress` and so on.
 
         Raises:

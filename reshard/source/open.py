@@ -57,17 +57,17 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the source is one rank of whole tensors.
         rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
-        suffix: take the files whose names end so (extension left out or not), where a rank has several.
+        suffix: take the files whose names end with this (with or without extension), where a rank has several.
         layouts: glob of tensor names to a rule (see `Layout.parse`), in place of what the strategy says; `copy` for
             tensors of which every rank has a value of its own.
         stage: only this stage of a pipeline. A strategy of one stage is refused without it, where the strategy, the
-            files beside it or those of the checkpoint tell that there are others. `own`: take a strategy for what it
-            is; of one stage with the files of others its tensors are taken, and that is noticed.
+            files next to it or those of the checkpoint show that there are others. `own`: take a strategy as it is;
+            of one stage among the files of others, its tensors are taken, with a warning.
         partial: the files of some ranks are enough; a plan that needs others is refused.
         cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra.
-        contents: compare samples of replicas and of different blocks, which the strategy may be wrong to call so
-            (`Checkpoint.looked` says how many); `blocks` compares the latter alone. Copies that may be a rank's own
-            value, and are not looked at, are taken to be; `verify` compares them all.
+        contents: compare samples of what the strategy calls replicas, and of what it calls different blocks
+            (`Checkpoint.looked` says how many); `blocks` compares the latter alone. Copies that are not sampled and may
+            be values of each rank's own are taken as such; `verify` compares them all.
 
     Raises:
         SourceError: no files, no step that every rank has, missing ranks, headers that contradict the strategy;

@@ -65,8 +65,8 @@ _RANGES = {
 def read_strategy(path: AnyName) -> Strategy:
     """Read a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks.
 
-    The content tells the format. The files of a directory are merged in memory. Beside a local file that is not merged
-    the one that has the highest number in place of its own is looked at: whether the file is of one stage of several.
+    The content decides the format. The files of a directory are merged in memory. Next to a local file that is not
+    merged, the file with the highest number in place of its own is read too: it shows whether there are more stages.
 
     Args:
         path: a file or a directory, local or at a URL.
@@ -143,7 +143,7 @@ def strategy_files(directory: Place) -> list[Place]:
 
 
 def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
-    """Write a strategy file that MindSpore reads: JSON where the name ends so, else protobuf.
+    """Write a strategy file that MindSpore reads: JSON if the name ends with `.json`, else protobuf.
 
     The file appears under its name only when it is complete.
 

@@ -81,10 +81,10 @@ class Strategy:
         devices: ranks in each stage.
         operators: operators' strategies, as the file gives them.
         merged: the file has stage numbers in its names, which pipelines have after merging.
-        current_stage: as the file gives it; it says nothing.
+        current_stage: as the file gives it; it has no meaning.
         unknown: what the file says beyond the format known here, kept for writing.
         others: the pipeline is known to have more stages than those described: the file says so (stage 1 and higher),
-            the files beside it do, or one stage was chosen of several. No part of what strategies are compared by.
+            the files next to it do, or one stage was chosen of several. Not compared when strategies are.
 
     >>> strategy = Strategy.of({"w": Layout.of([4], [0, -1])})
     >>> strategy.ranks, strategy.grid("w", (8, 2)).ranks
@@ -173,7 +173,8 @@ class Strategy:
         Args:
             shapes: the whole shape of every tensor.
             operators: globs of parameter names to what the operator that uses them says (`reshard.operators`), or
-                to a layout; the first match counts. Of others the operator is cut along its batch: they are whole.
+                to a layout; the first match counts. Parameters that none matches are whole: their operators are cut
+                along the batch.
             devices: ranks in each stage.
             options: as for `from_rules`.
 
@@ -307,12 +308,12 @@ class Strategy:
         return replace(self, tensors=tensors)
 
     def picture(self, name: str, shape: Shape | None = None, target: Strategy | None = None) -> Picture:
-        """Draw which rank holds which block of a tensor, and beside it the same for another strategy.
+        """Draw which rank holds which block of a tensor, and next to it the same for another strategy.
 
         Args:
             name: a tensor that the strategies name.
             shape: the whole tensor's; by default what the strategy says, else the least that the layouts divide.
-            target: the strategy to be drawn beside it.
+            target: the strategy to draw next to it.
 
         Raises:
             UsageError: a strategy does not name the tensor.

@@ -182,7 +182,7 @@ def read_manifest(path: AnyName) -> Manifest:
     """Read a manifest, which may be at a URL, and check that it is one.
 
     Raises:
-        SourceError: it cannot be read, is no manifest, of another version, or names paths outside of a directory;
+        SourceError: it cannot be read, is not a manifest, is of another version, or names paths outside of a directory;
             all faults at once.
     """
     faults = Faults(f"manifest {path}")

@@ -64,11 +64,11 @@ class Verification:
         bytes_read: bytes of contents read, of both sides; against a manifest, bytes of the files.
         total_bytes: what a comparison of all rows reads.
         differences: what is not as it should be.
-        dropped: tensors of the source that the target need not have, and has not.
+        dropped: tensors of the source that the target may lack, and lacks.
         left_out: tensors of the target that were not asked for.
         sample: the share of rows that was compared; None for all.
         seed: of the sample.
-        notices: what should be known though it is no difference.
+        notices: warnings; not differences.
         seconds: how long it took.
         unchecked: what of the files was not looked at, and could be anything.
     """
@@ -123,8 +123,8 @@ def verify(
 ) -> Verification:
     """Verify a checkpoint: its structure, or every bit of it against its source or a manifest.
 
-    A path alone is enough where a run of this program wrote what is there: its ledger says of what, and how. Where that
-    is not there any more, sizes and checksums are compared with those of the run.
+    A path alone is enough where a run of this program wrote what is there: its ledger says what from, and how. If the
+    source is gone, sizes and checksums are compared with those of the run.
 
     Two checkpoints of rank directories without strategies are compared rank by rank, as `convert` leaves them.
 
@@ -138,11 +138,11 @@ def verify(
         selection: what was selected, renamed and cast on the way from source to target.
         sample: the share of rows to compare, more than 0 and at most 1; by default all. Of every tensor something is
             compared.
-        seed: of the random choice of rows; by default a new one, which the result tells.
-        partial: files of the manifest may be lacking; a checkpoint of some ranks only is opened so.
+        seed: of the random choice of rows; by default a new one, which the result reports.
+        partial: files of the manifest may be missing; a checkpoint of some ranks only is opened so.
         deduplicated: the target stores each replica once (`remove_redundancy`), on any of the ranks that the strategy
             gives it to. safetensors files say so themselves; `.ckpt` files cannot.
-        memory: resident memory in bytes that it may take at its peak.
+        memory: resident memory in bytes that it may use at its peak.
         threads: how many; by default one for each available processor, at most 4.
         client: a `distributed.Client`, whose workers compare with a source; they must reach both by the same paths.
         progress: called with bytes compared (as `written`) and to be compared.
@@ -151,10 +151,10 @@ def verify(
         what was found; true if all is as it should be.
 
     Raises:
-        SourceError: a checkpoint that cannot be compared at all: files lacking, headers that are not sound or
+        SourceError: a checkpoint that cannot be compared at all: files missing, headers that are corrupt or
             contradict the strategy, a block in no file; of structure alone, a rank that lacks a tensor too, and an
             entry that cannot be read; all faults at once.
-        UsageError: a selection that matches nothing, a sample that is none, an option that would do nothing.
+        UsageError: a selection that matches nothing, an invalid sample, an option that would do nothing.
         BudgetError: `memory` is too little.
     """
     began = time.perf_counter()
@@ -233,14 +233,14 @@ def make_manifest(
     """Read the files of a checkpoint, and return their manifest; no strategy is needed.
 
     Args:
-        target: as for `reshard.open`; paths in the manifest are below it, or beside it if it is a file.
+        target: as for `reshard.open`; paths in the manifest are below it, or next to it if it is a file.
         rank_pattern: as for `reshard.open`.
         suffix: likewise.
         threads: how many; by default one for each available processor, at most 4.
         progress: called with bytes read (as `written`) and to be read.
 
     Raises:
-        SourceError: a file cannot be read, or is not sound.
+        SourceError: a file cannot be read, or is corrupt.
         UsageError: it is a zarr store.
     """
     on_progress = _on_progress(progress, time.perf_counter())

@@ -1,4 +1,4 @@
-"""How long the way through a zarr store takes, beside the direct one and `cp -r`, all in one run.
+"""How long the way through a zarr store takes, compared with the direct one and `cp -r`, all in one run.
 
     python tests/bench/zarr_route.py                   # 2 GB, 5 rounds; about five minutes
     python tests/bench/zarr_route.py --values weights  # numbers as weights have them, which compress a little

@@ -33,7 +33,7 @@ def test_inspect_without_a_strategy_shows_the_files(case: Case) -> None:
     result = done("inspect", case.source)
     assert "ranks 0-7: each 15 tensors" in result.stdout
     assert "[16, 16]" in result.stdout
-    assert "a strategy (--source-strategy) would tell the whole tensors" in result.stderr
+    assert "give --source-strategy to see whole tensors" in result.stderr
     data = json.loads(done("inspect", case.source, "--json").stdout)
     assert data["groups"][0]["ranks"] == list(range(8))
 
