@@ -56,7 +56,7 @@ read_amplification, seconds (null in a dry run), dropped, missing, notices,
 sampled (what was looked at when SOURCE was opened), files: rank, path, nbytes;
 replicas, links, measured_memory, checksums, resumed, finished: how many files
 an earlier run had finished, which were not read again; verify: the command to
-type (null where none says the same); manifest: the command that checks it.
+type (null where TARGET alone is not enough); manifest: the command that checks it.
 """
 
 
