@@ -97,7 +97,7 @@ _TABLE = (
 
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_MINDSPORE = {dtype.mindspore: dtype for dtype in _TABLE if dtype.mindspore}
-# A safetensors file says I8 for int4 too; its `__metadata__` tells which (see formats/safetensors).
+# A safetensors file says I8 for int4 too; its `__metadata__` says which (see formats/safetensors).
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 SAFETENSORS_ORDER = {dtype: place for place, dtype in enumerate(_TABLE)}
 

@@ -46,7 +46,7 @@ PYTHON: Words = {
     "target_strategy": ("strategy=...",),
     "target_suffix": ("suffix=...", "suffix={!r}"),
 }
-"""As arguments of the public functions; those of the target, and of the source beside one, are `verify`'s."""
+"""As arguments of the public functions; those of the target, and of the source next to one, are `verify`'s."""
 
 
 class Option(NamedTuple):

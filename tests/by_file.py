@@ -1,4 +1,4 @@
-"""Commands whose runs write files from first byte to last, as `Plan.run(..., ownership="file")`; no option asks for it.
+"""Commands whose runs write files from first byte to last, as `Plan.run(..., partition="file")`; no option asks for it.
 
 `python by_file.py transform …` is such a command.
 """
@@ -17,7 +17,7 @@ def by_file(patch: pytest.MonkeyPatch) -> None:
     run = Plan.run
 
     def run_by_file(plan: Plan, *arguments: Any, **options: Any) -> Any:
-        return run(plan, *arguments, **options, ownership=None if plan.exclusive else "file")
+        return run(plan, *arguments, **options, partition=None if plan.exclusive else "file")
 
     patch.setattr(Plan, "run", run_by_file)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# Deterministic and without deadlines by default, so that a run tells the same on a slow machine and a fast
+# Deterministic and without deadlines by default, so that a run says the same on a slow machine and a fast
 # one; HYPOTHESIS_PROFILE=search looks for new examples.
 _COMMON = {
     "deadline": None,

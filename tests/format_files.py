@@ -1,4 +1,4 @@
-"""Checkpoint files put together from bytes, sound ones and others, and what an index finds in them."""
+"""Checkpoint files put together from bytes, valid ones and others, and what an index finds in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracles and readers that know nothing of `reshard`: what its results are held against."""
+"""Oracles and readers that know nothing of `reshard`: what its results are compared with."""
 
 from __future__ import annotations
 

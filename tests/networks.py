@@ -90,7 +90,7 @@ class Network:
         return self.config.get("net") == "transformer" or "up.matmul" in self.config.get("shard", {})
 
     def written_operators(self) -> dict[str, OperatorStrategy | Layout]:
-        """The operators' strategies that the file itself lists, beside those that were asked for as layouts."""
+        """The operators' strategies that the file itself lists, next to those that were asked for as layouts."""
         kinds = {"MatMul": "matmul", "BatchMatMul": "batch_matmul", "Add": "add", "Mul": "add", "Gather": "gather",
                  "LayerNorm": "layer_norm", "RmsNorm": "layer_norm", "Conv2D": "conv2d"}  # fmt: skip
         found = self.operators() if "layout" in self.config else {}

@@ -27,7 +27,7 @@ def test_int4_is_a_byte_that_safetensors_calls_int8() -> None:
     assert BY_MINDSPORE["Int4"] is INT4
 
 
-def test_text_is_no_array_in_safetensors() -> None:
+def test_text_is_not_a_array_in_safetensors() -> None:
     assert STR.safetensors is None
     assert STR.numpy().itemsize == STR.itemsize == 4
 

@@ -41,8 +41,8 @@ def test_every_kind_has_its_exit_code() -> None:
 def test_a_single_fault_is_one_line() -> None:
     faults = Faults("a.ckpt")
     faults.raise_if_any(SourceError)
-    faults.add("tensor 'w'", "is cut short")
-    with pytest.raises(SourceError, match=r"^a\.ckpt: tensor 'w': is cut short; copy it again$"):
+    faults.add("tensor 'w'", "is truncated")
+    with pytest.raises(SourceError, match=r"^a\.ckpt: tensor 'w': is truncated; copy it again$"):
         faults.raise_if_any(SourceError, advice="copy it again")
 
 

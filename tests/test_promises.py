@@ -88,7 +88,7 @@ PROMISES = {
         "run/test_run.py::test_the_bytes_are_the_same_on_every_scheduler",
         "cli/test_cli.py::test_how_it_runs_does_not_change_a_byte",
         "run/test_cluster.py::test_a_collection_computed_on_a_cluster",
-        "plan/test_ownership.py::test_any_model",
+        "plan/test_partition.py::test_any_model",
     ],
     "nothing half-written under a final name": [
         "test_promises.py::test_stopped_at_any_write_nothing_half_written_has_a_final_name",
@@ -249,7 +249,7 @@ PROMISES = {
     "only the ranges that are needed are read, and files are written as streams": [
         "storage/test_remote.py::test_only_ranges_are_read_each_once",
         "storage/test_remote.py::test_a_large_file_is_sent_in_parts",
-        "plan/test_ownership.py::test_files_are_written_from_first_byte_to_last",
+        "plan/test_partition.py::test_files_are_written_from_first_byte_to_last",
     ],
     "An object has its name as soon as it is complete, the index of a set last": [
         "run/test_remote_resume.py::test_the_index_of_a_set_is_there_when_all_is",
@@ -394,16 +394,16 @@ def covered(ranges: Iterable[tuple[str, int, int]]) -> dict[str, set[int]]:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 @pytest.mark.parametrize("files", [None, reshard.MindSporeSet(3000), reshard.HuggingFaceSet(), ZarrGroup(100)])
-def test_nothing_is_held_that_is_larger_than_a_band(folder: Path, faults: Faults, ownership: str, files: Any) -> None:
-    """Not even a row: the widest is of 64 bytes, and of three dimensions 128; headers are no tensors."""
-    if isinstance(files, ZarrGroup) and ownership == "file":
+def test_nothing_is_held_that_is_larger_than_a_band(folder: Path, faults: Faults, partition: str, files: Any) -> None:
+    """Not even a row: the widest is of 64 bytes, and of three dimensions 128; headers are not tensors."""
+    if isinstance(files, ZarrGroup) and partition == "file":
         pytest.skip("local stores are written by tensor")
     target = TARGET if files is None else None
     plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), target, files=files)
     seen = Watched(faults)
-    plan.run(folder / "out", ownership=ownership)
+    plan.run(folder / "out", partition=partition)
     assert max(nbytes for _, _, nbytes in seen.read) <= 128
     begin = {
         str(folder / "out" / file.path): min(offset for content in file.layout.contents for offset, _ in content.runs)
@@ -459,25 +459,25 @@ class StoppedError(Exception):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 def test_stopped_at_any_write_nothing_half_written_has_a_final_name(
-    folder: Path, faults: Faults, ownership: str
+    folder: Path, faults: Faults, partition: str
 ) -> None:
     """And the same plan goes on: what had its name is not written again, and all is as an undisturbed run makes it."""
     source = reshard.open(folder / "src", strategy=SOURCE)
     plan = reshard.plan(source, TARGET)
     seen = Watched(faults)
-    plan.run(folder / "undisturbed", ownership=ownership)
+    plan.run(folder / "undisturbed", partition=partition)
     expected, count = tree(folder / "undisturbed"), len(seen.written)
     assert count > 60
-    for number in range(0, count, 7 if ownership == "tensor" else 3):
+    for number in range(0, count, 7 if partition == "tensor" else 3):
         out = folder / f"out{number}"
         with stopping(faults, number), pytest.raises(StoppedError):
-            plan.run(out, ownership=ownership, threads=1)
+            plan.run(out, partition=partition, threads=1)
         finished = {path: content for path, content in tree(out).items() if not path.endswith(PARTIAL)}
         assert finished.items() <= expected.items()
         seen.written.clear()
-        plan.run(out, ownership=ownership)
+        plan.run(out, partition=partition)
         assert tree(out) == expected
         again = {str(Path(path).relative_to(out)) for path, _, _ in seen.written}
         assert again.isdisjoint(finished)

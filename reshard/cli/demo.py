@@ -1,7 +1,7 @@
 """The tutorial's example from real MindSpore files: 8 ranks become 4 with optimizer parallel, every byte is checked.
 
 The check knows nothing of plans: target files are parsed by protobuf, and each tensor is compared with a numpy slice of
-the whole tensors that MindSpore put into the network (`demo_data/README.md` tells where the files come from).
+the whole tensors that MindSpore put into the network (`demo_data/README.md` says where the files come from).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def demo(directory: Path, say: Callable[[str], object] = print, command: str = "
         command: what to type for `reshard`.
 
     Raises:
-        TargetError: the folder is there and is no demo's.
+        TargetError: the folder is there and is not a demo's.
         VerifyError: a byte of the result is wrong.
     """
     nbytes = make(directory)
@@ -90,7 +90,7 @@ def make(directory: Path) -> int:
     """Lay out the source files, and return the size of the checkpoint in bytes.
 
     Raises:
-        TargetError: the folder is there and is no demo's.
+        TargetError: the folder is there and is not a demo's.
     """
     try:
         if directory.exists() and not (directory / MARK).is_file() and any(directory.iterdir()):
@@ -128,7 +128,7 @@ def check(directory: Path) -> Checked:
     What no strategy names (`global_step` and so on) is compared with source rank 0.
 
     Raises:
-        VerifyError: something differs; the message tells the first byte.
+        VerifyError: something differs; the message says the first byte.
     """
     target = read_strategy(directory / "dst_strategy.ckpt")
     with np.load(directory / "full.npz", allow_pickle=False) as arrays:

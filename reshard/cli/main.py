@@ -17,7 +17,7 @@ import click
 
 import reshard
 from reshard.cli.options import READ_PLACE, TARGET, json_option, source_options
-from reshard.cli.terminal import Border, called_as, print_json, say_notices, width, wrote
+from reshard.cli.terminal import Border, called_as, print_json, say_warnings, width, wrote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ Example:
   reshard inspect src_checkpoints --source-strategy src_strategy.ckpt
 
 The object of --json has the keys source, ranks, files (rank, path, format,
-nbytes), nbytes, notices, sampled (tensors, of_tensors, copies, whole,
+nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
 of_copies: what was looked at), unreadable, and tensors: name, dtype, shape,
 nbytes, layouts, shards. For several ranks without a strategy it has source,
 ranks, files, and groups: ranks, tensors.
@@ -88,15 +88,15 @@ def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
     known = found_by == {"rank_pattern": RANK_PATTERN, "suffix": None} and is_made(source)
     if unruled and not known and has_several_ranks(source, **found_by):
-        files, ranks, notices = read_headers(source, **found_by)
-        say_notices([*notices, "these are the shapes of parts; give --source-strategy to see whole tensors"])
+        files, ranks, warnings = read_headers(source, **found_by)
+        say_warnings([*warnings, "these are the shapes of parts; give --source-strategy to see whole tensors"])
         if as_json:
             print_json(rank_files_data(str(source), files, ranks))
         else:
             click.echo(rank_files_text(str(source), files, ranks, width=width()))
         return
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
-    say_notices(checkpoint.notices)
+    say_warnings(checkpoint.warnings)
     if as_json:
         print_json(checkpoint_data(checkpoint))
     else:
@@ -127,7 +127,7 @@ def demo(directory: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
-    # What is imported and planned is no garbage: looking through it takes a tenth of a short command.
+    # What is imported and planned is not garbage: looking through it takes a tenth of a short command.
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
     if sys.stdout is None:  # closed by who called

@@ -20,7 +20,7 @@ from reshard.cli.options import (
     source_options,
     target_options,
 )
-from reshard.cli.terminal import Command, called_as, print_json, say, say_notices, wrote
+from reshard.cli.terminal import Command, called_as, print_json, say, say_warnings, wrote
 from reshard.cli.write import KEYS, carry_out
 from reshard.errors import UsageError
 from reshard.storage.small import refuse_existing
@@ -105,7 +105,7 @@ def plan(
         plan_file.save(made, output, directory=None if target is None else str(target), overwrite=overwrite)
         wrote()
     if not quiet:
-        say_notices(made.notices)
+        say_warnings(made.warnings)
     directory = "TARGET" if target is None else str(target)
     if as_json:
         print_json(report_data(made, directory))

@@ -8,7 +8,7 @@ import click
 
 import reshard
 from reshard.cli.options import READ, STRATEGY, WRITE, json_option, source_options
-from reshard.cli.terminal import Group, print_json, say, say_notices, wrote
+from reshard.cli.terminal import Group, print_json, say, say_warnings, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.storage.small import refuse_existing, refuse_inputs
 
@@ -185,7 +185,7 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
 
 
 def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
-    from reshard.strategy.names import fold
+    from reshard.strategy.names import group_names
     from reshard.view.text import count_text, layout_text, printable
 
     if a.ranks != b.ranks:
@@ -193,7 +193,7 @@ def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) 
     for title, only in (("A", found.only_a), ("B", found.only_b)):
         if only:
             yield f"only in {title} ({printable(titles[title == 'B'])}):"
-            yield from (f"  {printable(name)}{_stage(b, stage)}" for name, stage, _ in fold(only))
+            yield from (f"  {printable(name)}{_stage(b, stage)}" for name, stage, _ in group_names(only))
     for title, changes in (("other blocks", found.blocks), ("the same blocks, written otherwise", found.fields)):
         groups: dict[tuple[int, str, str], list[Change]] = {}
         for change in changes:
@@ -202,7 +202,7 @@ def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) 
             yield f"{title}{_stage(a, stage)}:"
             yield f"  A {first}"
             yield f"  B {second}"
-            yield from (f"    {printable(name)}" for name, _, _ in fold((change.name, None) for change in group))
+            yield from (f"    {printable(name)}" for name, _, _ in group_names((change.name, None) for change in group))
     if found.same:
         yield f"every rank holds the same blocks of {count_text(len(a.tensors), 'tensor')}"
 
@@ -257,7 +257,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
         _, ranks, _ = read_headers(checkpoint, suffix=reading["suffix"], rank_pattern=reading["rank_pattern"])
         own = wanted if len(set(ranks)) > 1 else None
     opened = reshard.open(checkpoint, strategy=own, **reading)
-    say_notices([*opened.notices, *check(wanted, opened)])
+    say_warnings([*opened.warnings, *check(wanted, opened)])
     click.echo(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
     if looked := looked_text(opened.looked):
         say(f"sampled: {looked}")

@@ -255,10 +255,10 @@ def say(text: str) -> None:
     click.echo(printable("\n".join(lines), keep="\n"), err=True)
 
 
-def say_notices(notices: Sequence[str]) -> None:
-    """Tell on stderr what a user should know though it is no error."""
-    for notice in notices:
-        say(Text("notice: ", notice))
+def say_warnings(warnings: Sequence[str]) -> None:
+    """Report on stderr what a user should know though it is not an error."""
+    for warning in warnings:
+        say(Text("warning: ", warning))
 
 
 def print_json(data: dict[str, object]) -> None:

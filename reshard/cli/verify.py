@@ -19,7 +19,7 @@ from reshard.cli.options import (
     size,
     source_options,
 )
-from reshard.cli.terminal import OPTIONS, Command, cluster_client, print_json, say, say_notices, wrote
+from reshard.cli.terminal import OPTIONS, Command, cluster_client, print_json, say, say_warnings, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.select import Selection
@@ -99,7 +99,7 @@ if TARGET or SOURCE is incomplete or corrupt.
 
 The object of --json has the keys target, against, equal, ranks, files, tensors,
 copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
-notices, unchecked (what was not looked at), and differences: kind (values,
+warnings, unchecked (what was not looked at), and differences: kind (values,
 missing, extra, dtype, shape, text, note; file, size, checksum), text, tensor,
 side, rank, path, block (start, stop), index (in the whole tensor),
 index_in_block, count, found, expected, reference.
@@ -225,7 +225,7 @@ def verify(
                 progress=shown,
             )
     if not quiet:
-        say_notices(found.notices)
+        say_warnings(found.warnings)
     if as_json:
         print_json(verdict_data(found))
     elif not quiet or not found.equal:

@@ -32,7 +32,7 @@ from reshard.cli.terminal import (
     print_json,
     refuse_to_write,
     say,
-    say_notices,
+    say_warnings,
     wrote,
 )
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
@@ -51,12 +51,13 @@ if TYPE_CHECKING:
 KEYS = """
 The object of --json has the keys dry_run, source, target, format, ranks,
 tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes
-(whole files), source_files, target_files, tasks, peak_memory, ownership,
-read_amplification, seconds (null in a dry run), dropped, missing, notices,
+(whole files), source_files, target_files, tasks, peak_memory, partition,
+read_amplification, seconds (null in a dry run), dropped, missing, warnings,
 sampled (what was looked at when SOURCE was opened), files: rank, path, nbytes;
 replicas, links, measured_memory, checksums, resumed, finished: how many files
 an earlier run had finished, which were not read again; verify: the command to
-type (null where TARGET alone is not enough); manifest: the command that checks it.
+type (null where TARGET alone is not enough); manifest: the command that checks
+it.
 """
 
 
@@ -281,7 +282,7 @@ def _make_store(
 
     noted = noted_provenance(store)
     if noted is not None and not (source.is_dir() or source.is_file()):
-        say_notices([f"{source} is not there; {store} is used, which is finished"])
+        say_warnings([f"{source} is not there; {store} is used, which is finished"])
         return True
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     if noted is not None:
@@ -292,17 +293,17 @@ def _make_store(
                 "remove it, or give it as SOURCE"
             )
         if not running.quiet:
-            say_notices([f"{store} is finished and of this source; it is used as it is"])
+            say_warnings([f"{store} is finished and of this source; it is used as it is"])
         return True
-    wishes = Selection(drop=selection.drop, allow_missing=selection.allow_missing)
+    selection = Selection(drop=selection.drop, allow_missing=selection.allow_missing)
     plan = reshard.plan(
-        checkpoint, files=reshard.ZarrGroup(times=True), selection=wishes, memory=memory, threads=running.threads
+        checkpoint, files=reshard.ZarrGroup(times=True), selection=selection, memory=memory, threads=running.threads
     )
     # What is unfinished is of no use but to resume from. The report is that of the second step.
     quiet = running.quiet or (running.as_json and not running.dry_run)
     as_json = running.as_json and running.dry_run
     if quiet and not running.quiet:
-        say_notices(plan.notices)
+        say_warnings(plan.warnings)
     first = running._replace(overwrite=True, write_manifest=None, quiet=quiet, as_json=as_json)
     carry_out(plan, store, first)
     return not running.dry_run
@@ -326,7 +327,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         running: the options.
         result: what was asked for, where that is a file in the target directory.
     """
-    from reshard.plan.partition import owned
+    from reshard.plan.partition import partitioned
     from reshard.view.data import report_data
     from reshard.view.text import report_text
 
@@ -334,9 +335,9 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     _check_manifest(running.write_manifest, plan, target)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
     warnings = neighbours(plan, target) if result in {None, target} else ()
-    plan = owned(replace(plan, notices=(*plan.notices, *warnings)), None, str(target))
+    plan = partitioned(replace(plan, warnings=(*plan.warnings, *warnings)), None, str(target))
     if not running.quiet:
-        say_notices(plan.notices)
+        say_warnings(plan.warnings)
     if running.dry_run:
         _report_plan(plan, target, running)
         return
@@ -358,7 +359,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         )
     wrote()
     if done.touched and not running.quiet:
-        say_notices([_touched(done.touched, "kept")])
+        say_warnings([_touched(done.touched, "kept")])
     place, manifest, check = result or target, None, None
     if running.write_manifest is not None:
         manifest = _write_manifest(running.write_manifest, done, overwrite=running.overwrite)
@@ -396,7 +397,7 @@ def _report_plan(plan: Plan, target: Place, running: Running) -> None:
 
     found = _preflight(plan, target, running)
     if not running.quiet:
-        say_notices(found)
+        say_warnings(found)
     if running.as_json:
         print_json(report_data(plan, str(target)))
     else:
@@ -404,7 +405,7 @@ def _report_plan(plan: Plan, target: Place, running: Running) -> None:
 
 
 def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
-    """Tell what a run would find of its target files, and which option it would need."""
+    """Say what a run would find of its target files, and which option it would need."""
     from reshard.run.preflight import Do, of, preflight
     from reshard.view.text import count_text
 

@@ -3,7 +3,7 @@
 A format is two functions over bytes at offsets, so that a file is neither read to be indexed nor built in memory to
 be written:
 
-* `index(reader)` tells what a file holds, from its header alone;
+* `index(reader)` says what a file holds, from its header alone;
 * `lay_out(tensors, metadata)` tells, for tensors to be written, the bytes that are not tensor contents and where
   the contents go.
 """
@@ -47,14 +47,14 @@ def by_name(name: str) -> Format:
 
 
 def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
-    """Return what a checkpoint file holds; its content tells its format, not its name.
+    """Return what a checkpoint file holds; its content says its format, not its name.
 
     Args:
         path: the file.
         store: what reads it; by default this process's.
 
     Raises:
-        SourceError: the file is of no known format, cut short or corrupt, or was decrypted with the wrong key.
+        SourceError: the file is of no known format, truncated or corrupt, or was decrypted with the wrong key.
     """
     try:
         return _index(path, store)

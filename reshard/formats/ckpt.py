@@ -54,7 +54,7 @@ def index(reader: RangeReader) -> FileIndex:
     """Return what a `.ckpt` file holds.
 
     Raises:
-        SourceError: the file is encrypted, cut short, or not what MindSpore writes; the message gives the byte.
+        SourceError: the file is encrypted, truncated, or not what MindSpore writes; the message gives the byte.
     """
     cipher = MAGICS.get(int.from_bytes(reader.upto(0, 4), "little"))
     if cipher:
@@ -217,7 +217,7 @@ def _field(reader: RangeReader, position: int, end: int) -> tuple[int, int, int,
     if stop > end:
         raise SourceError(
             f"{reader.path}: byte {position}: a field of {stop - start} bytes is expected; "
-            f"{end - start} are left (cut short?)"
+            f"{end - start} are left (truncated?)"
         )
     return number, wire, start, stop
 
@@ -230,7 +230,7 @@ def _varint(reader: RangeReader, position: int, end: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << (7 * count)
         if byte < 0x80:
             return value & 0xFFFF_FFFF_FFFF_FFFF, position + count + 1
-    raise SourceError(f"{reader.path}: byte {position}: a number does not end (cut short or corrupt)")
+    raise SourceError(f"{reader.path}: byte {position}: a number does not end (truncated or corrupt)")
 
 
 def _string(reader: RangeReader, start: int, stop: int, what: str) -> str:

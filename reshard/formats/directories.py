@@ -77,7 +77,7 @@ RUNS = DirectoryFormat(
     "names an iteration of a training run that saves distributed checkpoints",
     f"{_WHOLE}such checkpoints are not read yet: save rank files or whole tensors instead",
 )
-"""Above the directories that have the files; a whole file beside is no part of it."""
+"""Above the directories that have the files; a whole file next to it is not a part of it."""
 
 DIRECTORY_FORMATS = (
     DirectoryFormat(
@@ -148,7 +148,7 @@ def refuse_directory(directory: Place, names: Iterable[str], *, besides: Collect
 
 
 def refuse_one_of_several(path: Place) -> None:
-    """Check that a file is not one of several that make a checkpoint together, by its name and what is beside it.
+    """Check that a file is not one of several that make a checkpoint together, by its name and what is next to it.
 
     Of a link, what it leads to is looked at, too.
 
@@ -168,13 +168,13 @@ def _refuse_one_of_several(path: Place) -> None:
     if path.name in files:
         if len(files) > 1:
             raise SourceError(
-                f"{path}: is one of {len(files)} files of a set, which {index} beside it names; expected all of them; "
+                f"{path}: is one of {len(files)} files of a set, which {index} next to it names; expected all of them; "
                 f"open {directory}"
             )
         return
     for known in DIRECTORY_FORMATS:
         if name := known.shown_by(directory, [path.name, *set(known.marks).intersection(beside)]):
-            found = "" if name == path.name else f"{name} beside it "
+            found = "" if name == path.name else f"{name} next to it "
             raise SourceError(f"{path}: {found}{known.problem}; {known.advice}")
     match = _STAGE.fullmatch(path.name)
     if match:
@@ -195,7 +195,7 @@ def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:
 
     Args:
         path: the file.
-        notes: what its header says beside the tensors.
+        notes: what its header says besides the tensors.
 
     Raises:
         SourceError: it does.

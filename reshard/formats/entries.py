@@ -168,7 +168,7 @@ class RangeReader:
         if nbytes < 0 or offset + nbytes > self.size:
             raise SourceError(
                 f"{self.path}: bytes {offset} to {offset + nbytes} are expected; the file ends at {self.size} "
-                "(cut short?)"
+                "(truncated?)"
             )
         buffer = bytearray(min(max(nbytes, self._window), self.size - offset))
         self._store.read_into(self.path, offset, memoryview(buffer))
@@ -190,7 +190,7 @@ class Format(Protocol):
         """Tell a file of this format by its first bytes and its size."""
 
     def index(self, reader: RangeReader) -> FileIndex:
-        """Return what a file holds; raise `SourceError` where it is not sound."""
+        """Return what a file holds; raise `SourceError` where it is not valid."""
 
     def lay_out(self, contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLayout:
         """Return where the contents of a file to be written go, and all its other bytes."""
@@ -206,7 +206,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Volumes:
+class ShardFiles:
     """How the tensors of a rank are shared out to files.
 
     Attributes:
@@ -225,28 +225,28 @@ class Volumes:
 class TargetFiles(Protocol):
     """A way to lay out the files of a target."""
 
-    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Share the tensors out to files."""
 
 
 class RankFiles(NamedTuple):
     """`rank_<r>/<prefix><r><suffix>.<ext>`; the suffix is `_part<stage>` for one stage of a pipeline.
 
-    >>> RankFiles("checkpoint_").volumes([], ".ckpt").paths
+    >>> RankFiles("checkpoint_").shard_files([], ".ckpt").paths
     ('rank_{rank}/checkpoint_{rank}.ckpt',)
     """
 
     prefix: str = "checkpoint_"
     suffix: str = ""
 
-    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Put all tensors of a rank into one file."""
         for part in (self.prefix, self.suffix):
             hides = part is self.prefix and part.startswith(".")
             if not part.isprintable() or "/" in part or "{rank}" in part or hides:
                 raise UsageError(f"prefix {part!r}: not the beginning of a file name; expected e.g. 'checkpoint_'")
         path = f"rank_{{rank}}/{self.prefix}{{rank}}{self.suffix}{extension}"
-        return Volumes((path,), {tensor.name: 0 for tensor in tensors})
+        return ShardFiles((path,), {tensor.name: 0 for tensor in tensors})
 
 
 class NamedFile(NamedTuple):
@@ -254,12 +254,12 @@ class NamedFile(NamedTuple):
 
     name: str
 
-    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:  # noqa: ARG002 -- the name has its own
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- the name has its own
         """Put all tensors of a rank into the file of that name."""
         path = PurePosixPath(self.name)
         if path.is_absolute() or ".." in path.parts or not path.name or not self.name.isprintable():
             raise UsageError(f"file name {self.name!r} leads out of the target directory, or is none")
-        return Volumes((self.name,), {tensor.name: 0 for tensor in tensors})
+        return ShardFiles((self.name,), {tensor.name: 0 for tensor in tensors})
 
 
 class SomeFiles(NamedTuple):
@@ -270,12 +270,12 @@ class SomeFiles(NamedTuple):
         numbers: the files that are written; a plan takes their tensors only.
         with_index: the index file is written too.
 
-    >>> some = SomeFiles(Volumes(("a", "b"), {"w": 0, "v": 1}), (1,), with_index=False)
-    >>> some.volumes([Stored("v", 8, True)], "")
-    Volumes(paths=('b',), of={'v': 0}, index=None, notes={})
+    >>> some = SomeFiles(ShardFiles(("a", "b"), {"w": 0, "v": 1}), (1,), with_index=False)
+    >>> some.shard_files([Stored("v", 8, True)], "")
+    ShardFiles(paths=('b',), of={'v': 0}, index=None, notes={})
     """
 
-    every: Volumes
+    every: ShardFiles
     numbers: tuple[int, ...]
     with_index: bool
 
@@ -283,10 +283,10 @@ class SomeFiles(NamedTuple):
         """Return whether a tensor is in one of the files that are written."""
         return self.every.of[name] in self.numbers
 
-    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:  # noqa: ARG002 -- the set has its own
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- the set has its own
         """Put the tensors where the set has them."""
         places = {number: place for place, number in enumerate(self.numbers)}
-        return Volumes(
+        return ShardFiles(
             tuple(self.every.paths[number] for number in self.numbers),
             {tensor.name: places[self.every.of[tensor.name]] for tensor in tensors},
             self.every.index if self.with_index else None,

@@ -32,14 +32,14 @@ _RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 _Family = tuple[str, tuple[int, int] | None, str]  # the name common to all ranks, epoch and step, extension
 
 
-def rank_files(root: Place, rank_pattern: str, suffix: str | None, notices: list[str]) -> dict[int, list[Place]]:
+def rank_files(root: Place, rank_pattern: str, suffix: str | None, warnings: list[str]) -> dict[int, list[Place]]:
     """Return the files to read for each rank: one checkpoint, of the newest step that every rank has.
 
     Args:
         root: a directory of rank directories, or one file.
         rank_pattern: where a rank's files are below it.
         suffix: take only files whose names end so, extension left out or not.
-        notices: gets a line where a newer step is passed over.
+        warnings: gets a line where a newer step is passed over.
 
     Raises:
         SourceError: no files, no checkpoint in common, or several; or they are of a directory format.
@@ -76,14 +76,14 @@ def rank_files(root: Place, rank_pattern: str, suffix: str | None, notices: list
             raise SourceError(
                 Text(f"{root}: no file of rank {names(without)} ends with {suffix!r}; give another ", Option("suffix"))
             )
-    chosen = _same_checkpoint(root, found, notices)
+    chosen = _same_checkpoint(root, found, warnings)
     if not by_rank and len(chosen[0]) == 1:
         refuse_one_of_several(chosen[0][0])
     return chosen
 
 
 def rank_of(path: Place) -> tuple[int, list[int]] | None:
-    """Return whose rank's a file or directory is by its place, and which other ranks lie beside; None for any other.
+    """Return whose rank's a file or directory is by its place, and which other ranks lie next to it, or None.
 
     >>> rank_of(Path("run/rank_3/net.ckpt"))
     (3, [])
@@ -180,7 +180,7 @@ def is_checkpoint_name(path: Place, *, any_extension: bool = False) -> bool:
     return not path.name.startswith(".") and (any_extension or path.suffix in EXTENSIONS)
 
 
-def _same_checkpoint(root: Place, found: dict[int, list[Place]], notices: list[str]) -> dict[int, list[Place]]:
+def _same_checkpoint(root: Place, found: dict[int, list[Place]], warnings: list[str]) -> dict[int, list[Place]]:
     """Of the files of every rank, take those of one checkpoint that every rank has, and of those the newest."""
     families: dict[_Family, dict[int, list[Place]]] = {}
     for rank, paths in found.items():
@@ -218,7 +218,7 @@ def _same_checkpoint(root: Place, found: dict[int, list[Place]], notices: list[s
     newest = max(steps, key=lambda step: step or (0, 0))
     later = {step for _, step, _ in families if step and newest and step > newest}
     if later and newest:
-        notices.append(
+        warnings.append(
             f"step {max(later)[0]}_{max(later)[1]} is not in every rank; {newest[0]}_{newest[1]} is the newest that is"
         )
     family = next(iter(by_files[steps[newest]]))

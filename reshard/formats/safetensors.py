@@ -54,7 +54,7 @@ def index(reader: RangeReader) -> FileIndex:
     if length > min(_LONGEST_HEADER, reader.size - 8):
         raise SourceError(
             f"{reader.path}: its header is said to be {length} bytes long; the file has {reader.size} "
-            f"(and headers may have {_LONGEST_HEADER}); it is cut short or corrupt"
+            f"(and headers may have {_LONGEST_HEADER}); it is truncated or corrupt"
         )
     faults = Faults(reader.path)
     repeated: list[str] = []
@@ -137,7 +137,7 @@ def _tensor(name: str, item: object, *, is_int4: bool) -> tuple[DType, Shape, in
         ):
             dtype, shape = BY_SAFETENSORS.get(kind), tuple(extents)
         case _:
-            raise SourceError("has no sound dtype, shape and data_offsets in the header")
+            raise SourceError("has no valid dtype, shape and data_offsets in the header")
     if dtype is None:
         raise SourceError(f"has dtype {kind!r:.60}; known are {', '.join(BY_SAFETENSORS)}")
     if is_int4:
@@ -166,7 +166,7 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
 
     Args:
         contents: the tensors, in any order.
-        metadata: what `__metadata__` shall hold beside what this module adds.
+        metadata: what `__metadata__` shall hold besides what this module adds.
 
     Raises:
         UsageError: a dtype that the format does not have.

@@ -1,7 +1,7 @@
 """Unified sets: whole tensors in several files that are not too large, and an index of which tensor is where.
 
 The index gets its name last, so that a set with an index is complete. The map of a MindSpore set names tensors of the
-parts only; that there is a `hyper_param` is said beside its total size, where MindSpore does not look.
+parts only; that there is a `hyper_param` is said besides its total size, where MindSpore does not look.
 
 Sources: MindSpore 2.10 `parallel/transform_safetensors.py` (`unified_safetensors`: part<k>, hyper_param,
 param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safetensors.index.json`).
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.formats.entries import SomeFiles, Volumes
+from reshard.formats.entries import ShardFiles, SomeFiles
 from reshard.storage.base import reading
 from reshard.storage.small import parse_json, read_small
 
@@ -58,7 +58,7 @@ class MindSporeSet:
     def __post_init__(self) -> None:
         _check_size(self.max_shard_bytes)
 
-    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Share the tensors out to parts."""
         stored = [tensor for tensor in tensors if not tensor.is_text]
         listed = [tensor for tensor in stored if tensor.listed] or stored
@@ -83,7 +83,7 @@ class MindSporeSet:
             of.update(dict.fromkeys(others, len(paths)))
             paths.append(f"{_HYPER_PARAMETERS}{extension}")
             content["metadata"][_HYPER_PARAMETERS] = paths[-1]
-        return Volumes(tuple(paths), of, (_MINDSPORE_INDEX, json.dumps(content, indent=4).encode()))
+        return ShardFiles(tuple(paths), of, (_MINDSPORE_INDEX, json.dumps(content, indent=4).encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class HuggingFaceSet:
     def __post_init__(self) -> None:
         _check_size(self.max_shard_bytes)
 
-    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Fill one file after the other."""
         of: dict[str, int] = {}
         number = room = 0
@@ -119,10 +119,10 @@ class HuggingFaceSet:
         of.update({tensor.name: 0 for tensor in tensors if tensor.is_text})
         index = json.dumps(content, indent=2).encode() + b"\n"
         # transformers refuses files of any other `format` than those it knows.
-        return Volumes(paths, of, (_HUGGING_FACE_INDEX, index), {"format": "pt"})
+        return ShardFiles(paths, of, (_HUGGING_FACE_INDEX, index), {"format": "pt"})
 
 
-def share_of(every: Volumes, process: int, processes: int) -> SomeFiles:
+def share_of(every: ShardFiles, process: int, processes: int) -> SomeFiles:
     """Return which files of a MindSpore set one of several processes writes: parts that follow each other.
 
     The first process also writes the hyper-parameters and the index, as MindSpore's `split_dst_file` has it.
@@ -132,7 +132,7 @@ def share_of(every: Volumes, process: int, processes: int) -> SomeFiles:
         process: which process, from 1.
         processes: how many.
 
-    >>> every = Volumes(("part0.st", "part1.st", "part2.st", "hyper_param.st"), {}, ("index", b""))
+    >>> every = ShardFiles(("part0.st", "part1.st", "part2.st", "hyper_param.st"), {}, ("index", b""))
     >>> [share_of(every, process, 2).numbers for process in (1, 2)]
     [(0, 1, 3), (2,)]
     """
@@ -154,11 +154,11 @@ def _check_size(max_shard_bytes: int) -> None:
 def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None:
     """Return the files of a unified set and the file of each tensor in its index; None where there is no index.
 
-    The hyper-parameters that MindSpore keeps beside are among the files, though its index does not name them; that of a
-    set that was written here does.
+    The hyper-parameters that MindSpore keeps next to are among the files, though its index does not name them; that of
+    a set that was written here does.
 
     Raises:
-        SourceError: the index is not sound, names a file that is not there, or one outside the directory.
+        SourceError: the index is not valid, names a file that is not there, or one outside the directory.
     """
     indexes = [path for name in SET_INDEXES if (path := directory / name).is_file()]
     if not indexes:

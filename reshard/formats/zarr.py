@@ -5,7 +5,7 @@
 2. Small chunks are put together into shards: files of chunks, one after the other, with an index at the end.
 3. Each file, a chunk or a shard, is a `Unit`. Uncompressed ones are target files like any other, whose bytes have
    known places; compressed ones are put together in memory (`zarr_chunks`).
-4. A `zarr.json` beside describes each array, and one at the root the group. That of the root gets its name last.
+4. A `zarr.json` next to it describes each array, and one at the root the group. That of the root gets its name last.
 
 Only the first axis along which an array is cut can have a last chunk that is not full, so what a chunk has of the
 tensor is the beginning of its bytes.
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import INT4
 from reshard.errors import Option, Text, UsageError
-from reshard.formats.entries import Content, FileLayout, Volumes
+from reshard.formats.entries import Content, FileLayout, ShardFiles
 from reshard.layout.block import Block
 from reshard.storage.crc32c import crc32c
 
@@ -120,9 +120,9 @@ class ZarrGroup:
             raise UsageError(f"unknown compression {self.compression!r}; expected zstd or zstd:LEVEL, at most 22")
         return number
 
-    def volumes(self, tensors: Sequence[Stored], extension: str) -> Volumes:  # noqa: ARG002 -- a group has its own
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- a group has its own
         """Say where the group is described; chunks are files of their own, which `ZarrPlanner` numbers."""
-        return Volumes((METADATA,), {tensor.name: 0 for tensor in tensors})
+        return ShardFiles((METADATA,), {tensor.name: 0 for tensor in tensors})
 
     def array(self, shape: Shape, dtype: DType, blocks: Iterable[Block]) -> Array:
         """Choose chunks and shards for a tensor whose source has these blocks."""

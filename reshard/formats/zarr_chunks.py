@@ -1,4 +1,4 @@
-"""Chunks of a zarr store whose bytes are not those of the tensor: compressed, absent, or coded in another way.
+"""Chunks of a zarr store whose bytes are not those of the tensor: compressed, absent, or encoded in another way.
 
 Moving bytes knows files and offsets only. So such a chunk, or a shard of them, is a file that seems to have its
 contents uncompressed, chunk after chunk; a store decodes what is read of it, and encodes what is written.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import Sink, Want
 
 IMPORTED_BYTES = 24 << 20
-"""Resident memory of zarr and numcodecs beside what every run imports; measured."""
+"""Resident memory of zarr and numcodecs next to what every run imports; measured."""
 
 _SLABS_BYTES = 64 << 20
 
@@ -312,7 +312,7 @@ class Encoding:
         return threads * (2 * self.held_bytes + self.chunk_bytes) + IMPORTED_BYTES
 
     def of(self, path: str) -> str | None:
-        """Return what tells how a file is compressed; None of one that is not."""
+        """Return what says how a file is compressed; None of one that is not."""
         unit = self.units.get(path)
         return None if unit is None else f"zstd {self.level} {unit}"
 

@@ -151,7 +151,7 @@ def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict) or content.get("zarr_format") != 3:
-        raise SourceError(f"{path}: is no metadata of zarr's format 3")
+        raise SourceError(f"{path}: is not metadata of zarr's format 3")
     kind = str(content.get("node_type"))
     needless = {
         key for key, value in content.items() if isinstance(value, dict) and value.get("must_understand") is False

@@ -1,4 +1,4 @@
-"""Blocks: half-open boxes of index space, which tell what part of a tensor something is."""
+"""Blocks: half-open boxes of index space, which say what part of a tensor something is."""
 
 from __future__ import annotations
 

@@ -338,12 +338,12 @@ def grid(shape: Shape, places: tuple[tuple[Layout, int], ...]) -> Grid:
     >>> grid((4,), ((Layout.of([2], [0]), 0), (Layout.of([2], [-1]), 2))).ranks
     ((0,), (2, 3), (1,))
     """
-    holders: dict[Block, list[int]] = {}
+    replicas: dict[Block, list[int]] = {}
     for layout, first_rank in places:
         for rank, block in enumerate(_blocks(layout, shape)):
-            holders.setdefault(block, []).append(first_rank + rank)
-    blocks = sorted(holders, key=lambda block: (block.start, block.stop[::-1]))
-    return Grid(shape, tuple(blocks), tuple(tuple(sorted(holders[block])) for block in blocks))
+            replicas.setdefault(block, []).append(first_rank + rank)
+    blocks = sorted(replicas, key=lambda block: (block.start, block.stop[::-1]))
+    return Grid(shape, tuple(blocks), tuple(tuple(sorted(replicas[block])) for block in blocks))
 
 
 def _blocks(layout: Layout, shape: Shape) -> Iterator[Block]:
@@ -398,7 +398,7 @@ def _edges(layout: Layout, shape: Shape) -> list[Sequence[int]]:
 
 
 def _factors(layout: Layout, dim: int) -> str:
-    """Tell how many pieces a dimension is cut into, and by what."""
+    """Say how many pieces a dimension is cut into, and by what."""
     pieces = layout.splits[dim]
     if dim == 0 and layout.optimizer_shards > 1:
         by_optimizer = layout.optimizer_shards

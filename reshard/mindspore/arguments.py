@@ -115,7 +115,7 @@ def thread_count(argument: str, given: object) -> int:
     """Return how many threads a number of processes means here: no more than there are processors.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         UsageError: it is below 1.
     """
     count = whole_number(argument, given)
@@ -172,7 +172,7 @@ def check_order(argument: str, files: Mapping[int, Path]) -> None:
 
 
 def check_format(argument: str, given: object) -> None:
-    """Refuse what is no name of a format.
+    """Refuse what is not a name of a format.
 
     Raises:
         UsageError: it is none.
@@ -185,7 +185,7 @@ def target_directory(argument: str, given: object) -> Path:
     """Return a directory to write to, which need not be there yet.
 
     Raises:
-        TypeError: it is no path.
+        TypeError: it is not a path.
         NotADirectoryError: it is a file.
     """
     path = path_of(argument, given)
@@ -218,7 +218,7 @@ def own_words() -> Iterator[None]:
 
 
 _MOST_NAMED = 20
-_MOST_TARGET_RANKS = 64  # of more, an error does not tell what each lacks
+_MOST_TARGET_RANKS = 64  # of more, an error does not say what each lacks
 
 
 def open_ranks(
@@ -379,8 +379,8 @@ def _is_deduplicated(source: Checkpoint, strategy: Strategy) -> bool:
 
 def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
     """Tell in the log what a plan leaves out or lacks, and what else was noticed."""
-    for notice in planned.notices:
-        _log.warning("%s: %s", planned.source.root, spelled(notice, WORDS))
+    for warning in planned.warnings:
+        _log.warning("%s: %s", planned.source.root, spelled(warning, WORDS))
     dropped = [name for name in planned.dropped if name not in planned.source.unreadable]
     for name, reason in planned.source.unreadable.items():
         _log.warning("%s: %r %s; it is left out", planned.source.root, name, reason)

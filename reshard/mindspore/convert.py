@@ -97,7 +97,7 @@ def _convert(
     try:
         pattern = re.compile(file_name_regex or "")
     except re.error as error:
-        raise UsageError(f"file_name_regex {file_name_regex!r} is no regular expression: {error}") from None
+        raise UsageError(f"file_name_regex {file_name_regex!r} is not a regular expression: {error}") from None
     if source.is_dir():
         places = _places(source, Path(save_path or source), pattern, extension, f".{format}")
     else:
@@ -148,11 +148,11 @@ def _check(source: Path, save_path: object, name_map: object, processes_num: obj
             raise UsageError(f"save_path is a {type(save_path).__name__}; expected a directory")
         path = Path(save_path)
         if path.is_file() or (path.suffix and not path.is_dir()):
-            raise UsageError(f"save_path {path} is no directory (one whose name has a dot must be there already)")
+            raise UsageError(f"save_path {path} is not a directory (one whose name has a dot must be there already)")
     if name_map is not None and not (
         isinstance(name_map, dict) and all(isinstance(name, str) for item in name_map.items() for name in item)
     ):
-        raise UsageError("name_map is no dict of old names to new names")
+        raise UsageError("name_map is not a dict of old names to new names")
     if not isinstance(processes_num, int) or processes_num < 1:
         raise UsageError(f"processes_num is {processes_num!r}; expected a number from 1 on")
 

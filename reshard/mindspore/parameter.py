@@ -105,7 +105,7 @@ class Tensor:
         """Return a tensor over an array, which is not copied unless it is strided or in foreign byte order.
 
         Raises:
-            TypeError: it is no array, or of a kind that no checkpoint holds.
+            TypeError: it is not an array, or of a kind that no checkpoint holds.
         """
         if not isinstance(array, np.ndarray):
             raise TypeError(f"from_numpy takes a numpy array; got {type(array).__name__}")

@@ -4,7 +4,7 @@ The steps, once the slices and the layout are found to belong together:
 
 1. The layout says which block of the whole each rank holds, optimizer sharding and nested entries included
    (`reshard.layout`); ranks that hold the same block must hold the same bits.
-2. Uneven rows (`param_split_shape`) are sizes a slice; slices beside each other have the same.
+2. Uneven rows (`param_split_shape`) are sizes a slice; slices next to each other have the same.
 3. Interleaved rows (`field`): every device holds some rows of each field, one field after the other. Put together
    they lie as (device, field, rows) and are turned to (field, device, rows).
 
@@ -178,7 +178,7 @@ def _folded(layout: Layout, expanded: Shape | None, part: Shape) -> Layout:
 def _with_row_sizes(layout: Layout) -> Layout:
     """Return a layout whose `param_split_shape` has one size a slice of dimension 0.
 
-    MindSpore lists a size for every slice, row-major, those beside each other too.
+    MindSpore lists a size for every slice, row-major, those next to each other too.
 
     >>> _with_row_sizes(Layout.of([2, 2], [1, 0], param_split_shape=[3, 3, 1, 1])).param_split_shape
     (3, 1)
@@ -192,7 +192,7 @@ def _with_row_sizes(layout: Layout) -> Layout:
     if len(sizes) != rows * beside or any(sizes[i] != sizes[i - i % beside] for i in range(len(sizes))):
         raise LayoutError(
             f"param_split_shape is {shape_text(sizes)}; expected {rows * beside} sizes, a row size for each slice"
-            + (f" and the same for the {beside} beside each other" if beside > 1 else "")
+            + (f" and the same for the {beside} next to each other" if beside > 1 else "")
         )
     return replace(layout, param_split_shape=sizes[::beside], opt_weight_shard_size=0)
 

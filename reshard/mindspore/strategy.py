@@ -1,12 +1,12 @@
 """MindSpore's functions on strategy files: merging them, reading them, and what they say about replicas.
 
-What differs from MindSpore 2.10, beside the errors' texts:
+What differs from MindSpore 2.10, besides the errors' texts:
 
-* JSON files work everywhere, their nested layouts included; the content tells the format, not the name.
+* JSON files work everywhere, their nested layouts included; the content says the format, not the name.
 * `get_parameter_redundancy` sees every entry of a nested tensor map (MindSpore reads the first and takes different
   blocks for replicas), keeps the groups of tensors that the optimizer shards over fewer ranks than a stage has
   (MindSpore leaves some out, and with them the tensor), takes merged files and directories, and scalars.
-* `get_ckpt_path_with_strategy` compares with every parameter, and passes over files that are cut short.
+* `get_ckpt_path_with_strategy` compares with every parameter, and passes over files that are truncated.
 
 Source: MindSpore 2.10 `parallel/checkpoint_transform.py`, `parallel/_parallel_serialization.py`, `train/_utils.py`,
 `train/serialization.py`; the functions' pages at https://www.mindspore.cn/docs/en/r2.10.0/api_python.
@@ -194,9 +194,9 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
     try:
         message.ParseFromString(content)
     except (DecodeError, UnicodeDecodeError) as error:
-        raise StrategyError(f"{path}: is no group info file ({error})") from None
+        raise StrategyError(f"{path}: is not a group info file ({error})") from None
     if not message.HasField("ckpt_restore_rank_list"):
-        raise StrategyError(f"{path}: has no ckpt_restore_rank_list; it is cut short, or no group info file")
+        raise StrategyError(f"{path}: has no ckpt_restore_rank_list; it is truncated, or no group info file")
     return list(message.ckpt_restore_rank_list.dim)
 
 
@@ -298,7 +298,7 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: Path
     The path has `rank_<r>` somewhere, in which the other ranks' numbers are tried, ascending; a path that does not
     is returned itself if it exists. The rank is this process's (`get_rank`).
 
-    MindSpore takes any file that exists, and `rank_12` for `rank_1`. Here a file that is cut short, as a failed node
+    MindSpore takes any file that exists, and `rank_12` for `rank_1`. Here a file that is truncated, as a failed node
     leaves it, is passed over with a warning; only contents are not looked at. And a rank counts as holding the same
     only if it does for every parameter but `accu_grads*` and `inputs*`, whatever the groups are; MindSpore gives up
     where no group is within all others, and overlooks parameters whose groups it lost (`get_parameter_redundancy`).

@@ -1,6 +1,6 @@
 """`transform_checkpoints` and what belongs to it: a checkpoint from one sharding strategy to another.
 
-What differs from MindSpore 2.10, beside the errors' texts:
+What differs from MindSpore 2.10, besides the errors' texts:
 
 * Bytes are moved a few MB at a time (`reshard.plan`), so that neither a rank's file nor a tensor is ever in memory.
 * Every target rank gets its slices, whatever the layouts and the numbers of devices; a tensor that only the source

@@ -1,8 +1,8 @@
 """`unified_safetensors` and `load_distributed_checkpoint`: whole tensors in a few files, and slices of them.
 
-What differs from MindSpore 2.10, beside the errors' texts:
+What differs from MindSpore 2.10, besides the errors' texts:
 
-* Whole tensors are written in streams; one larger than memory is no problem.
+* Whole tensors are written in streams; one larger than memory is not a problem.
 * `hyper_param` has what no strategy names from all source ranks, where MindSpore takes that of rank 0; and it has no
   slices of what `choice_func` or MindSpore's own rule (`accu_grads`) leaves out, which MindSpore puts there.
 * Either kind of unified directory is read, MindSpore's or Hugging Face's, or one of a single file.
@@ -132,7 +132,7 @@ def unified_safetensors(
         for name, new in new_names.items()
         for tensor in [opened.tensors[name]]
     ]
-    files = share_of(MindSporeSet(PART_BYTES).volumes(stored, ".safetensors"), process, processes)
+    files = share_of(MindSporeSet(PART_BYTES).shard_files(stored, ".safetensors"), process, processes)
     mine = {name: new for name, new in new_names.items() if files.has(new)}
     if not mine:
         _log.info("%s: nothing is left to write for process %d of %d", target_dir, process, processes)
@@ -313,7 +313,7 @@ def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
     if name_map is None:
         return {name: name for name in source.tensors}
     if not isinstance(name_map, Mapping) or not all(isinstance(n, str) for item in name_map.items() for n in item):
-        raise TypeError("name_map is no dict of names in the network to names in the files")
+        raise TypeError("name_map is not a dict of names in the network to names in the files")
     in_network: dict[str, list[str]] = {}
     for new, old in name_map.items():
         in_network.setdefault(old, []).append(new)

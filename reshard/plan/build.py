@@ -86,8 +86,8 @@ class Destination(Protocol):
         format: the name of the files' format.
         ranks: the ranks of the target that are written.
         exclusive: the target directory may have nothing else in it.
-        coding: how the files are coded; None where their contents are plain.
-        memory: what it takes beside what every plan does.
+        coding: how the files are encoded; None where their contents are plain.
+        memory: what it takes besides what every plan does.
     """
 
     format: str

@@ -66,7 +66,7 @@ class Ranks:
         self._source, self._target, self._items = source, target, items
         self._faults = faults
         self._lay_out = format.lay_out
-        self._volumes = files.volumes([self._stored(item) for item in items], format.EXTENSION)
+        self._volumes = files.shard_files([self._stored(item) for item in items], format.EXTENSION)
         self._first_files = {rank: place * len(self._volumes.paths) for place, rank in enumerate(self.ranks)}
         self._remove_redundancy = remove_redundancy
         self._fitted: dict[str, Grid | None] = {}

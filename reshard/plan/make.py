@@ -16,7 +16,7 @@ from reshard.plan.build import Item, build
 from reshard.plan.destination import SameFiles
 from reshard.plan.plan import Plan, Request
 from reshard.plan.select import Selection, globs, select
-from reshard.source.assemble import join_whole
+from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.open import read_headers
 from reshard.storage.places import as_place
@@ -95,8 +95,9 @@ def plan(
     from reshard.plan.destination import Ranks
     from reshard.plan.select import select
 
-    wishes = selection or Selection()
-    wishes = replace(wishes, drop=wishes.drop + globs(drop), allow_missing=wishes.allow_missing + globs(allow_missing))
+    selection = selection or Selection()
+    lacks = selection.allow_missing + globs(allow_missing)
+    selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=lacks)
     is_store = format == ZARR or isinstance(files, ZarrGroup)
     if is_store:
         files = files or ZarrGroup()
@@ -110,9 +111,9 @@ def plan(
     kind = by_name(own if format is None or is_store else format)
     ranks = None if ranks is None else tuple(ranks)
     asked, wanted = _of_stage(target, stage, ranks)
-    selected = select(source, asked, wishes)
+    selected = select(source, asked, selection)
     tensors = source.tensors
-    items = [Item(new, tensors[old], wishes.target_dtype(tensors[old].spec.dtype)) for old, new in selected.kept]
+    items = [Item(new, tensors[old], selection.target_dtype(tensors[old].spec.dtype)) for old, new in selected.kept]
     faults = Faults(source.root)
     warnings: tuple[str, ...] = ()
     if isinstance(files, ZarrGroup):
@@ -131,8 +132,8 @@ def plan(
         made,
         dropped=selected.dropped,
         missing=selected.missing,
-        notices=(*source.notices, *selected.notices, *warnings),
-        request=Request(asked, made.format, files, ranks, wishes, remove_redundancy, link_replicas, memory, stage),
+        warnings=(*source.warnings, *selected.warnings, *warnings),
+        request=Request(asked, made.format, files, ranks, selection, remove_redundancy, link_replicas, memory, stage),
     )
 
 
@@ -196,19 +197,19 @@ def plan_convert(
         a plan to be run. It has no arrays of ranks: which tensors are parts of one is not known.
 
     Raises:
-        SourceError: no files, or files that are not sound.
+        SourceError: no files, or files that are not valid.
         UsageError: a unified set, whose index goes by the names of its files.
     """
     path = as_place(path)
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind:
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
-    files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
+    files, ranks, warnings = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
     if name is not None:
-        NamedFile(name).volumes([], "")  # refuses what is not a name
+        NamedFile(name).shard_files([], "")  # refuses what is not a name
     extension = by_name(format).EXTENSION
     return plan_files(
-        Checkpoint(str(path), {}, files, ranks, notices=tuple(notices)),
+        Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings)),
         [name or f"{_below(path, file)}{extension}" for file in files],
         format,
         selections=[Selection(drop=globs(drop))] * len(files),
@@ -240,7 +241,7 @@ def plan_files(
     items: list[list[Item]] = []
     dropped: dict[str, None] = {}
     for number, (file, selection) in enumerate(zip(source.files, selections, strict=True)):
-        tensors = join_whole(file.path, source.files, source.ranks, [number])
+        tensors = assemble_whole(file.path, source.files, source.ranks, [number])
         one = Checkpoint(file.path, tensors, (file,), (0,), unreadable=dict(file.index.unreadable))
         selected = select(one, None, selection)
         items.append([Item(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
@@ -249,7 +250,7 @@ def plan_files(
     every = [item for some in items for item in some]
     limit = budget(source, every, destination, threads=threads)
     made = build(source, every, destination, limit, Faults(source.root))
-    return replace(made, dropped=tuple(dropped), notices=source.notices)
+    return replace(made, dropped=tuple(dropped), warnings=source.warnings)
 
 
 def _below(path: Place, file: SourceFile) -> str:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from reshard.plan.bands import Columns
     from reshard.plan.plan import Move, Plan
 
-OWNERSHIPS = ("tensor", "file")
+PARTITIONS = ("tensor", "file")
 
 FILES_AT_ONCE = 64
 """The most local files that a task writes side by side."""
@@ -53,28 +53,28 @@ STREAMS_AT_ONCE = 16
 """The most files at URLs: each holds a part, and a copy of it while it is sent."""
 
 
-def owned(plan: Plan, ownership: str | None, directory: str) -> Plan:
+def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
     """Return the plan as it is carried out in a directory: by tensor, or by file.
 
     Args:
         plan: a plan by tensor.
-        ownership: `tensor` or `file`; None for what suits the storage: by file at URLs, by tensor elsewhere.
+        partition: `tensor` or `file`; None for what suits the storage: by file at URLs, by tensor elsewhere.
         directory: where the target files go.
 
     Raises:
-        UsageError: an unknown ownership, or one that the storage has no way for.
+        UsageError: an unknown partition, or one that the storage has no way for.
     """
-    if ownership not in {None, *OWNERSHIPS}:
-        raise UsageError(f"unknown ownership {ownership!r}; known are {' and '.join(OWNERSHIPS)}")
-    if ownership == "tensor" and not can(directory).positioned:
+    if partition not in {None, *PARTITIONS}:
+        raise UsageError(f"unknown partition {partition!r}; known are {' and '.join(PARTITIONS)}")
+    if partition == "tensor" and not can(directory).positioned:
         raise UsageError(
-            f"{directory}: files at URLs are written from first byte to last; leave ownership 'tensor' out"
+            f"{directory}: files at URLs are written from first byte to last; leave partition 'tensor' out"
         )
-    if plan.exclusive and ownership == "file" and can(directory).positioned:
+    if plan.exclusive and partition == "file" and can(directory).positioned:
         raise UsageError(
-            f"{directory}: a zarr store in a local directory is written by tensor; leave ownership 'file' out"
+            f"{directory}: a zarr store in a local directory is written by tensor; leave partition 'file' out"
         )
-    by_file = ownership == "file" or not can(directory).positioned
+    by_file = partition == "file" or not can(directory).positioned
     if not by_file or plan.by_file:
         return plan
     if plan.exclusive:

@@ -135,13 +135,13 @@ class Held(NamedTuple):
         source_name: the tensor's name in the source.
         block: the part of it.
         dtype: kind of the elements in the target.
-        holder: the source file that it comes from, where copies differ; else None.
+        replica: the source file that it comes from, where copies differ; else None.
     """
 
     source_name: str
     block: Block
     dtype: DType
-    holder: int | None = None
+    replica: int | None = None
 
 
 class Piece(NamedTuple):
@@ -228,12 +228,12 @@ class Plan:
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
         texts: target name to value of the `str` entries, which every rank gets.
-        notices: warnings for the user.
+        warnings: warnings for the user.
         request: what was asked for; None where the plan was put together from others.
         coding: how the target files are encoded; None where their contents are plain.
         exclusive: the target directory may have nothing else in it.
         memory: what the prediction of memory consists of (see `budget`).
-        digests: what tells the making of each file from that of others, for its name until it is finished: where that
+        digests: what says the making of each file from that of others, for its name until it is finished: where that
             is resumed, of all that makes its bytes (`file_digests`). Only runs need them.
     """
 
@@ -250,7 +250,7 @@ class Plan:
     dropped: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     request: Request | None = None
     coding: TargetCoding | None = None
     exclusive: bool = False
@@ -272,7 +272,7 @@ class Plan:
         """Return what the predicted peak of memory consists of, in bytes; the sum is `Stats.peak_memory`."""
         return dict(self.memory)
 
-    def coded(self, file: TargetFile) -> tuple[str, ...]:
+    def encoded(self, file: TargetFile) -> tuple[str, ...]:
         """Return what says how a target file is encoded; nothing for one whose contents are plain."""
         found = self.coding and self.coding.of(file.path)
         return (found,) if found else ()
@@ -293,10 +293,10 @@ class Plan:
             tensor = self.source.tensors[label.source_name]
             for block, written in zip(move.recipe.targets, move.way.writes, strict=True):
                 if any(at.file in numbers for at in written):
-                    holder = move.way.reads[0].file if tensor.varies else None
+                    replica = move.way.reads[0].file if tensor.varies else None
                     several = label.name in found or not tensor.spec.shape  # the chunks of a zarr array
                     whole_or_part = Block.whole(tensor.spec.shape) if several else block
-                    found[label.name] = Held(label.source_name, whole_or_part, move.target_dtype, holder)
+                    found[label.name] = Held(label.source_name, whole_or_part, move.target_dtype, replica)
         return found
 
     def rank(self, rank: int) -> RankArrays:
@@ -310,9 +310,9 @@ class Plan:
         arrays: RankArrays = upward("RankArrays")(self.source, self.blocks(rank), self.texts)
         return arrays
 
-    def graph(self, directory: AnyName, *, fsync: bool = True, ownership: str | None = None) -> Graph:
+    def graph(self, directory: AnyName, *, fsync: bool = True, partition: str | None = None) -> Graph:
         """Return the one dask graph that writes the target files below a directory, as a dask collection."""
-        made: Graph = upward("graph")(self, str(directory), fsync=fsync, ownership=ownership)
+        made: Graph = upward("graph")(self, str(directory), fsync=fsync, partition=partition)
         return made
 
     def picture(self, name: str | None = None) -> Picture:
@@ -343,7 +343,7 @@ class Plan:
         restart: bool = False,
         checksums: bool | None = None,
         journal: bool = True,
-        ownership: str | None = None,
+        partition: str | None = None,
         progress: Callable[[Progress], None] | bool | None = None,
     ) -> Report:
         """Write the target files below a directory: see `reshard.run.run` for options and errors.
@@ -362,7 +362,7 @@ class Plan:
             restart=restart,
             checksums=checksums,
             journal=journal,
-            ownership=ownership,
+            partition=partition,
             progress=progress,
         )
         return report
@@ -420,7 +420,7 @@ def _file_digests(plan: Plan, sources: Sequence[bytes]) -> list[str]:
             found.update(content)
         literals[layout] = found.digest()
     hashes = [
-        sha256(repr((file.path, file.layout.size, file.link, *plan.coded(file))).encode() + literals[file.layout])
+        sha256(repr((file.path, file.layout.size, file.link, *plan.encoded(file))).encode() + literals[file.layout])
         for file in plan.files
     ]
     known: dict[Way, list[tuple[int, int, bytes]]] = {}  # file, number of runs, what the block is made of

@@ -10,7 +10,7 @@ What was planned is what is run, or nothing is. These are compared:
 
 1. of each source file its size, a digest of all that its header says, and one of some pages of it, because checkpoints
    of two steps have equal headers; times are not, because a copy has others;
-2. a digest of the plan made anew with that of the plan that was saved: target files, headers, blocks (`plan_digest`).
+2. a digest of the plan made again with that of the plan that was saved: target files, headers, blocks (`plan_digest`).
 
 The file is JSON of a numbered version. It is checked whole before anything of it is used (`schema`). Layouts, and the
 places that tensors alike have, are listed once; the same plan gives the same bytes.
@@ -74,7 +74,7 @@ _SOURCE = {
     "elsewhere": [TEXT],
     "looked": Maybe((COUNT,) * 5),
     "left_out": [TEXT],
-    "notices": [LINE],
+    "warnings": [LINE],
     "encryption": Maybe(TEXT),
     "headers": [TEXT],  # digests
     "files": [(COUNT, INNER_PATH, COUNT, COUNT, TEXT)],  # rank, path, size, number of the header, digest of pages
@@ -111,7 +111,7 @@ _PLAN = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanFile:
-    """A plan file that was read and is sound in itself; its source was not looked at yet.
+    """A plan file that was read and is valid in itself; its source was not looked at yet.
 
     Attributes:
         path: the plan file.
@@ -139,7 +139,7 @@ class PlanFile:
             threads: the most threads that a run may have here, as for `reshard.plan`.
 
         Raises:
-            SourceError: files of the source are not there, or not sound.
+            SourceError: files of the source are not there, or not valid.
             TargetError: they are not those that were planned with.
             PlanError: the plan made of them is not the one that was saved.
             UsageError: the source is encrypted and no key is given.
@@ -194,7 +194,7 @@ class PlanFile:
                 partial=given["partial"],
                 varying=set(given["varying"]),
                 elsewhere=given["elsewhere"],
-                notices=given["notices"],
+                warnings=given["warnings"],
                 cipher=cipher,
             )
         self._check_contents(checkpoint)
@@ -210,7 +210,7 @@ class PlanFile:
                 missing.add(path, f"cannot be found ({error.strerror})")
                 continue
             if not S_ISREG(status.st_mode):  # to open a pipe would wait for ever
-                missing.add(path, "is no regular file")
+                missing.add(path, "is not a regular file")
             elif status.st_size != nbytes:
                 changed.add(path, f"has {status.st_size} bytes; it had {nbytes} when it was planned")
         missing.raise_if_any(SourceError, advice=Text("say where the source is: ", Option("source")))
@@ -258,7 +258,7 @@ def read(path: str | os.PathLike[str]) -> PlanFile:
     """Read a plan file; the source is not looked at.
 
     Raises:
-        PlanError: it cannot be read, is of another version, or is not sound; the message tells where.
+        PlanError: it cannot be read, is of another version, or is not valid; the message says where.
     """
     return _sound(read_small(path, "plan file", _LARGEST_FILE, PlanError), os.fspath(path))
 
@@ -319,7 +319,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> Json:
 
 
 def read_selection(content: Json) -> Selection:
-    """Return the selection that `selection_data` wrote, or raise `ValueError` where it is not sound."""
+    """Return the selection that `selection_data` wrote, or raise `ValueError` where it is not valid."""
     check(content, SELECTION)
     _check_names(content["names"])
     return Selection(**content)
@@ -341,7 +341,7 @@ def _source_data(source: Checkpoint) -> Json:
         "elsewhere": sorted(source.elsewhere),
         "looked": source.looked,
         "left_out": sorted(source.left_out),
-        "notices": source.notices,
+        "warnings": source.warnings,
         "encryption": source.cipher.mode if source.cipher else None,
         "headers": list(headers),
         "files": files,
@@ -414,7 +414,7 @@ def _sound(content: bytes, path: str) -> PlanFile:
         read_small_strategy(found["source"]["strategy"])
         _request(found)
     except (ValueError, ReshardError) as error:
-        raise PlanError(f"{path}: is no sound plan file: {error}") from None
+        raise PlanError(f"{path}: is not a valid plan file: {error}") from None
     return PlanFile(path, found["source"]["root"], found["directory"], found)
 
 
@@ -449,7 +449,7 @@ def _check_names(names: Json) -> None:
     for old in names:
         if old.count("*") > _MOST_STARS or "**" in old:
             raise ValueError(
-                f"$.selection.names[{old!r:.60}] has more than {_MOST_STARS} stars, or two beside each other"
+                f"$.selection.names[{old!r:.60}] has more than {_MOST_STARS} stars, or two next to each other"
             )
 
 

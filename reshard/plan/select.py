@@ -13,7 +13,7 @@ weight is dropped or missing without a pattern.
 Optimizer states that are dropped or missing are reported and no error. Without a source strategy the source is one
 rank of whole tensors; without a target strategy the target is.
 
-A `Selection` is what a user asks for beside that: less than all tensors, other names, other dtypes. The target
+A `Selection` is what a user asks for besides that: less than all tensors, other names, other dtypes. The target
 strategy goes by the new names.
 """
 
@@ -102,7 +102,7 @@ class Selection:
         found = {name: rename(name) for name in chosen}
         faults = Faults("name map")
         for old in rename.unused():
-            faults.add(f"name {old!r}", "is no tensor of the source")
+            faults.add(f"name {old!r}", "is not a tensor of the source")
         by_new: dict[str, list[str]] = {}
         for old, new in found.items():
             by_new.setdefault(new, []).append(old)
@@ -166,7 +166,7 @@ class _Renaming:
 def _cast_fault(old: DType, new: DType) -> str | None:
     """Tell why elements of a dtype cannot become those of another."""
     if "str" in {old.name, new.name}:
-        return "text is no number"
+        return "text is not a number"
     if new is INT4:
         return "int4 is four bits of a byte, of which nobody says how they would be rounded"
     kinds = ("bool", "int", "float", "complex")
@@ -183,22 +183,22 @@ class Selected(NamedTuple):
         kept: source name and target name of the tensors that are converted or copied, in the order of the files.
         dropped: source names that the target does not get.
         missing: target names that the source does not have.
-        notices: what a user should know of the choice though it is no error.
+        warnings: what a user should know of the choice though it is not an error.
     """
 
     kept: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...]
     missing: tuple[str, ...]
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
-def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Selected:
+def select(source: Checkpoint, target: Strategy | None, selection: Selection) -> Selected:
     """Apply a selection and the table above.
 
     Args:
         source: the checkpoint to convert.
         target: names the tensors wanted; None for all of them, whole.
-        wishes: what the user asks for.
+        selection: what the user asks for.
 
     Raises:
         SourceError: weights would be dropped or are missing, and no pattern covers them; all at once.
@@ -207,30 +207,30 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
     strategy = source.strategy
     wanted = target.tensors if target else {}
     states = all_states(source, target)
-    chosen = _chosen(source, wishes, states)
-    renamed = wishes.renamed([name for name in source.tensors if name in chosen], source.tensors)
+    chosen = _chosen(source, selection, states)
+    renamed = selection.renamed([name for name in source.tensors if name in chosen], source.tensors)
     faults = Faults(source.root)
     dropped = []
     for name, new in renamed.items():
         if target is not None and new not in wanted and has_no_place(source, target, name):
             dropped.append(name)
-            if not (name in states or target.others or matches(name, wishes.drop)):
+            if not (name in states or target.others or matches(name, selection.drop)):
                 fault = Text("is not in the target strategy; to leave it out give ", Option("drop", name))
                 faults.add(f"tensor {name!r}", fault)
     for name, reason in source.unreadable.items():
         if name in chosen:
             dropped.append(name)
-            if not matches(name, wishes.drop):
+            if not matches(name, selection.drop):
                 faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
     if target is not None:
-        rename = _Renaming(wishes.names, set(source.tensors))
+        rename = _Renaming(selection.names, set(source.tensors))
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
         had = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:
         had = {*source.tensors, *source.left_out}
     expected = wanted if target else [*(strategy.tensors if strategy else ()), *sorted(source.elsewhere)]
-    absent = [name for name in expected if name not in had and _may_be_asked_for(name, wishes, states)]
-    missing = _missing(source, absent, states, wishes, faults)
+    absent = [name for name in expected if name not in had and _may_be_asked_for(name, selection, states)]
+    missing = _missing(source, absent, states, selection, faults)
     faults.raise_if_any(SourceError, advice=_advice(target, set(renamed.values()), states))
     left_out = set(dropped)
     kept = [
@@ -240,7 +240,7 @@ def select(source: Checkpoint, target: Strategy | None, wishes: Selection) -> Se
     ]
     if chosen and not kept:
         raise UsageError("selection: leaves no tensor for the target; all that is chosen is dropped")
-    taken = [name for name in source.tensors if wishes.weights_only and name in states and name not in chosen]
+    taken = [name for name in source.tensors if selection.weights_only and name in states and name not in chosen]
     return Selected(tuple(kept), tuple(dropped), tuple(missing), _of_states(taken, states))
 
 
@@ -254,7 +254,7 @@ def _advice(target: Strategy | None, known: Collection[str], states: Collection[
 
 
 def _of_states(taken: Collection[str], states: Mapping[str, str]) -> tuple[str, ...]:
-    """Tell what was left out because of its name: a name is all there is to know an optimizer state by."""
+    """Say what was left out because of its name: a name is all there is to know an optimizer state by."""
     if not taken:
         return ()
     prefixes = dict.fromkeys(name.removesuffix(states[name]).rstrip(".") for name in taken)
@@ -272,15 +272,15 @@ def has_no_place(source: Checkpoint, target: Strategy, name: str) -> bool:
     return tensor.listed or (one_stage and not is_training_state(name, tensor))
 
 
-def _chosen(source: Checkpoint, wishes: Selection, states: Collection[str]) -> set[str]:
+def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -> set[str]:
     """Return the names that the user asks for, having checked the patterns."""
     faults = Faults("selection")
     every = {**source.tensors, **source.unreadable}
-    included = _matched(every, wishes.include, Option("include"), faults) if wishes.include else set(every)
-    excluded = _matched(every, wishes.exclude, Option("exclude"), faults)
+    included = _matched(every, selection.include, Option("include"), faults) if selection.include else set(every)
+    excluded = _matched(every, selection.exclude, Option("exclude"), faults)
     faults.raise_if_any(UsageError)
     chosen = included - excluded
-    if wishes.weights_only:
+    if selection.weights_only:
         chosen = {n for n in chosen if n not in states and not is_training_state(n, source.tensors.get(n))}
     if every and not chosen:
         raise UsageError("selection: leaves no tensor of the source")
@@ -305,20 +305,22 @@ def _matched(every: Iterable[str], patterns: Iterable[str], option: Option, faul
     return found
 
 
-def _may_be_asked_for(name: str, wishes: Selection, states: Collection[str]) -> bool:
+def _may_be_asked_for(name: str, selection: Selection, states: Collection[str]) -> bool:
     """Return whether a tensor that the source does not have would be taken if it did."""
-    globs = [[_COUNTED.sub(r"\g<glob>", pattern) for pattern in some] for some in (wishes.include, wishes.exclude)]
-    included = not wishes.include or matches(name, globs[0])
-    return included and not matches(name, globs[1]) and not (wishes.weights_only and name in states)
+    include, exclude = (
+        [_COUNTED.sub(r"\g<glob>", pattern) for pattern in some] for some in (selection.include, selection.exclude)
+    )
+    included = not include or matches(name, include)
+    return included and not matches(name, exclude) and not (selection.weights_only and name in states)
 
 
 def _missing(
-    source: Checkpoint, absent: list[str], states: Collection[str], wishes: Selection, faults: Faults
+    source: Checkpoint, absent: list[str], states: Collection[str], selection: Selection, faults: Faults
 ) -> list[str]:
     """Return the names that are wanted and absent; weights that no pattern covers are faults."""
     own = source.strategy.tensors if source.part is not None and source.strategy else absent
     for name in absent:
-        if name in own and name not in states and not matches(name, wishes.allow_missing):
+        if name in own and name not in states and not matches(name, selection.allow_missing):
             faults.add(
                 f"tensor {name!r}",
                 Text("is in the strategy and in no source file; to do without it give ", Option("allow_missing", name)),

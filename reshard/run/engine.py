@@ -279,7 +279,7 @@ def _elements(parts: Sequence[Rows]) -> int:
 
 
 def _views(parts: Sequence[Rows]) -> int:
-    """Return about how many views of buffers a band has; what a write has beside its copies counts as four."""
+    """Return about how many views of buffers a band has; what a write has besides its copies counts as four."""
     gathered = 2 * sum(1 for _ in _alike(parts, 0))
     every = parts[0].segment.columns.parts
     writes = sum(1 if _is_whole(some) else 4 + len(some) * gathered for some in every)
@@ -376,7 +376,7 @@ def move_pieces(
     *,
     checksums: bool = False,
     in_order: bool = False,
-    go_on: Callable[[], object] = lambda: None,
+    check_cancelled: Callable[[], object] = lambda: None,
 ) -> Moved:
     """Move some rows of some tensors from the source files into the unfinished target files.
 
@@ -387,7 +387,7 @@ def move_pieces(
         writer: writes the target files.
         checksums: sum up what is written.
         in_order: write each file from its first byte to its last, as far as the pieces follow its order.
-        go_on: called before each band; raises where the run is given up.
+        check_cancelled: called before each band; raises where the run is given up.
 
     Returns:
         the bytes of contents read and written, and the ranges where `checksums`.
@@ -402,7 +402,7 @@ def move_pieces(
     current = -1
     targets: list[list[tuple[int, Runs]]] = []
     in_order = in_order or plan.coding is not None  # whole chunks are compressed
-    for number, target, first, given in reader.read(pieces, in_order=in_order, check=go_on):
+    for number, target, first, given in reader.read(pieces, in_order=in_order, check=check_cancelled):
         move = plan.moves[number]
         if number != current:
             targets = [[(file, runs) for file, runs in extents] for extents in move.writes]

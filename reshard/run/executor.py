@@ -21,7 +21,7 @@ from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.run.tasks import Receipt, running
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can
-from reshard.storage.threads import each, uninterrupted
+from reshard.storage.threads import run_threads, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +58,7 @@ def map_tasks(
         ReshardError: what a task raises, or that the cluster failed. What is not begun by then is not done.
     """
     if client is None:
-        each(lambda task: function(shared, task), tasks, threads, on_result)
+        run_threads(lambda task: function(shared, task), tasks, threads, on_result)
         return
     from distributed import as_completed
 
@@ -236,7 +236,7 @@ def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> l
     def work(report: Callable[[Receipt], None]) -> list[Receipt]:
         found: list[Receipt] | None = None
         for future, result in completed:
-            if isinstance(result, BaseException):  # of a lost scheduler, `as_completed` tells so
+            if isinstance(result, BaseException):  # of a lost scheduler, `as_completed` says so
                 raise result
             if isinstance(result, Receipt):
                 report(result)

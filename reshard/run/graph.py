@@ -7,7 +7,7 @@ read from their first byte to their last, which is what the kernel reads ahead f
 
 A cluster that loses a worker runs its tasks again elsewhere, and those whose receipts it had. So whatever a working
 task does may be done twice, at the same time even: making a file leaves what is in it, and the same bytes go to the
-same places. Naming a file may not, since a file without its contents would be made anew; so naming begins only when
+same places. Naming a file may not, since a file without its contents would be made again; so naming begins only when
 nothing but the receipts of all work is left to be lost, and `run` does it itself. At URLs a task names its files: made
 again, a file there replaces the one before as a whole.
 """
@@ -26,7 +26,7 @@ from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
 from reshard.errors import names
-from reshard.plan.partition import owned
+from reshard.plan.partition import partitioned
 from reshard.run.tasks import (
     How,
     check_sources,
@@ -60,15 +60,15 @@ def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
     return [receipt for some in receipts for receipt in some]
 
 
-def graph(plan: Plan, directory: str, *, fsync: bool, ownership: str | None) -> Graph:
+def graph(plan: Plan, directory: str, *, fsync: bool, partition: str | None) -> Graph:
     """Return the graph that writes the target files below a directory: `Plan.graph`."""
-    plan = replace(owned(plan, ownership, directory), digests=(uuid.uuid4().hex,) * len(plan.files))
+    plan = replace(partitioned(plan, partition, directory), digests=(uuid.uuid4().hex,) * len(plan.files))
     # Whoever computes it may do so in several processes.
     return Graph(plan, directory, How(fsync=fsync, apart=True))
 
 
 class _PlanNode(DataNode):  # type: ignore[misc]  # dask has no types
-    """The plan, whose key tells it from others. dask would walk through all of it to do so, in client and scheduler."""
+    """The plan, whose key distinguishes it from others; dask would walk through all of it to do so."""
 
     def __dask_tokenize__(self) -> str:
         return str(self.key)
@@ -80,13 +80,13 @@ class _PlanNode(DataNode):  # type: ignore[misc]  # dask has no types
 class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     """The graph of a plan and a target directory, as a dask collection: `dask.compute` of it runs the conversion.
 
-    `Plan.run` does more: it refuses to overwrite, cleans up after a failure and tells progress.
+    `Plan.run` does more: it refuses to overwrite, cleans up after a failure and reports progress.
 
     Attributes:
         plan: by tensor, or by file (see `plan.partition`).
         directory: where the target files go; a path or a URL.
         how: the tasks do their work.
-        run: what tells this run from others, for giving it up.
+        run: what distinguishes this run from others, for giving it up.
         ready: the key of the receipts of all work; what comes after completes the files and gives them their names.
         closed: the key of those, when the files are complete.
         key: the key of all receipts.
@@ -198,7 +198,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return self._with_plan() | ({} if receipts is None else {key: DataNode(key, receipts)})
 
     def _key(self, kind: str) -> str:
-        """Return a key by which a dashboard can tell what a task is."""
+        """Return a key by which a dashboard can say what a task is."""
         return f"reshard-{kind}-{self._token}"
 
     def _add(

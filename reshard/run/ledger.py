@@ -1,6 +1,6 @@
 """The ledger of a target: what runs know of its files, and which run may write which of them.
 
-`hold` takes files, `load` tells what is known of them, `add` notes more, `forget` takes it back. The logs are as
+`hold` takes files, `load` says what is known of them, `add` notes more, `forget` takes it back. The logs are as
 `source.records` says; a run writes one of its own, once it has something to say, and removes those of earlier runs that
 tell of no file that its own does not. So no log is ever appended to by two, or through another name of it (`cp -l`).
 
@@ -114,7 +114,7 @@ class Ledger:
                     self._remove(name)
 
     def forget(self, files: Collection[str]) -> None:
-        """Know nothing of some files any more; a log that tells of nothing else goes."""
+        """Know nothing of some files any more; a log that mentions nothing else goes."""
         mine = self._own.intersection(files)
         named = set().union(*self._older.values())
         others = [file for file in files if file in named]
@@ -184,7 +184,7 @@ def _lines(file: str, record: Record) -> Iterable[Line]:
 
 
 def put(path: str, content: bytes) -> None:
-    """Write a small file, whose name tells what is in it; one of that size says the same.
+    """Write a small file, whose name says what is in it; one of that size says the same.
 
     Raises:
         TargetError, BudgetError: it cannot be written.

@@ -147,7 +147,7 @@ class LockObjects:
                 remote_store().discard(path)
 
     def _others(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the locks of other runs by their places; what is not sound is nobody's."""
+        """Return the locks of other runs by their places; what is not valid is nobody's."""
         forget_listings(self._root)
         directory = RemotePath(f"{self._root}/{DIRECTORY}")
         found = []
@@ -195,7 +195,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return what tells the processes that this one can see from others: the start of the machine, and a container."""
+    """Return what the processes that this one can see have in common: the start of the machine, and a container."""
     container = ""
     with suppress(OSError):
         container = str(os.stat("/proc/self/ns/pid").st_ino)

@@ -23,7 +23,7 @@ from reshard.storage.local import local_store
 from reshard.storage.places import RemotePath, as_place, can
 from reshard.storage.remote import REQUESTS, forget_listings
 from reshard.storage.small import refuse_inputs
-from reshard.storage.threads import results
+from reshard.storage.threads import map_threads
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -178,7 +178,7 @@ def check_target(plan: Plan, root: str) -> None:
     sources = {str(as_place(file.path).real()) for file in plan.source.files}
     if any(file.last for file in plan.files) and any(path.startswith(below) for path in sources):
         raise TargetError(
-            f"{root}: holds the source; beside it, the index of a unified set would hide it; choose another"
+            f"{root}: holds the source; next to it, the index of a unified set would hide it; choose another"
         )
     written, read = [below + file.path for file in plan.files], [file.path for file in plan.source.files]
     refuse_inputs(written, read, "one of the source files", "choose another target directory")
@@ -221,7 +221,7 @@ def _check_exclusive(plan: Plan, root: str) -> None:
         if planned.isdisjoint((path, stem_of_unfinished(path))) and not path.startswith(f"{DIRECTORY}/")
     ]
     if other:
-        raise TargetError(f"{root}: has {names(sorted(other), most=3)} beside; choose another directory, or remove it")
+        raise TargetError(f"{root}: has {names(sorted(other), most=3)} too; choose another directory, or remove it")
 
 
 def _check_one_set(plan: Plan, root: str) -> None:
@@ -287,7 +287,7 @@ def states_of(root: str, files: Sequence[str], asked: Collection[str]) -> dict[s
     there = {file.url for file in place.files()}
     present = [file for file in files if f"{root}/{file}" in there]
     some = [file for file in present if file in asked]
-    states = results(lambda file: (place / file).status()[:2], some, REQUESTS)
+    states = map_threads(lambda file: (place / file).status()[:2], some, REQUESTS)
     return dict.fromkeys(present, (-1, 0)) | dict(zip(some, states, strict=True))
 
 

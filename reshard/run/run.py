@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError, names
-from reshard.plan.partition import owned
+from reshard.plan.partition import partitioned
 from reshard.run.executor import check_workers, work_here, work_on
 from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
@@ -95,7 +95,7 @@ class Report(NamedTuple):
 
         Raises:
             UsageError: there are no checksums: of a run without them or without a journal, into a zarr store, or of
-                files that are coded.
+                files that are encoded.
             SourceError: a block must be read for its sum, and cannot be.
         """
         made: Manifest = upward("manifest_of")(self)
@@ -137,7 +137,7 @@ def run(
     restart: bool = False,
     checksums: bool | None = None,
     journal: bool = True,
-    ownership: str | None = None,
+    partition: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Write the target files of a plan.
@@ -165,7 +165,7 @@ def run(
             nothing can be resumed, and the files that an earlier run finished count like any others; there are locks
             during the run, where the file system has any. At a URL only complete files are of use to the next
             run. A zarr store has no ledger in it once it is finished.
-        ownership: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
+        partition: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
             By default `file` where the target is at a URL, `tensor` elsewhere.
         progress: called after each task.
 
@@ -181,7 +181,7 @@ def run(
         raise UsageError(f"client is {client!r}; expected a distributed.Client: Client({client!r})")
     target = as_place(directory)
     root = str(target.real())
-    plan = owned(plan, ownership, root)
+    plan = partitioned(plan, partition, root)
     check_target(plan, root)
     check_sources(plan, None)
     local_store().drop_glances({file.path for file in plan.source.files})

@@ -41,7 +41,7 @@ from reshard.storage.local import local_store
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
 from reshard.storage.remote import REQUESTS, remote_store
-from reshard.storage.threads import results
+from reshard.storage.threads import map_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -114,7 +114,7 @@ class Session:
             if fsync:
                 self._sync(kept)
             begun = [number for number in self._numbers(Do.RESUME) if self._record(number).wrote]
-            found = results(self._verified, begun, max(threads, 1))
+            found = map_threads(self._verified, begun, max(threads, 1))
             good = {number: ranges for number, ranges in zip(begun, found, strict=True) if ranges}
             local_store().close()  # what was read is written next
             self._spans = {number: _spans(ranges) for number, ranges in good.items()}
@@ -312,7 +312,8 @@ class Session:
         good: list[Range] = []
         with suppress(ReshardError, OSError):
             status = os.lstat(path)
-            # One with a second name is not written into but made anew (`LocalStore.create`), and its contents are gone.
+            # One with a second name is not written into but made again (`LocalStore.create`), and its contents are
+            # gone.
             if not S_ISREG(status.st_mode) or status.st_size != size or status.st_nlink > 1:
                 return []
             for begin, nbytes, crc in self._record(number).ranges:
@@ -350,7 +351,7 @@ class Session:
         needed = 0
         for number in self._left:
             file = self.plan.files[number]
-            if file.link is None and not self.plan.coded(file):  # how large a coded one is, is not known
+            if file.link is None and not self.plan.encoded(file):  # how large an encoded one is, is not known
                 # What is of no use in its unfinished files makes room for it.
                 needed += file.layout.size - sum(map(_allocated, self._seen[file.path].unfinished))
         free = status.f_bavail * status.f_frsize
@@ -362,7 +363,7 @@ class Session:
 
     def _each(self, function: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         """Do something with each of some files; at a URL side by side, because each request takes its time."""
-        return results(function, numbers, REQUESTS) if self._early else list(map(function, numbers))
+        return map_threads(function, numbers, REQUESTS) if self._early else list(map(function, numbers))
 
     def _numbers(self, do: Do) -> list[int]:
         return [number for number, path in enumerate(self._paths) if self._fates[path].do is do]

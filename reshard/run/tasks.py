@@ -96,7 +96,7 @@ class Running:
         with self._lock:
             self.tasks[run] += number
 
-    def go_on(self, run: str) -> None:
+    def check_cancelled(self, run: str) -> None:
         """Raise where a run is given up; a task that writes large files takes long."""
         if run in self.stopped:
             raise ReshardError("the run was given up")
@@ -115,7 +115,7 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
     """
     running.add(how.run, 1)
     try:
-        running.go_on(how.run)
+        running.check_cancelled(how.run)
         yield
         if how.apart and how.fsync and written and not (how.cached and how.cached == cache_of(directory)):
             for path in written:
@@ -134,7 +134,7 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     with _working(how, directory, paths):
         for number, path in zip(files, paths, strict=True):
             layout = plan.files[number].layout
-            sink = store.create(path, None if plan.coded(plan.files[number]) else layout.size)
+            sink = store.create(path, None if plan.encoded(plan.files[number]) else layout.size)
             for offset, content in layout.literals:
                 sink.write_at(offset, content)
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
@@ -153,7 +153,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
             spans or store,
             sinks,
             checksums=how.checksums,
-            go_on=lambda: running.go_on(how.run),
+            check_cancelled=lambda: running.check_cancelled(how.run),
         )
         if plan.coding:  # whose files are each of one task
             sinks.finish(durable=False)
@@ -187,7 +187,7 @@ def _positioned(plan: Plan, directory: str, number: int) -> Sink:
 
 
 class _Spans(Around):
-    """A store that notes what a task reads of each file: the page cache has what is read next beside it."""
+    """A store that notes what a task reads of each file: the page cache has what is read next next to it."""
 
     def __init__(self, store: ReadStore) -> None:
         super().__init__(store)
@@ -372,7 +372,7 @@ def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], dire
             sinks,
             checksums=how.checksums,
             in_order=True,
-            go_on=lambda: running.go_on(how.run),
+            check_cancelled=lambda: running.check_cancelled(how.run),
         )
         if not plan.exclusive:  # a store is not complete without its group, and the graph looks before that is written
             check_sources(plan, None)

@@ -1,7 +1,7 @@
 """Joining files and strategy: which blocks of which tensors there are, and which files hold each.
 
 A tensor that the strategy names is read from the lowest pipeline stage that holds all of it; MindSpore leaves shared
-ones out of later stages' files, which is no fault. One that no strategy names is whole in every file that has it.
+ones out of later stages' files, which is not a fault. One that no strategy names is whole in every file that has it.
 Every file is compared with the strategy, and all faults are reported at once.
 """
 
@@ -36,7 +36,7 @@ def unlisted(name: str) -> Text:
     )
 
 
-def join(
+def assemble(
     root: str, files: Sequence[SourceFile], ranks: Sequence[int], strategy: Strategy | None, *, partial: bool
 ) -> dict[str, Tensor]:
     """Return every tensor of the files.
@@ -56,23 +56,23 @@ def join(
     return _WithStrategy(root, files, ranks, strategy, partial=partial).tensors()
 
 
-def sharding_of(grid: Grid, ranks: Sequence[int], holders: Iterable[Where]) -> Sharding:
+def sharding_of(grid: Grid, ranks: Sequence[int], replicas: Iterable[Where]) -> Sharding:
     """Return who holds each block of a grid.
 
     Args:
         grid: says which ranks do.
         ranks: the rank of each file.
-        holders: the files that hold any.
+        replicas: the files that hold any.
     """
     by_rank: dict[int, list[Where]] = {}
-    for at in holders:
+    for at in replicas:
         by_rank.setdefault(ranks[at.file], []).append(at)
     return Sharding(
         grid.blocks, tuple(tuple(at for rank in some for at in by_rank.get(rank, ())) for some in grid.ranks)
     )
 
 
-def join_whole(
+def assemble_whole(
     root: str, files: Sequence[SourceFile], ranks: Sequence[int], numbers: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return the tensors of some files, by their numbers, each of which is whole in every one that has it."""
@@ -87,9 +87,9 @@ def _alike(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[int
     return list(groups.values())
 
 
-def where(files: Sequence[SourceFile], holders: Iterable[int]) -> tuple[dict[int, Where], tuple[int, ...]]:
+def where(files: Sequence[SourceFile], replicas: Iterable[int]) -> tuple[dict[int, Where], tuple[int, ...]]:
     """Return where each file has what it holds, runs by the number of its header; and a file of each header."""
-    alike = _alike(files, holders)
+    alike = _alike(files, replicas)
     found = {number: Where(number, place) for place, numbers in enumerate(alike) for number in numbers}
     return found, tuple(numbers[0] for numbers in alike)
 
@@ -115,11 +115,11 @@ class _WithoutStrategy:
                     Option("strategy"), ", or ", Option("layout", "*", "RULE"),
                 )
             )  # fmt: skip
-        found = {name: self.unlisted(name, holders) for name, holders in self.holders().items()}
+        found = {name: self.unlisted(name, replicas) for name, replicas in self.replicas().items()}
         self.faults.raise_if_any(SourceError)
         return found
 
-    def holders(self) -> dict[str, tuple[int, ...]]:
+    def replicas(self) -> dict[str, tuple[int, ...]]:
         """Return the numbers of the files that have each name, ascending."""
         alike = _alike(self.files, self.numbers)
         groups: dict[str, list[int]] = {}
@@ -127,45 +127,45 @@ class _WithoutStrategy:
             for name in self.files[numbers[0]].index.entries:
                 groups.setdefault(name, []).append(place)
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
-        holders = {}
+        replicas = {}
         for name, places in groups.items():
             key = tuple(places)
             if key not in known:
                 known[key] = tuple(sorted(number for place in key for number in alike[place]))
-            holders[name] = known[key]
-        return holders
+            replicas[name] = known[key]
+        return replicas
 
     def entry(self, number: int, name: str) -> Entry:
         """Return a tensor's part in a file."""
         return self.files[number].index.entries[name]
 
-    def unlisted(self, name: str, holders: Sequence[int]) -> Tensor:
+    def unlisted(self, name: str, replicas: Sequence[int]) -> Tensor:
         """Join a tensor that no layout describes: every file that has it must hold the same whole of it."""
-        first = self.entry(holders[0], name)
-        for number in holders[1:]:
+        first = self.entry(replicas[0], name)
+        for number in replicas[1:]:
             entry = self.entry(number, name)
             if entry is not first and (entry.dtype, entry.shape) != (first.dtype, first.shape):
                 self.faults.add(
                     f"tensor {name!r}",
                     Text(
                         f"is {entry.dtype} {shape_text(entry.shape)} in rank {self.ranks[number]} and {first.dtype} "
-                        f"{shape_text(first.shape)} in rank {self.ranks[holders[0]]}, and no strategy lists it; ",
+                        f"{shape_text(first.shape)} in rank {self.ranks[replicas[0]]}, and no strategy lists it; ",
                         unlisted(name),
                     ),
                 )
                 break
         spec = TensorSpec(name, first.dtype, first.shape)
-        varies = first.text is not None and len({self.entry(number, name).text for number in holders}) > 1
-        sharding, firsts = self.whole(first.shape, tuple(holders))
+        varies = first.text is not None and len({self.entry(number, name).text for number in replicas}) > 1
+        sharding, firsts = self.whole(first.shape, tuple(replicas))
         runs = tuple(self.entry(number, name).runs for number in firsts)
         return Tensor(spec, sharding, runs, listed=False, varies=varies, text=first.text)
 
-    def whole(self, shape: Shape, holders: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...]]:
+    def whole(self, shape: Shape, replicas: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...]]:
         """Return the sharding of tensors of one shape that some files hold whole; and a file of each header."""
-        key = (shape, holders)
+        key = (shape, replicas)
         if key not in self._whole:
-            places, firsts = where(self.files, holders)
-            self._whole[key] = Sharding((Block.whole(shape),), (tuple(places[n] for n in holders),)), firsts
+            places, firsts = where(self.files, replicas)
+            self._whole[key] = Sharding((Block.whole(shape),), (tuple(places[n] for n in replicas),)), firsts
         return self._whole[key]
 
 
@@ -200,9 +200,9 @@ class _WithStrategy(_WithoutStrategy):
         """Return every tensor of the files."""
         self._check_ranks()
         found: dict[str, Tensor] = {}
-        for name, holders in self.holders().items():
-            listed = name in self.strategy.tensors and self.entry(holders[0], name).text is None
-            tensor = self._listed(name, holders) if listed else self.unlisted(name, holders)
+        for name, replicas in self.replicas().items():
+            listed = name in self.strategy.tensors and self.entry(replicas[0], name).text is None
+            tensor = self._listed(name, replicas) if listed else self.unlisted(name, replicas)
             if tensor is not None:
                 found[name] = tensor
         if not self.partial:
@@ -254,14 +254,14 @@ class _WithStrategy(_WithoutStrategy):
                 ),
             )
 
-    def _listed(self, name: str, holders: tuple[int, ...]) -> Tensor | None:
+    def _listed(self, name: str, replicas: tuple[int, ...]) -> Tensor | None:
         """Join a tensor that the strategy names, from the lowest stage that holds all of it; check the others too."""
         found: Tensor | None = None
         some: Tensor | None = None
         lacking: list[int] = []
         placed = 0
         for stage in self.strategy.stages_of(name):
-            in_stage = self._of_stage(holders, stage)
+            in_stage = self._of_stage(replicas, stage)
             if not in_stage:
                 continue
             placed += len(in_stage)
@@ -282,9 +282,9 @@ class _WithStrategy(_WithoutStrategy):
                 grid = self.strategy.grid(name, tensor.spec.shape, stage=stage)
                 empty = [r for some, r in zip(tensor.sharding.replicas, grid.ranks, strict=True) if not some]
                 lacking += [next((rank for rank in r if rank not in self.ranks), r[0]) for r in empty]
-        if placed < len(holders):
+        if placed < len(replicas):
             stages = self.strategy.stages_of(name)
-            where = sorted({self.ranks[n] for n in holders if self.strategy.stage_of(self.ranks[n]) not in stages})
+            where = sorted({self.ranks[n] for n in replicas if self.strategy.stage_of(self.ranks[n]) not in stages})
             self.faults.add(
                 f"tensor {name!r}",
                 f"is in rank {names(where)}; the strategy has it in stage {names(stages)}, other ranks",
@@ -295,25 +295,25 @@ class _WithStrategy(_WithoutStrategy):
                 self._needing.setdefault(rank, []).append(name)
         return found
 
-    def _of_stage(self, holders: tuple[int, ...], stage: int) -> tuple[int, ...]:
+    def _of_stage(self, replicas: tuple[int, ...], stage: int) -> tuple[int, ...]:
         """Return those files that are of ranks of one stage."""
-        key = (holders, stage)
+        key = (replicas, stage)
         if key not in self._stages:
-            self._stages[key] = tuple(n for n in holders if self.strategy.stage_of(self.ranks[n]) == stage)
+            self._stages[key] = tuple(n for n in replicas if self.strategy.stage_of(self.ranks[n]) == stage)
         return self._stages[key]
 
-    def _in_stage(self, name: str, stage: int, holders: tuple[int, ...]) -> Tensor | None:
+    def _in_stage(self, name: str, stage: int, replicas: tuple[int, ...]) -> Tensor | None:
         """Join what the ranks of one stage hold; None where a fault was found."""
-        first = self.entry(holders[0], name)
+        first = self.entry(replicas[0], name)
         try:
             shape = self.strategy.whole_shape(name, first.shape, stage=stage)
             grid = self.strategy.grid(name, shape, stage=stage)
         except LayoutError as error:
-            self.faults.add(self.files[holders[0]].path, error.text)
+            self.faults.add(self.files[replicas[0]].path, error.text)
             return None
         faults = self.faults.count
         self._check_stated_shape(name, stage, shape)
-        held = self._held_by(grid, holders)
+        held = self._held_by(grid, replicas)
         self._check_entries(name, first, held)
         if self.faults.count > faults:
             return None
@@ -350,17 +350,17 @@ class _WithStrategy(_WithoutStrategy):
             for number in numbers:
                 self.faults.add(self.files[number].path, fault)
 
-    def _held_by(self, grid: Grid, holders: tuple[int, ...]) -> _Held:
-        key = (grid, holders)
+    def _held_by(self, grid: Grid, replicas: tuple[int, ...]) -> _Held:
+        key = (grid, replicas)
         if key not in self._held:
-            places, firsts = where(self.files, holders)
+            places, firsts = where(self.files, replicas)
             sharding = sharding_of(grid, self.ranks, places.values())
-            self._held[key] = _Held(sharding, firsts, self._expected(grid, holders))
+            self._held[key] = _Held(sharding, firsts, self._expected(grid, replicas))
         return self._held[key]
 
-    def _expected(self, grid: Grid, holders: Iterable[int]) -> tuple[tuple[list[int], Shape], ...]:
+    def _expected(self, grid: Grid, replicas: Iterable[int]) -> tuple[tuple[list[int], Shape], ...]:
         blocks = grid.by_rank()
         by_shape: dict[Shape, list[int]] = {}
-        for number in holders:
+        for number in replicas:
             by_shape.setdefault(blocks[self.ranks[number]].shape, []).append(number)
         return tuple((alike, shape) for shape, numbers in by_shape.items() for alike in _alike(self.files, numbers))

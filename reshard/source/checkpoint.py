@@ -181,7 +181,7 @@ class Checkpoint(Mapping[str, Any]):
         ranks: the rank of each file, in the same order.
         strategy: the strategy that said which rank holds which block; None for a source of whole tensors.
         part: the pipeline stage, where the source is one stage of a longer pipeline; else None.
-        notices: warnings from opening it.
+        warnings: warnings from opening it.
         unreadable: names in the files that cannot be converted, with the reason.
         cipher: decrypts the files; None where they are plain.
         partial: it was opened though the files of some ranks may be missing.
@@ -198,7 +198,7 @@ class Checkpoint(Mapping[str, Any]):
     ranks: tuple[int, ...]
     strategy: Strategy | None = None
     part: int | None = None
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
     cipher: Cipher | None = None
     partial: bool = False

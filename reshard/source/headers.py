@@ -50,7 +50,7 @@ class Headers:
         self._lock = threading.Lock()  # headers at URLs are read side by side
 
     def index(self, path: str) -> FileIndex:
-        """Return what a file holds; `SourceError` where it is not sound, as `index_file`."""
+        """Return what a file holds; `SourceError` where it is not valid, as `index_file`."""
         size = self._store.size(path)
         known = self._known.get(size)
         if known is not None and self._store.holds(path, known.pieces):

@@ -1,8 +1,8 @@
 """What a target is made from, as its ledger says it: the source's files and strategy, the target's, and the selection.
 
-It lies beside the logs below `.reshard`, in a file that is called by its own digest, so that all runs that make the
+It lies next to the logs below `.reshard`, in a file that is called by its own digest, so that all runs that make the
 same of the same have one: ranks or stages, one after the other. Of a finished zarr store, which may have nothing else
-in it, the ledger is beside the store: `NAME.reshard`.
+in it, the ledger is next to the store: `NAME.reshard`.
 
 It is not believed: paths of target files stay below the target, those of source files are only read, and what comes of
 it is compared with what is there.
@@ -80,7 +80,7 @@ class Made:
         root: the directory that the files are below: the target, or that of a target that is a file.
         ledger: the directory of its ledger.
         records: what is known of the files, by their paths below the root, but for the ranges that were written.
-        content: what the ledger says; sound in itself, and no more.
+        content: what the ledger says; valid in itself, and no more.
     """
 
     target: str
@@ -119,7 +119,7 @@ class Made:
 
 
 def made_of(target: Place) -> Made | None:
-    """Return what a target is made from; None where no ledger tells, or tells it of the files that are there.
+    """Return what a target is made from; None where no ledger tells, or says it of the files that are there.
 
     Args:
         target: a directory, a zarr store, or one file.
@@ -193,7 +193,7 @@ def small_strategy(strategy: Strategy | None) -> dict[str, Any] | None:
 
 
 def read_small_strategy(content: dict[str, Any] | None) -> Strategy | None:
-    """Return the strategy that `small_strategy` wrote, or raise `ValueError` where it is not sound."""
+    """Return the strategy that `small_strategy` wrote, or raise `ValueError` where it is not valid."""
     if content is None:
         return None
     first, stop = content["stages"]

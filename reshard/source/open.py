@@ -15,7 +15,7 @@ from reshard.formats.rank_dirs import RANK_PATTERN, rank_files, rank_of
 from reshard.formats.sets import SET_FILES, read_index
 from reshard.formats.zarr_files import is_store
 from reshard.layout.layout import Layout
-from reshard.source.assemble import join
+from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile
 from reshard.source.headers import Headers
 from reshard.source.made import made_of
@@ -86,16 +86,16 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         found = None if isinstance(path, Mapping) else _as_made(as_place(path), cipher, contents)
         if found is not None:
             return found
-    files, ranks, notices = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
+    files, ranks, warnings = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
     lone_rank = ""
     if not layouts and len(set(ranks)) == 1:
-        lone_rank = _lone_rank(path, strategy, files, ranks[0], notices)
+        lone_rank = _lone_rank(path, strategy, files, ranks[0], warnings)
     strategy, ruled = _with_rules(strategy, layouts or {}, files, ranks)
     every = strategy
-    strategy, part = _one_stage(root, strategy, stage, files, ranks, notices)
+    strategy, part = _one_stage(root, strategy, stage, files, ranks, warnings)
     elsewhere: set[str] = set()
     if strategy is not None and part is not None:
         inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
@@ -109,7 +109,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         elsewhere.difference_update(strategy.tensors, *(file.index.entries for file in files))
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")
-    tensors = join(root, files, ranks, strategy, partial=partial)
+    tensors = assemble(root, files, ranks, strategy, partial=partial)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     checkpoint = Checkpoint(
         root,
@@ -118,7 +118,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         ranks,
         strategy,
         part,
-        tuple(notices),
+        tuple(warnings),
         unreadable,
         cipher,
         partial,
@@ -129,7 +129,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
 
 def made_at(path: AnyName) -> Made | None:
-    """Return what a target is made from, where its ledger tells and nothing else there could be meant, too."""
+    """Return what a target is made from, where its ledger says and nothing else there could be meant, too."""
     root = as_place(path)
     made = made_of(root)
     if made is None or not root.is_dir() or is_store(root):
@@ -144,21 +144,21 @@ def made_at(path: AnyName) -> Made | None:
 
 
 def is_made(path: AnyName) -> bool:
-    """Return whether a checkpoint opens without a strategy because the ledger there tells it."""
+    """Return whether a checkpoint opens without a strategy because the ledger there says it."""
     return _with_strategy(as_place(path)) is not None
 
 
 def _with_strategy(root: Place) -> Made | None:
-    """Return what a target is made from, where that tells a strategy.
+    """Return what a target is made from, where that says a strategy.
 
-    Whoever wrote its files anew since, with others or otherwise, has no strategy there: they are not what is noted.
+    Whoever wrote its files again since, with others or otherwise, has no strategy there: they are not what is noted.
     """
     made = made_at(root) if root.is_dir() else None
     return made if made is not None and made.content["target"]["strategy"] and made.is_as_noted() else None
 
 
 def _as_made(root: Place, cipher: Cipher | None, contents: bool | Literal["blocks"]) -> Checkpoint | None:
-    """Open what a run of this program wrote with the strategy that its ledger tells; None where it tells none."""
+    """Open what a run of this program wrote with the strategy that its ledger tells; None where it says none."""
     made = _with_strategy(root)
     if made is None or (strategy := made.strategy) is None:
         return None
@@ -179,7 +179,7 @@ def reopen(
     partial: bool,
     varying: Collection[str],
     elsewhere: Collection[str],
-    notices: Sequence[str],
+    warnings: Sequence[str],
     cipher: Cipher | None,
     whole: bool = True,
 ) -> Checkpoint:
@@ -193,19 +193,21 @@ def reopen(
         partial: as `Checkpoint.partial`.
         varying: names of the tensors that differ from rank to rank.
         elsewhere: as `Checkpoint.elsewhere`.
-        notices: as `Checkpoint.notices`.
+        warnings: as `Checkpoint.warnings`.
         cipher: decrypts the files.
         whole: assemble tensors from the files; without, it has none, as ranks without a strategy.
 
     Raises:
-        SourceError: a file is not sound, or headers contradict the strategy.
+        SourceError: a file is not valid, or headers contradict the strategy.
     """
     files, ranks = indexed(paths, cipher)
-    joined = join(root, files, ranks, strategy, partial=partial) if whole else {}
-    tensors = {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in joined.items()}
+    assembled = assemble(root, files, ranks, strategy, partial=partial) if whole else {}
+    tensors = {
+        name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in assembled.items()
+    }
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     return Checkpoint(
-        root, tensors, files, ranks, strategy, part, tuple(notices), unreadable, cipher, partial,
+        root, tensors, files, ranks, strategy, part, tuple(warnings), unreadable, cipher, partial,
         elsewhere=frozenset(elsewhere),
     )  # fmt: skip
 
@@ -243,26 +245,26 @@ def read_headers(
     """Return the files of a checkpoint, the rank of each, and what was noticed; no strategy is needed for that.
 
     Raises:
-        SourceError: no files, no step that every rank has, a file that is not sound.
+        SourceError: no files, no step that every rank has, a file that is not valid.
     """
-    notices: list[str] = []
+    warnings: list[str] = []
     if isinstance(path, Mapping):
         chosen = {rank: as_place(path[rank]) for rank in sorted(path)}
         for file in chosen.values():
             if len(chosen) == 1:
                 refuse_one_of_several(file)
             refuse_directory(file.parent, [file.name], besides=[PARTS])
-        return *indexed({rank: [file] for rank, file in chosen.items()}, cipher), notices
+        return *indexed({rank: [file] for rank, file in chosen.items()}, cipher), warnings
     root = as_place(path)
     root.refresh()
     if is_store(root):
         from reshard.source.zarr import open_store  # likewise
 
         store = open_store(root)
-        return store.files, store.ranks, list(store.notices)
+        return store.files, store.ranks, list(store.warnings)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
-        return *indexed(rank_files(root, rank_pattern, suffix, notices), cipher), notices
+        return *indexed(rank_files(root, rank_pattern, suffix, warnings), cipher), warnings
     paths, weight_map = unified
     files, ranks = indexed({0: paths}, cipher)
     held = {paths[number].name: file.index.entries for number, file in enumerate(files)}
@@ -270,15 +272,15 @@ def read_headers(
     for name, file_name in weight_map.items():
         if name not in held[file_name]:
             faults.add(f"tensor {name!r}", f"is not in {file_name}, where the index says it is")
-    holders: dict[str, list[str]] = {}
+    replicas: dict[str, list[str]] = {}
     for file_name, entries in held.items():
         for name in entries:
-            holders.setdefault(name, []).append(file_name)
-    for name, file_names in holders.items():
+            replicas.setdefault(name, []).append(file_name)
+    for name, file_names in replicas.items():
         if len(file_names) > 1:  # one of them may be of an older set
             faults.add(f"tensor {name!r}", f"is in {names(file_names)}; expected in one file of the set")
     faults.raise_if_any(SourceError)
-    return files, ranks, notices
+    return files, ranks, warnings
 
 
 def _lone_rank(
@@ -286,7 +288,7 @@ def _lone_rank(
     strategy: Strategy | None,
     files: Sequence[SourceFile],
     rank: int,
-    notices: list[str],
+    warnings: list[str],
 ) -> str:
     """Return why files of one rank, opened as whole tensors, seem to be of one rank of several; empty if they do not.
 
@@ -295,7 +297,7 @@ def _lone_rank(
         strategy: says which block the rank holds; None for whole tensors.
         files: what was found.
         rank: whose they are taken to be.
-        notices: gets the reason, or what else their place says.
+        warnings: gets the reason, or what else their place says.
 
     Raises:
         SourceError: by their place they are of another rank than the strategy would take them for.
@@ -317,7 +319,7 @@ def _lone_rank(
     alone = len(files) == 1 and is_later_part(files[0].path)
     if others:
         reason = (
-            f"{path}: is of rank {own} by its place, and rank {names(others, most=3)} lies beside; expected whole "
+            f"{path}: is of rank {own} by its place, and rank {names(others, most=3)} lies next to it; expected whole "
             "tensors, as no strategy is given; open the directory above with its strategy"
         )
     elif alone:
@@ -332,10 +334,10 @@ def _lone_rank(
         )
     else:
         if own:
-            notices.append(f"{path}: is of rank {own} by its place; its tensors are taken for whole ones")
+            warnings.append(f"{path}: is of rank {own} by its place; its tensors are taken for whole ones")
         return ""
     advised = Text(reason, ", or give ", Option("layout", "*", "whole"), " if it lacks nothing")
-    notices.append(advised)
+    warnings.append(advised)
     return advised
 
 
@@ -345,7 +347,7 @@ def _one_stage(
     stage: int | Literal["own"] | None,
     files: Sequence[SourceFile],
     ranks: Sequence[int],
-    notices: list[str],
+    warnings: list[str],
 ) -> tuple[Strategy | None, int | None]:
     """Return the strategy of the stage that the source is of a longer pipeline, and its number; None of a whole one.
 
@@ -373,7 +375,7 @@ def _one_stage(
                 " if only this one is meant",
             )
         )
-    notices.append(
+    warnings.append(
         f"the strategy is that of stage {number} of a pipeline: of {len(set(ranks))} ranks only "
         f"{names(strategy.ranks)} are read, and only the tensors of that stage are converted"
     )
@@ -400,7 +402,7 @@ def indexed(
     """Return the files of each rank, indexed, and the rank of each file.
 
     Raises:
-        SourceError: a file is not sound, or says of itself that it has blocks of tensors.
+        SourceError: a file is not valid, or says of itself that it has blocks of tensors.
     """
     # One name for each file everywhere: what is held open of it goes by name.
     paths = [path.absolute() for of_rank in chosen.values() for path in of_rank]

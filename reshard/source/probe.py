@@ -82,7 +82,7 @@ def compare_contents(
             found[name] = tensor._replace(varies=name != _STEP)
     looked = look.samples(others) if contents else None
     look.faults.raise_if_any(SourceError)
-    return replace(checkpoint, tensors=found, notices=(*checkpoint.notices, *look.notices), looked=looked)
+    return replace(checkpoint, tensors=found, warnings=(*checkpoint.warnings, *look.warnings), looked=looked)
 
 
 def _may_vary(tensor: Tensor, ruled: Mapping[str, str]) -> bool:
@@ -99,13 +99,13 @@ class _Chosen(NamedTuple):
 
 
 class _Look:
-    """Compares contents, collecting faults and notices."""
+    """Compares contents, collecting faults and warnings."""
 
     def __init__(self, checkpoint: Checkpoint, ruled: Mapping[str, str], *, copies: bool) -> None:
         self.checkpoint, self.ruled, self.compare_copies = checkpoint, ruled, copies
         self.files, self.ranks = checkpoint.files, checkpoint.ranks
         self.store = store_of(checkpoint.cipher)
-        self.faults, self.notices = Faults(checkpoint.root), list[str]()
+        self.faults, self.warnings = Faults(checkpoint.root), list[str]()
         self.most = _MOST_REQUESTS if any(can(file.path).waits for file in self.files) else _MOST_READS
         self.proven_split = False
         self.alike: list[str] = []
@@ -121,7 +121,7 @@ class _Look:
             advice = Text("choose the files with ", Option("suffix"))
             self.faults.add(_STEP, Text("differs between the ranks, which are of different steps; ", advice))
         elif differs:
-            self.notices.append(
+            self.warnings.append(
                 f"{names([name])} differs between the ranks; each target rank gets that of one source rank"
             )
         return tensor._replace(varies=True) if differs else tensor
@@ -229,7 +229,7 @@ class _Look:
                 ),
             )
         if doubtful:
-            self.notices.append(
+            self.warnings.append(
                 Text(
                     f"{names(doubtful, most=3)}: constant, and equal on all ranks; that cannot show whether it is "
                     "split as the strategy says, or whole as others are; give ",

@@ -16,7 +16,7 @@ A log is JSON lines; where nothing can be appended, at URLs, it is several small
 
 Logs are numbered, and the newest record of a file counts. Nothing in them is believed without a look: a range counts if
 its bytes still have that sum, a finished file if its size and time are those. So a log may be behind the disk, or the
-disk behind the log, after any kind of crash. What is not sound is passed by.
+disk behind the log, after any kind of crash. What is not valid is passed by.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import RemotePath, can
 from reshard.storage.remote import REQUESTS, remote_store
-from reshard.storage.threads import results
+from reshard.storage.threads import map_threads
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -78,9 +78,9 @@ class Record:
         ready: of the complete file, once there was one.
         replaces: of the file under the final name, where an earlier run made it and this one may replace it.
         boot: of a complete file that was not synced: which start of the machine that was in.
-        sources: what tells the source files, as they were when it was begun, from such as were touched or copied since
-            (`changes_digest`); empty where that is not known.
-        rank: whose it is; None of a file that is no checkpoint, such as the index of a set.
+        sources: what distinguishes the source files, as they were when it was begun, from such as were touched or
+            copied since (`changes_digest`); empty where that is not known.
+        rank: whose it is; None of a file that is not a checkpoint, such as the index of a set.
         made: the digest of what the run makes its files of; empty where that is not known.
     """
 
@@ -121,7 +121,7 @@ class Known(NamedTuple):
 
     Attributes:
         records: of each file that was asked for, and that is known, the newest.
-        logs: the logs by their names, oldest first, and the files that each tells of.
+        logs: the logs by their names, oldest first, and the files that each mentions.
         made: the logs by their names, and of what each says that its files are made.
     """
 
@@ -174,7 +174,7 @@ def listed(directory: str) -> list[str]:
 def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
     """Yield the lines of a log, up to so many bytes; no line that is longer than any that is written is whole."""
     if parts and not can(parts[0]).appends:
-        for content in results(remote_store().contents, parts, REQUESTS):
+        for content in map_threads(remote_store().contents, parts, REQUESTS):
             yield from (content or b"")[:most].splitlines()
         return
     for path in parts:

@@ -52,7 +52,7 @@ def is_deduplicated(checkpoint: Checkpoint) -> bool:
 
 
 class Replicas:
-    """Finds what ranks lack; what is worked out for one tensor is remembered for the next with the same holders."""
+    """Finds what ranks lack; what is worked out for one tensor is remembered for the next with the same replicas."""
 
     def __init__(self, checkpoint: Checkpoint, *, once: bool, converted: bool) -> None:
         """Prepare to look.

@@ -5,7 +5,7 @@
    array a chunk goes beyond the tensor; what it has of it may then be several ranges.
 3. Absent chunks, compressed ones and those of other codecs are said to be where `zarr_chunks` makes them appear.
 4. A store that this program wrote, by its notes, has every chunk and all notes; one that it has not was lost. In a
-   store of another program an absent chunk is the fill value, and how many are is in the notices (but not of those
+   store of another program an absent chunk is the fill value, and how many are is in the warnings (but not of those
    within a shard of codecs that only zarr knows).
 
 Nothing is believed: extents, sizes of files, indexes of shards, nor what files there are (`zarr_files`).
@@ -118,7 +118,7 @@ class _Store:
         ordered = {name: self.tensors[name] for name in (*order, *self.tensors) if name in self.tensors}
         if not ordered:
             raise SourceError(f"{root}: holds no tensor; was writing it interrupted?")
-        # The group's own file, last of all files, tells the order of the tensors.
+        # The group's own file, last of all files, says the order of the tensors.
         entries = {
             name: Entry(tensor.spec.dtype, tensor.spec.shape, (), tensor.text) for name, tensor in ordered.items()
         }
@@ -127,10 +127,10 @@ class _Store:
         return Checkpoint(
             root, ordered, tuple(self.files.values()), (0,) * len(self.files), unreadable=self.unreadable,
             decoding=Decoding.of(self.units, self.slabs, self.chunks) if self.units else None,
-            notices=tuple(self._notices()),
+            warnings=tuple(self._warnings()),
         )  # fmt: skip
 
-    def _notices(self) -> Iterator[str]:
+    def _warnings(self) -> Iterator[str]:
         if self.absent:
             count = sum(self.absent.values())
             yield (
@@ -151,7 +151,7 @@ class _Store:
         own = own_notes(metadata)
         name = own.get("name", str(directory).removeprefix(f"{self.base}/"))
         if not isinstance(name, str) or name in self.tensors or name in self.unreadable:
-            raise SourceError(f"{directory}: tensor {name!r} is there a second time, or its name is no text")
+            raise SourceError(f"{directory}: tensor {name!r} is there a second time, or its name is not text")
         noted = self.own.get("tensors")
         if own and not self.own:
             raise SourceError(
@@ -190,7 +190,7 @@ class _Store:
 
 def _strings(given: object, base: Place) -> dict[str, str]:
     if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
-        raise SourceError(f"{base / METADATA}: its notes or texts are no object of strings")
+        raise SourceError(f"{base / METADATA}: its notes or texts are not an object of strings")
     return given
 
 
@@ -203,7 +203,7 @@ class _Array:
         shape: the tensor's.
         dtype: kind of its elements.
         unit: the part of the tensor that a file has.
-        chunk: the part that is coded by itself; that of a file, or less in a shard.
+        chunk: the part that is encoded by itself; that of a file, or less in a shard.
         sharded: files are shards, with an index.
         index_at_end: where it is.
         codec: `plain`, `zstd`, or `foreign` for what zarr itself decodes.
@@ -361,7 +361,7 @@ def _fill(where: str, value: object, stored: DType) -> bytes:
             number = float(number)  # "NaN" and "-Infinity" are such
         return np.asarray(number, kind).reshape(()).tobytes()
     except (TypeError, ValueError, OverflowError):
-        raise SourceError(f"{where}: has fill value {value!r}, which is no {stored}") from None
+        raise SourceError(f"{where}: has fill value {value!r}, which is not a {stored}") from None
 
 
 class _Shards:
@@ -437,7 +437,7 @@ class _Shards:
         elif status.nbytes != array.chunk_bytes:
             raise SourceError(
                 f"{path}: has {status.nbytes} bytes; a chunk of {array.dtype} {shape_text(array.chunk)} has "
-                f"{array.chunk_bytes} (cut short, or its metadata is wrong)"
+                f"{array.chunk_bytes} (truncated, or its metadata is wrong)"
             )
         return self._shard(box, path, status, runs)
 
@@ -509,7 +509,7 @@ class _Shards:
                 raise SourceError(
                     f"{path}: chunk {number} is said to be {length} bytes at {offset}; expected "
                     f"{array.chunk_bytes if array.codec == 'plain' else 'them'} within the file's {status.nbytes}, "
-                    "beside the index"
+                    "next to the index"
                 )
         return spans
 

@@ -67,7 +67,7 @@ def stem_of_unfinished(path: str) -> str:
 
 
 class Status(NamedTuple):
-    """What tells one state of a file from another.
+    """What distinguishes one state of a file from another.
 
     Attributes:
         nbytes: its size.
@@ -197,7 +197,7 @@ class TargetCoding(Protocol):
     """How target files get other bytes than the tensors' own: compressed."""
 
     def of(self, path: str) -> str | None:
-        """Return what tells how a file is coded, by its path below the target directory; None of one that is not."""
+        """Return what says how a file is encoded, by its path below the target directory; None of one that is not."""
 
     def sink(self, path: str, into: Sink) -> Sink:
         """Return what takes a file's contents and writes the file, whose size is known only then."""

@@ -196,7 +196,7 @@ class DecryptingStore(Around):
     """Files that are read decrypted. Safe to use from several threads.
 
     Raises (when a file is first read):
-        SourceError: the file is not encrypted, in another mode, cut short, or not with this key.
+        SourceError: the file is not encrypted, in another mode, truncated, or not with this key.
         ReshardError: the library `cryptography` is not installed.
     """
 
@@ -266,7 +266,7 @@ class DecryptingStore(Around):
             sound &= self.cipher.has_tag or cipher_bytes % _UNIT == 0
             offset = position + len(head)
         if mode is None or not sound or offset + cipher_bytes > size:
-            raise SourceError(f"{path}: byte {position}: no encrypted block; cut short or corrupt")
+            raise SourceError(f"{path}: byte {position}: no encrypted block; truncated or corrupt")
         nbytes = cipher_bytes if self.cipher.has_tag else cipher_bytes - self._padding(path, offset, cipher_bytes, iv)
         return _Sealed(start, nbytes, offset, cipher_bytes, iv, head[4 : 4 + tag_bytes])
 
@@ -339,5 +339,5 @@ def _coded(coding: Coding) -> ReadStore:
 
 
 def store_of(coding: Coding | None) -> ReadStore:
-    """Return this process's store for files that are encrypted or coded otherwise, or for plain ones."""
+    """Return this process's store for files that are encrypted or encoded otherwise, or for plain ones."""
     return any_store() if coding is None else _coded(coding)

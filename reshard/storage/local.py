@@ -123,7 +123,7 @@ class LocalStore:
                 if not count:
                     raise SourceError(
                         f"{path}: ends at byte {offset + done}; {len(buffer) - done} more bytes were expected "
-                        "(cut short, or changed since it was opened)"
+                        "(truncated, or changed since it was opened)"
                     )
                 done += count
 
@@ -408,7 +408,7 @@ def open_regular(path: str | os.PathLike[str], error: type[ReshardError]) -> int
         raise error(f"{str(path)!r}: cannot be read: {failed}") from None
     if not S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise error(f"{path}: is no regular file but a directory, a pipe or a device")
+        raise error(f"{path}: is not a regular file but a directory, a pipe or a device")
     return fd
 
 

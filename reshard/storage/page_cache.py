@@ -94,7 +94,7 @@ def sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 @lru_cache(maxsize=1)
 def boot_id() -> str:
-    """Return what tells this start of the kernel from others, and from other machines'; empty where it does not say."""
+    """Return what distinguishes this start of the kernel from all others; empty where that is not known."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
             return boot.read().strip()

@@ -26,7 +26,7 @@ from reshard.storage.remote import (
     status_of,
     telling,
 )
-from reshard.storage.threads import results
+from reshard.storage.threads import map_threads
 
 if TYPE_CHECKING:
     import re
@@ -93,7 +93,7 @@ class LocalPath(PosixPath):
         return [name for name in names if os.path.lexists(self / name)]
 
     def names(self) -> list[str]:
-        """Return the names of what is directly in it now; none where it is no directory, or may not be read."""
+        """Return the names of what is directly in it now; none where it is not a directory, or may not be read."""
         with suppress(OSError, ValueError):
             return os.listdir(self)
         return []
@@ -215,7 +215,7 @@ class RemotePath:
         return [name for name in names if f"{self}/{name}" in urls]
 
     def names(self) -> list[str]:
-        """Return the names of what is directly in it now; none where it is no directory."""
+        """Return the names of what is directly in it now; none where it is not a directory."""
         self.refresh()
         return [path.name for path in self.iterdir()] if self.is_dir() else []
 
@@ -272,7 +272,7 @@ def can(path: str) -> Capabilities:
 def of_each(function: Callable[[T], R], places: Sequence[T]) -> Iterator[R]:
     """Yield what a function says of each of some places; they are asked side by side where requests take long."""
     requests = max((can(str(place)).requests for place in places), default=1)
-    return map(function, places) if requests == 1 else iter(results(function, places, requests))
+    return map(function, places) if requests == 1 else iter(map_threads(function, places, requests))
 
 
 def in_batches(steps: Iterable[tuple[T, ReadStore, Sequence[Want]]]) -> Iterator[T]:

@@ -7,7 +7,7 @@ the like), never from a plan, so that they are neither written down nor sent to 
 A request to an object store takes as long as a megabyte or more, and such a store has no positioned writes. So of the
 ranges that are read together, those that touch, or nearly, are joined, and all are requested at once. A file is
 written as a stream, which the file system sends in parts. Where it appears only when its last part is there (`_WHOLE`),
-it has its final name then; elsewhere it is written beside and moved, as on a local disk.
+it has its final name then; elsewhere it is written next to it and moved, as on a local disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 
-# What tells that a file is another than before, the surest first; which of them there is depends on the file system.
+# What says that a file is another than before, the surest first; which of them there is depends on the file system.
 _VERSIONS = (
     "ETag",
     "etag",
@@ -160,7 +160,7 @@ def status_of(info: Mapping[str, Any]) -> Status:
 
 
 def forget_listings(url: str) -> None:
-    """Ask anew what there is; file systems remember listings for as long as the process lives."""
+    """Ask again what there is; file systems remember listings for as long as the process lives."""
     filesystem(url)[0].invalidate_cache()
 
 
@@ -171,7 +171,7 @@ class RemoteStore:
         """Return the state of a file as it is now."""
         with telling(path, "looked at"):
             fs, name = filesystem(path)
-            fs.invalidate_cache(fs._parent(name))  # noqa: SLF001 -- the one way to ask about a single file anew
+            fs.invalidate_cache(fs._parent(name))  # noqa: SLF001 -- the one way to ask about a single file again
             return status_of(fs.info(name))
 
     def size(self, path: str) -> int:
@@ -363,7 +363,7 @@ def _check_length(path: str, offset: int, nbytes: int, piece: bytes) -> None:
     if len(piece) != nbytes:
         raise SourceError(
             f"{path}: ends at byte {offset + len(piece)}; {nbytes - len(piece)} more bytes were expected "
-            "(cut short, or changed since it was opened)"
+            "(truncated, or changed since it was opened)"
         )
 
 

@@ -142,12 +142,12 @@ def _refuse_others(place: Place) -> None:
         return
     try:
         mode = place.stat().st_mode
-    except OSError:  # it is not there, or writing tells why it cannot be
+    except OSError:  # it is not there, or writing says why it cannot be
         return
     if S_ISDIR(mode):
         raise TargetError(f"{place}: is a directory; expected the name of a file")
     if not S_ISREG(mode):
-        raise TargetError(f"{place}: is no regular file but a pipe or a device; choose another name")
+        raise TargetError(f"{place}: is not a regular file but a pipe or a device; choose another name")
 
 
 def read_small(path: AnyName, what: str, most: int, error: type[ReshardError]) -> bytes:

@@ -112,7 +112,7 @@ def _take(some: list[bool]) -> bool:
     return False
 
 
-def each(function: Callable[[T], R], items: Sequence[T], threads: int, on_event: Callable[[R], None]) -> None:
+def run_threads(function: Callable[[T], R], items: Sequence[T], threads: int, on_event: Callable[[R], None]) -> None:
     """Call a function with each item on some threads, and `on_event` here with each result, in the order of the items.
 
     Whatever the function or `on_event` raises is raised; of what is not begun by then, nothing is.
@@ -141,8 +141,8 @@ def each(function: Callable[[T], R], items: Sequence[T], threads: int, on_event:
     uninterrupted(work, on_event, give_up)
 
 
-def results(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
+def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
     """Return what a function makes of each item, on some threads."""
     found: list[R] = []
-    each(function, items, threads, found.append)
+    run_threads(function, items, threads, found.append)
     return found

@@ -2,7 +2,7 @@
 
 Two layouts may be written differently and mean the same: `[8]` and `[2, 4]` that split nothing, optimizer sharding -1
 and the number that it stands for, a nested entry and its expansion in JSON. They are the same when every rank holds
-the same block. This needs no shapes: a tensor whose every size divides tells all.
+the same block. This needs no shapes: a tensor whose every size divides says all.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
     """Check that every layout of a strategy fits the tensors of a checkpoint, and that each has the other's weights.
 
     Returns:
-        what should be known though it is no fault: optimizer states that only one of them has.
+        what should be known though it is not a fault: optimizer states that only one of them has.
 
     Raises:
         StrategyError: all faults at once.
@@ -119,7 +119,7 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
     """
     checkpoint.require_whole()
     faults = Faults(checkpoint.root)
-    notices = []
+    warnings = []
     states = optimizer_states({**strategy.tensors, **checkpoint.tensors})
     for name, places in strategy.tensors.items():
         tensor = checkpoint.tensors.get(name)
@@ -134,7 +134,7 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
                 strategys = " and ".join(map(shape_text, stated))
                 faults.add(f"tensor {name!r}", f"is of shape {shape_text(shape)}; the strategy says {strategys}")
         elif name in states:
-            notices.append(f"optimizer state {name!r} is in the strategy and not in the files")
+            warnings.append(f"optimizer state {name!r} is in the strategy and not in the files")
         else:
             faults.add(f"tensor {name!r}", "is in the strategy and not in the files")
     for name, tensor in checkpoint.tensors.items():
@@ -142,8 +142,8 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
             continue
         one_stage = strategy.others and checkpoint.part is None and not is_training_state(name, tensor)
         if name in states or (checkpoint.strategy is None and not one_stage):
-            notices.append(f"tensor {name!r} is in the files and not in the strategy")
+            warnings.append(f"tensor {name!r} is in the files and not in the strategy")
         elif tensor.listed or one_stage:
             faults.add(f"tensor {name!r}", "is in the files and not in the strategy")
     faults.raise_if_any(StrategyError, advice=one_stage_advice(strategy, checkpoint.tensors, states))
-    return notices
+    return warnings

@@ -50,7 +50,7 @@ _MOST_STAGES = 1 << 16
 _MOST_RANKS = 1 << 20
 _LARGEST_FILE = 1 << 26
 _LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
-_MISSING = "is missing; the file is cut short, or no strategy file"
+_MISSING = "is missing; the file is truncated, or no strategy file"
 
 # What the protobuf fields of these names hold, so that any strategy read from JSON can be written as protobuf too.
 _INT32, _UINT32, _INT64 = range(-(1 << 31), 1 << 31), range(1 << 32), range(-(1 << 63), 1 << 63)
@@ -90,7 +90,7 @@ def read_strategy(path: AnyName) -> Strategy:
 
 
 def _has_others_beside(path: Place, strategy: Strategy) -> bool:
-    """Return whether a file is of one stage of several, by the strategy file of the last rank, if one is beside it."""
+    """Return whether a file is of one stage of several, by the strategy file of the last rank, if one is next to it."""
     parts = _LAST_NUMBER.fullmatch(path.name)
     if parts is None:
         return False

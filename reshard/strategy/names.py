@@ -31,7 +31,7 @@ def optimizer_states(known: Collection[str]) -> dict[str, str]:
     """Return those of some names that are of optimizer states, each with its weight's name.
 
     Such a name is a prefix and a weight's name; all of `accu_grads.*` are such. A prefix of the optimizer stands before
-    weights' names: `backbone.fc` is no state of `fc` if most of what else is in `backbone` is none of a weight.
+    weights' names: `backbone.fc` is not a state of `fc` if most of what else is in `backbone` is none of a weight.
 
     >>> optimizer_states(["fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1", "backbone.conv2"])
     {'adam_m.fc': 'fc', 'adam_m.conv': 'conv'}
@@ -63,7 +63,7 @@ def _splits(name: str) -> Iterator[tuple[str, str]]:
 
 
 def is_training_state(name: str, tensor: Tensor | None) -> bool:
-    """Tell what is neither weight nor state of one: text, and single numbers of well-known names."""
+    """Say what is neither weight nor state of one: text, and single numbers of well-known names."""
     if tensor is None:
         return False
     return tensor.text is not None or (prod(tensor.spec.shape) == 1 and name.rpartition(".")[2] in _TRAINING_STATE)
@@ -107,7 +107,7 @@ def ranges_text(numbers: Iterable[int | str]) -> str:
     return ",".join([*shown, "..."] if len(runs) > _MOST_RUNS else shown)
 
 
-def fold(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, int]]:
+def group_names(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, int]]:
     """Fold names that differ in nothing but integers, where everything else about them (their kind) is equal.
 
     Args:
@@ -118,16 +118,16 @@ def fold(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, int]]:
         several ranges stands for all their combinations, so that nothing is shown that is not there.
 
     >>> names = [f"h.{i}.{w}" for i in range(3) for w in ("wq", "wk")] + ["h.7.wq", "ln"]
-    >>> fold((name, None) for name in names)
+    >>> group_names((name, None) for name in names)
     [('h.{0-2,7}.wq', None, 4), ('h.{0-2}.wk', None, 3), ('ln', None, 1)]
     """
-    return [(name, kind, len(members)) for name, kind, members in fold_members(items)]
+    return [(name, kind, len(members)) for name, kind, members in group_members(items)]
 
 
-def fold_members(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, list[str]]]:
+def group_members(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, list[str]]]:
     """Fold names, and return with each folded one and its kind the names that it stands for.
 
-    >>> fold_members([("h.0.w", None), ("h.1.w", None), ("ln", None)])
+    >>> group_members([("h.0.w", None), ("h.1.w", None), ("ln", None)])
     [('h.{0-1}.w', None, ['h.0.w', 'h.1.w']), ('ln', None, ['ln'])]
     """
     groups: dict[tuple[tuple[str, ...], KindT], list[tuple[str, ...]]] = {}

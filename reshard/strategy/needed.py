@@ -62,7 +62,7 @@ def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[
 def lacking_ranks(
     source: Strategy, target: Strategy | None, rank: int, present: Collection[int]
 ) -> dict[int, list[str]]:
-    """Return source ranks that a target rank needs beside those present, each with the tensors that it would supply.
+    """Return source ranks that a target rank needs besides those present, each with the tensors that it would supply.
 
     Args:
         source: the strategy of the files.

@@ -59,7 +59,7 @@ def strategy_from_file(
         predict: leave out the states of the optimizer.
 
     Raises:
-        UsageError: the file cannot be read, or is no rules file for such tensors; all faults at once, each with its
+        UsageError: the file cannot be read, or is not a rules file for such tensors; all faults at once, each with its
             place in the file.
     """
     faults = Faults(str(path))
@@ -69,7 +69,7 @@ def strategy_from_file(
     kind = next((keys for keys in kinds if keys & top.keys()), kinds[0])
     for key in top.keys() - kind:
         faults.add(
-            f"$.{key}", f"is none of the keys known beside {names(sorted(kind))}: {names(sorted(OPTIONS), most=9)}"
+            f"$.{key}", f"is none of the keys known besides {names(sorted(kind))}: {names(sorted(OPTIONS), most=9)}"
         )
     for key in sorted(kind - top.keys()):
         faults.add(f"$.{key}", f"is missing; expected {names(sorted(kinds[0]))}, or {names(sorted(kinds[1]))}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """A kind of value: what it is called in messages, and what tells it."""
+    """A kind of value: what it is called in messages, and what says it."""
 
     called: str
     holds: Callable[[Any], bool]
@@ -81,7 +81,7 @@ def check(value: object, schema: object, where: str = "$") -> None:
     """Hold a value of JSON against a schema.
 
     Raises:
-        ValueError: it does not fit; the message tells the first place, what is there and what is expected.
+        ValueError: it does not fit; the message says the first place, what is there and what is expected.
 
     >>> check({"a": [1, 2]}, {"a": [COUNT], "b": Maybe(TEXT)})
     Traceback (most recent call last):

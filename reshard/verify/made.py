@@ -43,7 +43,7 @@ def source_of(made: Made) -> tuple[Checkpoint, Selection, bool]:
     except ReshardError:
         raise
     except (ValueError, TypeError) as error:
-        raise SourceError(f"{made.target}: what its ledger says of its source is not sound: {error}") from None
+        raise SourceError(f"{made.target}: what its ledger says of its source is not valid: {error}") from None
     return source, selection, bool(made.content["target"]["deduplicated"])
 
 
@@ -91,7 +91,7 @@ def _opened(
         partial=partial,
         varying=varying,
         elsewhere=elsewhere,
-        notices=(),
+        warnings=(),
         cipher=None,
         whole=strategy is not None or len(files) == 1,
     )

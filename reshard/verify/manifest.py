@@ -198,7 +198,7 @@ def read_manifest(path: AnyName) -> Manifest:
         raise SourceError(f"manifest {path}: is none; expected a JSON object with the key {_VERSION_KEY!r}")
     version = content[_VERSION_KEY]
     if type(version) is not int or version != VERSION:
-        advice = "make it again from files that are sound" if version == 1 else "use a newer reshard"
+        advice = "make it again from files that are valid" if version == 1 else "use a newer reshard"
         raise SourceError(f"manifest {path}: is of version {version!r:.40}; expected {VERSION}; {advice}")
     match content:
         case {"files": dict(listed), **rest} if set(rest) == {_VERSION_KEY}:
@@ -235,7 +235,7 @@ def _part(name: str, item: object, where: str, faults: Faults) -> Part | None:
             dtype in BY_NAME and len(shape) <= _MOST_DIMS and all(map(_is_count, shape)) and _SUM.fullmatch(crc)
         ):
             return Part(BY_NAME[dtype], tuple(shape), int(crc, 16))
-    faults.add(where, 'is no dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]')
+    faults.add(where, 'is not a dtype, shape and CRC-32C, such as ["float32", [2, 8], "8a9136aa"]')
     return None
 
 
@@ -255,4 +255,4 @@ def _check_paths(paths: Iterable[str], faults: Faults) -> None:
             continue
         pure = PurePosixPath(path)
         if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name or not path.isprintable():
-            faults.add(f"path {path!r:.200}", "is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'")
+            faults.add(f"path {path!r:.200}", "is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'")

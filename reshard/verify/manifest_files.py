@@ -61,7 +61,7 @@ def sum_files(
     Args:
         root: the directory that the paths of the manifest go out from.
         files: the checkpoint files below it.
-        others: paths below it of files that are no checkpoints, such as the index of a set.
+        others: paths below it of files that are not checkpoints, such as the index of a set.
         threads: how many read.
         progress: called with the bytes read and the bytes to be read.
 
@@ -133,7 +133,7 @@ def _look(top: Place, place: Place, manifest: Manifest) -> FileIndex | Differenc
     if not place.real().is_relative_to(str(top)):
         return Difference("file", "leads out of the directory, and is not followed", path=path)
     if not place.is_file():
-        return Difference("file", "is no regular file", path=path)
+        return Difference("file", "is not a regular file", path=path)
     try:
         if (nbytes := place.status().nbytes) != file.nbytes:
             return Difference("size", f"has {nbytes} bytes; expected {file.nbytes}", path=path)
@@ -196,7 +196,7 @@ def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool 
 
     Raises:
         UsageError: there are no checksums: of a run without them or without a journal, into a zarr store, or of files
-            that are coded.
+            that are encoded.
         SourceError: a block must be read for its sum, and cannot be.
         TargetError: the manifest exists, cannot be written, or is a target file or a source file.
     """

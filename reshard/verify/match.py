@@ -13,7 +13,7 @@ from reshard.errors import Option, SourceError, Text
 from reshard.formats.safetensors import NAME as SAFETENSORS
 from reshard.layout.block import shape_text
 from reshard.plan.select import all_states, has_no_place, select
-from reshard.source.assemble import join_whole
+from reshard.source.assemble import assemble_whole
 from reshard.source.replicas import Replicas, is_deduplicated
 from reshard.strategy.names import matches
 from reshard.verify.difference import Difference
@@ -42,20 +42,20 @@ class Matched:
         differences: what headers tell.
         dropped: names of the source's tensors that the target need not have, and has not.
         left_out: names of the target's tensors that were not asked for.
-        notices: what should be known though it is no difference.
+        warnings: what should be known though it is not a difference.
     """
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Checkpoint, Checkpoint, int | None]]:
     """Yield what is compared with what: the two checkpoints, or, where no strategy joins their ranks, rank by rank.
 
-    Beside them is the rank; None of the two checkpoints.
+    Next to them is the rank; None of the two checkpoints.
     """
     if source.tensors and target.tensors:
         yield source, target, None
@@ -76,7 +76,7 @@ def _of_rank(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     """Return what one rank holds, as a checkpoint of whole tensors whose files are numbered as before."""
     numbers = _numbers(checkpoint, rank)
     files = [checkpoint.files[number] for number in numbers]
-    tensors = join_whole(checkpoint.root, checkpoint.files, checkpoint.ranks, numbers)
+    tensors = assemble_whole(checkpoint.root, checkpoint.files, checkpoint.ranks, numbers)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     return replace(checkpoint, tensors=tensors, unreadable=unreadable)
 
@@ -89,7 +89,7 @@ def _numbers(checkpoint: Checkpoint, rank: int | None) -> list[int]:
 def match(
     source: Checkpoint,
     target: Checkpoint,
-    wishes: Selection,
+    selection: Selection,
     *,
     rank: int | None = None,
     deduplicated: bool = False,
@@ -99,16 +99,16 @@ def match(
     Args:
         source: what a conversion reads.
         target: compared with what it writes.
-        wishes: what the conversion was asked for.
+        selection: what the conversion was asked for.
         rank: the two are what this rank holds of two checkpoints; None where they are the checkpoints.
         deduplicated: the target stores each replica once, whether its files say so or not.
     """
-    lenient = replace(wishes, drop=("*",), allow_missing=("*",))
+    lenient = replace(selection, drop=("*",), allow_missing=("*",))
     selected = select(source, target.strategy, lenient)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
-    new_names = wishes.renamed(list(source.tensors))
+    new_names = selection.renamed(list(source.tensors))
     states = all_states(source, target.strategy, target.tensors)
-    found = Matched(notices=list(selected.notices))
+    found = Matched(warnings=list(selected.warnings))
     replicas = Replicas(target, once=deduplicated or is_deduplicated(target), converted=True)
     paths = {target.ranks[number]: target.files[number].path for number in reversed(range(len(target.files)))}
     unreadable = _unreadable(target, rank)
@@ -116,7 +116,7 @@ def match(
         new = new_names[name]
         other = target.tensors.get(new)
         if other is not None:
-            _compare_headers(found, source, target, source.tensors[name], other, wishes)
+            _compare_headers(found, source, target, source.tensors[name], other, selection)
             found.differences.extend(
                 Difference("missing", _LACKS, new, "target", lack.rank, paths.get(lack.rank), lack.block)
                 for lack in replicas.lacking(other)
@@ -124,7 +124,7 @@ def match(
             )
         elif new in target.unreadable:  # which is a difference of its own
             continue
-        elif _may_lack(source, target, name, new, wishes, states) or replicas.may_be_elsewhere(
+        elif _may_lack(source, target, name, new, selection, states) or replicas.may_be_elsewhere(
             new, source.tensors[name].spec.shape
         ):
             found.dropped.append(name)
@@ -133,7 +133,7 @@ def match(
             found.differences.append(Difference("missing", _ABSENT, new, "target", rank, path))
     for name in set(source.unreadable) & set(selected.dropped):
         found.dropped.append(name)
-        if not matches(name, wishes.drop):
+        if not matches(name, selection.drop):
             fault = Text(f"{source.unreadable[name]}; to leave it out give ", Option("drop", name))
             found.differences.append(Difference("missing", fault, name=name))
     expected = {new_names[name] for name in chosen}
@@ -141,12 +141,12 @@ def match(
     for name in target.tensors:
         if name in expected:
             continue
-        if name in known or source.part is not None or matches(name, wishes.allow_missing):
+        if name in known or source.part is not None or matches(name, selection.allow_missing):
             found.left_out.append(name)
         else:
             found.differences.append(Difference("extra", "is in the target, not in the source", name=name))
     written = {new for _, new in selected.kept}
-    dropped = {name for _, name in unreadable if name not in written and matches(name, wishes.drop)}
+    dropped = {name for _, name in unreadable if name not in written and matches(name, selection.drop)}
     _add_unreadable(found, unreadable, written, dropped | (known - expected))
     found.differences.extend(_of_notes(source, target, rank))
     return found
@@ -205,7 +205,7 @@ def _noted(key: str, value: str | None) -> str:
 
 
 def _may_lack(
-    source: Checkpoint, target: Checkpoint, name: str, new: str, wishes: Selection, states: Mapping[str, str]
+    source: Checkpoint, target: Checkpoint, name: str, new: str, selection: Selection, states: Mapping[str, str]
 ) -> bool:
     """Return whether the target need not have a tensor that is asked for."""
     strategy = target.strategy
@@ -214,21 +214,21 @@ def _may_lack(
     if new in target.elsewhere:
         return True
     if new not in strategy.tensors:  # a conversion drops what the target does not name; weights, where it is asked to
-        may = name in states or target.part is not None or matches(name, wishes.drop)
+        may = name in states or target.part is not None or matches(name, selection.drop)
         return may and has_no_place(source, strategy, name)
     present = {strategy.stage_of(rank) for rank in target.ranks}  # opened as partial, there may be no rank of it
     return not present.intersection(strategy.stages_of(new))
 
 
 def _compare_headers(
-    found: Matched, source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Tensor, wishes: Selection
+    found: Matched, source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Tensor, selection: Selection
 ) -> None:
     """Compare what headers say of a tensor on both sides; what agrees goes on to be compared."""
     name = other.spec.name
     if tensor.text is not None or other.text is not None:
         found.differences.extend(_of_texts(source, target, tensor, other))
         return
-    dtype = wishes.target_dtype(tensor.spec.dtype)
+    dtype = selection.target_dtype(tensor.spec.dtype)
     if other.spec.dtype is not dtype:
         fault = f"is {other.spec.dtype}; the source's becomes {dtype}"
         found.differences.append(Difference("dtype", fault, name=name))
@@ -238,7 +238,7 @@ def _compare_headers(
     else:
         absent = sum(not replicas for one in (tensor, other) for replicas in one.sharding.replicas)
         if absent:
-            found.notices.append(f"{absent} blocks of {name} are in no file, and are not compared")
+            found.warnings.append(f"{absent} blocks of {name} are in no file, and are not compared")
         found.pairs.append((tensor.spec.name, name))
 
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is all there and sound, from headers alone, and what unfinished runs left beside it.
+"""Whether a checkpoint is all there and valid, from headers alone, and what unfinished runs left next to it.
 
 Which rank shall hold which block is known from the strategy; of what it does not name, only that all ranks of a stage
 save the same names, because they run the same network.
@@ -27,46 +27,46 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
 
 
-def check_structure(target: Checkpoint, wishes: Selection, *, deduplicated: bool = False) -> list[str]:
+def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: bool = False) -> list[str]:
     """Check all that headers tell, beyond what was checked when the checkpoint was opened.
 
     Args:
         target: a checkpoint; one that has no tensors is of ranks that no strategy joins.
-        wishes: `allow_missing` has globs of tensors that need not be there, `drop` of entries that nobody can read.
+        selection: `allow_missing` has globs of tensors that need not be there, `drop` of entries that nobody can read.
         deduplicated: each replica is stored once, whether the files say so or not.
 
     Returns:
-        what should be known though it is no fault.
+        what should be known though it is not a fault.
 
     Raises:
-        SourceError: something is not sound; all faults at once.
+        SourceError: something is not valid; all faults at once.
     """
     faults = Faults(target.root)
-    notices = list(target.notices)
+    warnings = list(target.warnings)
     for number, file in enumerate(target.files):
         for name, reason in file.index.unreadable:
-            if name in target.unreadable and not matches(name, wishes.drop):
+            if name in target.unreadable and not matches(name, selection.drop):
                 fault = Text(f"{reason}; to leave it out give ", Option("drop", name))
                 faults.add(f"rank {target.ranks[number]}: {name!r}", fault)
     if not target.tensors:
-        notices.append("no strategy joins the ranks: each is sound for itself; a strategy would tell whether it is all")
+        warnings.append("no strategy joins the ranks: each is valid for itself; a strategy would say whether it is all")
         present = set(target.ranks)
         absent = sorted({*range(max(present))} - present)
         if absent:
             faults.add(f"rank {names(absent)}", f"has no file, though there are ranks up to {max(present)}")
         empty = [r for r, file in zip(target.ranks, target.files, strict=True) if not file.index.entries]
         if empty:
-            notices.append(f"rank {names(empty)} has a file without any tensor, and others have tensors")
+            warnings.append(f"rank {names(empty)} has a file without any tensor, and others have tensors")
     _check_cover(target, faults)
     if target.strategy is not None:
-        _check_names(target, target.strategy, wishes.allow_missing, faults)
+        _check_names(target, target.strategy, selection.allow_missing, faults)
         once = deduplicated or is_deduplicated(target)
-        _check_ranks(target, wishes, faults, once=once)
-        notices += _shared(target, target.strategy)
+        _check_ranks(target, selection, faults, once=once)
+        warnings += _shared(target, target.strategy)
         if once:
-            notices.append("replicas are stored once: each block is there at least once in its stage")
+            warnings.append("replicas are stored once: each block is there at least once in its stage")
     faults.raise_if_any(SourceError)
-    return notices
+    return warnings
 
 
 def _check_cover(target: Checkpoint, faults: Faults) -> None:
@@ -107,7 +107,7 @@ def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable
             )
 
 
-def _check_ranks(target: Checkpoint, wishes: Selection, faults: Faults, *, once: bool) -> None:
+def _check_ranks(target: Checkpoint, selection: Selection, faults: Faults, *, once: bool) -> None:
     """Every rank that is there must have what the strategy gives it, as far as any rank of its stage has it."""
     replicas = Replicas(target, once=once, converted=False)
     unreadable = {
@@ -116,7 +116,7 @@ def _check_ranks(target: Checkpoint, wishes: Selection, faults: Faults, *, once:
     lacking: dict[int, list[str]] = {}
     for name, tensor in target.tensors.items():
         lacks = replicas.lacking(tensor)
-        if lacks and not matches(name, wishes.allow_missing):
+        if lacks and not matches(name, selection.allow_missing):
             for rank in dict.fromkeys(lack.rank for lack in lacks if (lack.rank, name) not in unreadable):
                 lacking.setdefault(rank, []).append(name)
     alike: dict[tuple[str, ...], list[int]] = {}
@@ -134,7 +134,7 @@ def _check_ranks(target: Checkpoint, wishes: Selection, faults: Faults, *, once:
 
 
 def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
-    """Tell which stages have nothing of what they share with others."""
+    """Say which stages have nothing of what they share with others."""
     lacking: dict[str, None] = {}
     stages: set[int] = set()
     present = {strategy.stage_of(rank) for rank in target.ranks}

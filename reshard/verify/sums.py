@@ -11,7 +11,7 @@ from reshard.plan import budget
 from reshard.run.engine import scratch
 from reshard.storage.crc32c import combine_ranges, crc32c
 from reshard.storage.places import any_store, in_batches
-from reshard.storage.threads import each
+from reshard.storage.threads import run_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -72,7 +72,7 @@ def sum_contents(
             on_progress(read, total)
 
     try:
-        each(_summed, tasks, threads, add)
+        run_threads(_summed, tasks, threads, add)
     finally:
         any_store().close()
     return {key: combine_ranges(some) for key, some in found.items()}, read

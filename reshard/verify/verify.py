@@ -1,6 +1,6 @@
-"""`reshard.verify`: is a checkpoint sound, is it that which another became, are its files those of a manifest.
+"""`reshard.verify`: is a checkpoint valid, is it that which another became, are its files those of a manifest.
 
-* Of structure alone: every rank is there and has what the strategy gives it, headers are sound, every block is there
+* Of structure alone: every rank is there and has what the strategy gives it, headers are valid, every block is there
   and covers its tensor once, names and shapes are as the strategy says. Headers are read, contents are not.
 * Against a source: what a conversion with the same options would have written is what is there, on every rank, bit for
   bit, and replicas agree on both sides (`compare`).
@@ -68,7 +68,7 @@ class Verification:
         left_out: tensors of the target that were not asked for.
         sample: the share of rows that was compared; None for all.
         seed: of the sample.
-        notices: warnings; not differences.
+        warnings: warnings; not differences.
         seconds: how long it took.
         unchecked: what of the files was not looked at, and could be anything.
     """
@@ -86,7 +86,7 @@ class Verification:
     left_out: tuple[str, ...] = ()
     sample: float | None = None
     seed: int | None = None
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     seconds: float = 0.0
     unchecked: tuple[str, ...] = ()
 
@@ -173,15 +173,15 @@ def verify(
         found = _against_made(made, memory, threads, client, on_progress)
     else:
         checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy)
-        wishes = selection or Selection()
+        selection = selection or Selection()
         if against is None and client is not None:
             raise UsageError(f"{checkpoint.root}: workers of a cluster compare with a source; expected one")
         if against is None:
-            found = _structure(checkpoint, wishes, deduplicated)
+            found = _structure(checkpoint, selection, deduplicated)
         else:
             source = against if isinstance(against, Checkpoint) else opened(against, source_strategy, what="source")
             found = _against_source(
-                checkpoint, source, wishes, deduplicated, sample, seed, memory, threads, client, on_progress
+                checkpoint, source, selection, deduplicated, sample, seed, memory, threads, client, on_progress
             )
     return replace(found, seconds=time.perf_counter() - began)
 
@@ -204,7 +204,7 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_
         source, selection, deduplicated = source_of(made)
     except SourceError as error:
         differences, count, read = check_sums(made, threads=threads, on_progress=on_progress)
-        notice = f"compared with the sizes and checksums that its ledger has, not with {given}: {error}"
+        warning = f"compared with the sizes and checksums that its ledger has, not with {given}: {error}"
         return Verification(
             made.target,
             "its ledger",
@@ -215,7 +215,7 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_
             read,
             read,
             differences,
-            notices=(notice, *leftovers(as_place(made.target))),
+            warnings=(warning, *leftovers(as_place(made.target))),
             unchecked=("headers, and what has no checksum", _NEVER),
         )
     target = target_of(made)
@@ -269,15 +269,15 @@ def opened(
         reading: other options of `reshard.open`.
 
     Raises:
-        SourceError: as `reshard.open`; beside it, unfinished files that are there are named.
+        SourceError: as `reshard.open`; next to it, unfinished files that are there are named.
     """
     try:
         if strategy is None and not reading.get("layouts") and reading.get("stage") is None:
             some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix"}}
-            files, ranks, notices = read_headers(path, **some)
+            files, ranks, warnings = read_headers(path, **some)
             if len(set(ranks)) > 1:
                 unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-                return Checkpoint(str(path), {}, files, ranks, notices=tuple(notices), unreadable=unreadable)
+                return Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable)
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
         text = error.text.map(lambda option: option.of(what))
@@ -285,7 +285,7 @@ def opened(
 
 
 def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> OnProgress:
-    """Return what tells a user's callback how far it is."""
+    """Return what says a user's callback how far it is."""
     if progress is None:
         return lambda _done, _total: None
     from reshard.run.run import Progress  # it brings dask, which nothing else here needs
@@ -293,9 +293,9 @@ def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> O
     return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
 
 
-def _structure(target: Checkpoint, wishes: Selection, deduplicated: bool) -> Verification:
-    """Check all that headers tell; what is not sound is an error."""
-    notices = check_structure(target, wishes, deduplicated=deduplicated)
+def _structure(target: Checkpoint, selection: Selection, deduplicated: bool) -> Verification:
+    """Check all that headers tell; what is not valid is an error."""
+    warnings = check_structure(target, selection, deduplicated=deduplicated)
     unnamed = () if target.strategy else ("names and shapes, which no strategy tells",)
     return Verification(
         target.root,
@@ -304,7 +304,7 @@ def _structure(target: Checkpoint, wishes: Selection, deduplicated: bool) -> Ver
         len(target.files),
         len({name for file in target.files for name in file.index.entries}),
         sum(len(file.index.entries) for file in target.files),
-        notices=(*notices, *leftovers(as_place(target.root))),
+        warnings=(*warnings, *leftovers(as_place(target.root))),
         unchecked=("contents", *unnamed, "notes (__metadata__)", _NEVER),
     )
 
@@ -312,7 +312,7 @@ def _structure(target: Checkpoint, wishes: Selection, deduplicated: bool) -> Ver
 def _against_source(
     target: Checkpoint,
     source: Checkpoint,
-    wishes: Selection,
+    selection: Selection,
     deduplicated: bool,
     sample: float | None,
     seed: int | None,
@@ -326,19 +326,19 @@ def _against_source(
 
     if sample is not None and seed is None:
         seed = SystemRandom().randrange(1 << 32)
-    budget = comparison_budget((source, target), casts=bool(wishes.cast), memory=memory, threads=threads)
+    budget = comparison_budget((source, target), casts=bool(selection.cast), memory=memory, threads=threads)
     every: list[Check] = []
     differences: list[Difference] = []
     dropped: list[str] = []
     left_out: list[str] = []
-    notices = [*source.notices, *target.notices]
+    warnings = [*source.warnings, *target.warnings]
     for one_source, one_target, rank in pairs_of_ranks(source, target):
-        matched = match(one_source, one_target, wishes, rank=rank, deduplicated=deduplicated)
-        every += checks(one_source, one_target, matched.pairs, wishes.target_dtype, budget.band_bytes)
+        matched = match(one_source, one_target, selection, rank=rank, deduplicated=deduplicated)
+        every += checks(one_source, one_target, matched.pairs, selection.target_dtype, budget.band_bytes)
         differences += matched.differences
         dropped += matched.dropped
         left_out += matched.left_out
-        notices += matched.notices
+        warnings += matched.warnings
     comparison = Comparison.of(source, target, every, budget.band_bytes)
     tasks = comparison.tasks(sample=sample, seed=seed or 0)
     nbytes = sum(comparison.piece_bytes(piece) for task in tasks for piece in task)
@@ -355,7 +355,7 @@ def _against_source(
             store_of(side.coding).close()
     for number, mismatches in gathered(found).items():
         differences += [_difference(source, target, every[number], mismatch) for mismatch in mismatches]
-    notices += [
+    warnings += [
         f"{name} differs between the ranks of the source; any of its values will do"
         for one in found
         for name in one.varying
@@ -374,7 +374,7 @@ def _against_source(
         tuple(dict.fromkeys(left_out)),
         sample,
         seed if sample is not None else None,
-        (*dict.fromkeys(notices), *leftovers(as_place(target.root))),
+        (*dict.fromkeys(warnings), *leftovers(as_place(target.root))),
         unchecked=("the note `format`" if compares_notes(source, target) else "notes (__metadata__)", _NEVER),
     )
 
@@ -408,14 +408,14 @@ def _against_manifest(
     known = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
     target.refresh()
     root = target if target.is_dir() else target.parent
-    notices = leftovers(target)
+    warnings = leftovers(target)
     files = [path for path in root.files() if path.suffix in EXTENSIONS] if root == target else []
     others = sorted({path.relative_to(str(root)).as_posix() for path in files} - set(known.files))
-    notices += [f"{names(others, most=3)}: not in the manifest, and not checked"] if others else []
+    warnings += [f"{names(others, most=3)}: not in the manifest, and not checked"] if others else []
     checked = check_files(root, known, partial=partial, threads=threads, progress=on_progress)
     absent = len(known.files) - len(checked.paths)
     if absent and partial:
-        notices.append(f"{absent} of the {len(known.files)} files of the manifest are not here")
+        warnings.append(f"{absent} of the {len(known.files)} files of the manifest are not here")
     return Verification(
         str(target),
         "a manifest" if isinstance(manifest, Manifest) else str(manifest),
@@ -426,5 +426,5 @@ def _against_manifest(
         checked.read,
         checked.read,
         checked.differences,
-        notices=tuple(notices),
+        warnings=tuple(warnings),
     )

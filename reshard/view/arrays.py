@@ -4,7 +4,7 @@
 2. A slice of it stands for its own part of the files; dask pushes steps, and what is left, down to the object beneath,
    which turns them into ranges of each shard.
 3. Of each shard only the byte ranges asked for are read. Gaps of up to 64 KiB between them are read through,
-   because one longer read costs less than two; at most 8 MiB are held beside the result.
+   because one longer read costs less than two; at most 8 MiB are held besides the result.
 4. Arrays of low-precision floats are `TensorArray`s, whose sums and means are right.
 """
 
@@ -59,14 +59,14 @@ LOW_PRECISION = {np.dtype(np.float16), *(dtype for dtype in _EXTENSION_DTYPES if
 """The float dtypes too narrow to be summed in: each is a subset of float32."""
 
 
-def tensor_array(checkpoint: Checkpoint, name: str, *, holder: int | None = None) -> da.Array:
+def tensor_array(checkpoint: Checkpoint, name: str, *, replica: int | None = None) -> da.Array:
     """Return a tensor of a checkpoint as a lazy dask array, one chunk a source shard.
 
-    Of a tensor whose copies differ, `holder` is the number of the file whose copy is meant.
+    Of a tensor whose copies differ, `replica` is the number of the file whose copy is meant.
 
-    Where the shards are no grid, every edge of one cuts all of them. A `str` entry is a 0-d array of its
+    Where the shards are not a grid, every edge of one cuts all of them. A `str` entry is a 0-d array of its
     text. The array's name in dask is a token of the bytes it stands for, so that equal arrays are read once.
-    Computing it raises `SourceError` where a file is gone, cut short, or holds less than its header said.
+    Computing it raises `SourceError` where a file is gone, truncated, or holds less than its header said.
     """
     tensor = checkpoint.tensors[name]
     if tensor.text is not None:
@@ -76,7 +76,7 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, holder: int | None = None
     absent = [str(shard.block) for shard in shards if not shard.replicas]
     if absent:
         raise SourceError(f"tensor {name!r}: block {names(absent)} is in no file of {checkpoint.root}")
-    read = [next(e for e in shard.replicas if holder in {None, e.file}) for shard in shards]
+    read = [next(e for e in shard.replicas if replica in {None, e.file}) for shard in shards]
     files = [checkpoint.files[extent.file] for extent in read]
     pieces = tuple(
         _Piece(shard.block, file.path, extent.runs, checkpoint.coding)
@@ -112,10 +112,10 @@ def _text_array(name: str, text: str) -> da.Array:
     return da.from_array(np.array(text), name=f"{name}-{tokenize('reshard', name, text)}")
 
 
-def sub_array(checkpoint: Checkpoint, name: str, block: Block, *, holder: int | None = None) -> da.Array:
+def sub_array(checkpoint: Checkpoint, name: str, block: Block, *, replica: int | None = None) -> da.Array:
     """Return one block of a tensor as a lazy dask array; all of a `str` entry, which is never split."""
     tensor = checkpoint.tensors[name]
-    whole = tensor_array(checkpoint, name, holder=holder)
+    whole = tensor_array(checkpoint, name, replica=replica)
     return whole if tensor.text is not None else whole[block.within(Block.whole(tensor.spec.shape))]
 
 
@@ -137,7 +137,7 @@ class RankArrays(Mapping[str, da.Array]):
         if name in self.texts:
             return _text_array(name, self.texts[name])
         held = self.blocks[name]
-        array = sub_array(self.checkpoint, held.source_name, held.block, holder=held.holder)
+        array = sub_array(self.checkpoint, held.source_name, held.block, replica=held.replica)
         same = held.dtype == self.checkpoint.tensors[held.source_name].spec.dtype
         return array if same else guard(array.astype(held.dtype.numpy()))
 
@@ -224,7 +224,7 @@ class _Stored:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return BY_NAME[self.kind.name].numpy()  # it tells kinds by identity, which a pickle loses
+        return BY_NAME[self.kind.name].numpy()  # it knows kinds by identity, which a pickle loses
 
     @property
     def ndim(self) -> int:
@@ -458,7 +458,7 @@ def _in_float32(function: Callable[..., Any], *given: Any, **kwargs: Any) -> Any
     args, kwargs = list(_widened(given)), _widened(kwargs)
     try:
         place = list(signature(function).parameters).index("dtype")
-    except ValueError:  # it has no dtype, or is written in C and tells nothing
+    except ValueError:  # it has no dtype, or is written in C and says nothing
         return function(*args, **kwargs)
     dtype = args[place] if place < len(args) else kwargs.get("dtype")
     if dtype is None or np.dtype(dtype) not in LOW_PRECISION:

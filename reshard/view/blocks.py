@@ -2,7 +2,7 @@
 
 1. Two axes are drawn, those that are cut before others; where more are cut, every slice of the rest is a panel.
 2. A block is a rectangle in the colour of the first rank that holds it, hatched where other ranks hold it too.
-3. Beside a source, the target shows by dashes where the source is cut.
+3. Next to a source, the target shows by dashes where the source is cut.
 4. Of very fine grids, neighbouring blocks are drawn as one, so that a picture of thousands of ranks stays small.
 """
 
@@ -62,12 +62,12 @@ class Side:
 
 
 def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | None = None) -> Picture:
-    """Draw which rank of a stage holds which block, and beside it the same for another layout.
+    """Draw which rank of a stage holds which block, and next to it the same for another layout.
 
     Args:
         layout: what is drawn.
         shape: the whole tensor's; by default the least that all layouts divide, in units of blocks.
-        target: the layout to be drawn beside it.
+        target: the layout to be drawn next to it.
 
     Raises:
         LayoutError: the shape does not divide, or the layouts have different numbers of dimensions.
@@ -86,13 +86,13 @@ def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | 
 def strategy_picture(
     strategy: Strategy, name: str, shape: Shape | None = None, target: Strategy | None = None
 ) -> Picture:
-    """Draw which rank holds which block of a tensor, in every stage that has it, and beside it for another strategy.
+    """Draw which rank holds which block of a tensor, in every stage that has it, and next to it for another strategy.
 
     Args:
         strategy: names the tensor.
         name: the tensor's name.
         shape: the whole tensor's; by default what the strategy says, else the least that the layouts divide.
-        target: the strategy to be drawn beside it.
+        target: the strategy to be drawn next to it.
 
     Raises:
         UsageError: a strategy does not name the tensor.
@@ -113,7 +113,7 @@ def strategy_picture(
 
 
 def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | None = None) -> Picture:
-    """Draw which rank's files hold which block of a tensor, and beside it how another strategy cuts it.
+    """Draw which rank's files hold which block of a tensor, and next to it how another strategy cuts it.
 
     Raises:
         UsageError: the target does not name it.

@@ -62,11 +62,11 @@ def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
     """Return a checkpoint as plain data; nothing is folded there."""
     ranks = checkpoint.ranks
-    holders: dict[Sharding, list[dict[str, object]]] = {}
+    replicas: dict[Sharding, list[dict[str, object]]] = {}
     return {
         **_files_data(checkpoint.root, checkpoint.files, ranks),
         "nbytes": checkpoint.nbytes,
-        "notices": list(checkpoint.notices),
+        "warnings": list(checkpoint.warnings),
         "sampled": checkpoint.looked and checkpoint.looked._asdict(),
         "unreadable": dict(checkpoint.unreadable),
         "tensors": [
@@ -78,7 +78,7 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
                 "layouts": [
                     {"stage": stage, **layout_data(layout)} for stage, layout in layouts_of(checkpoint, tensor)
                 ],
-                "shards": _shards_data(tensor.sharding, ranks, holders),
+                "shards": _shards_data(tensor.sharding, ranks, replicas),
             }
             for tensor in checkpoint.tensors.values()
         ],
@@ -162,12 +162,12 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "format": plan.format,
         "ranks": list(plan.ranks),
         **stats,
-        "ownership": "file" if plan.by_file else "tensor",
+        "partition": "file" if plan.by_file else "tensor",
         "read_amplification": plan.stats.read_amplification,
         "seconds": None if report is None else report.seconds,
         "dropped": list(plan.dropped),
         "missing": list(plan.missing),
-        "notices": list(plan.notices),
+        "warnings": list(plan.warnings),
         "sampled": plan.source.looked and plan.source.looked._asdict(),
         "files": [{"rank": file.rank, "path": file.path, "nbytes": file.layout.size} for file in plan.files],
     }
@@ -218,7 +218,7 @@ def verdict_data(found: Verification) -> dict[str, object]:
         "seconds": found.seconds,
         "dropped": list(found.dropped),
         "left_out": list(found.left_out),
-        "notices": list(found.notices),
+        "warnings": list(found.warnings),
         "unchecked": list(found.unchecked),
         "differences": [_difference_data(one) for one in found.differences],
     }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
-from reshard.strategy.names import fold_members, ranges_text
+from reshard.strategy.names import group_members, ranges_text
 from reshard.view.svg import Markup, Picture, colour, join, label, tag, text_width
 from reshard.view.text import bytes_text, count_text, printable, shortened
 
@@ -45,7 +45,7 @@ class Node:
     """A thing in a column.
 
     Attributes:
-        name: what is written beside it.
+        name: what is written next to it.
         remark: what is written below that.
         nbytes: what goes through it.
         tip: what is shown where the pointer rests; by default the name.
@@ -91,7 +91,7 @@ def _of_plan(plan: Plan) -> Flow:
     """Return the bytes between source files, folded tensors and target files."""
     source_of, target_of = _shared(len(plan.source.files)), _shared(len(plan.files))
     labelled = [(label.name, move) for move, label in zip(plan.moves, plan.labels, strict=True)]
-    folded = fold_members((name, (move.recipe.shape, move.recipe)) for name, move in labelled)
+    folded = group_members((name, (move.recipe.shape, move.recipe)) for name, move in labelled)
     middle_of, tensors = _middles(plan, folded)
     alike: Counter[tuple[int, int, int, int]] = Counter()
     ways: dict[Way, int] = {}
@@ -176,14 +176,14 @@ def _of_tensor(plan: Plan, moves: Sequence[Move]) -> Flow:
             nbytes = rows * prod(shape) * move.target_dtype.itemsize * len(move.way.writes[number])
             written[run_of[n], target_of[wanted_number[place, number]]] += nbytes
     ranks = plan.source.ranks
-    holders = [((ranks[moves[place].way.reads[n].file],), str(moves[place].recipe.sources[n])) for place, n in shards]
+    replicas = [((ranks[moves[place].way.reads[n].file],), str(moves[place].recipe.sources[n])) for place, n in shards]
     takers = [
         (tuple(sorted({plan.files[at.file].rank for at in moves[p].way.writes[n]})), str(moves[p].recipe.targets[n]))
         for p, n in wanted
     ]
     return Flow(
         ("source blocks", title, "target blocks"),
-        _blocks(source_of, holders, _sums(read, 0)),
+        _blocks(source_of, replicas, _sums(read, 0)),
         _bands(plan, run_of, [(moves[place], segment) for place, segment in runs], _sums(read, 1)),
         _blocks(target_of, takers, _sums(written, 1)),
         read,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError, names
 from reshard.source.checkpoint import Checkpoint
-from reshard.strategy.names import fold_members
+from reshard.strategy.names import group_members
 from reshard.view.text import bytes_text, printable, table_lines
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
     """
     found: dict[str, list[str]] = {}
     if by == "name":
-        for group, _, members in fold_members((name, None) for name in checkpoint):
+        for group, _, members in group_members((name, None) for name in checkpoint):
             found.setdefault(group, []).extend(members)
     elif by in _KEYS:
         for name, tensor in checkpoint.tensors.items():

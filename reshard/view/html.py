@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LayoutError
 from reshard.layout.block import shape_text
-from reshard.strategy.names import fold, fold_members, ranges_text
+from reshard.strategy.names import group_members, group_names, ranges_text
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
 from reshard.view.data import groups_of, layouts_of
 from reshard.view.flow import plan_picture
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def heading(kind: str, title: str, *also: str) -> Markup:
-    """Return the first line: what it is, its name, and facts beside it."""
+    """Return the first line: what it is, its name, and facts next to it."""
     facts = [tag("span", fact, class_="fact") for fact in also]
     return tag("div", tag("span", kind, class_="kind"), tag("span", title, class_="title"), *facts, class_="head")
 
@@ -62,7 +62,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterab
 
 
 def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
-    """Return a part that is folded away, with a remark beside its title."""
+    """Return a part that is folded away, with a remark next to its title."""
     attributes = {"open": "open"} if opened else {}
     summary = tag("summary", tag("span", title), " ", tag("span", more, class_="more"))
     return tag("details", summary, *children, **attributes)
@@ -102,7 +102,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     ]
     if checkpoint.unreadable:
         parts.append(_reasons("Not readable", checkpoint.unreadable.items()))
-    return page(*parts, *_notices(checkpoint.notices))
+    return page(*parts, *_warnings(checkpoint.warnings))
 
 
 def _dtypes(checkpoint: Checkpoint) -> Markup:
@@ -144,7 +144,7 @@ class _Branch:
 def _tree(checkpoint: Checkpoint) -> Markup:
     """Show the tensors by the parts of their names, folded layers as one."""
     known: dict[Sharding, str] = {}
-    rows = fold_members(
+    rows = group_members(
         (name, (t.spec.dtype, t.spec.shape, t.sharding, t.listed)) for name, t in checkpoint.tensors.items()
     )
     root = _Branch()
@@ -274,7 +274,7 @@ def strategy_html(strategy: Strategy) -> str:
     several = len(strategy.stages) > 1
     parts = []
     for (stage, layout), members in list(groups.items())[:_MOST_GROUPS]:
-        folded = [name for name, _, _ in fold((name, None) for name in members)]
+        folded = [name for name, _, _ in group_names((name, None) for name in members)]
         more = f" and {len(folded) - _MOST_NAMES:,} more" if len(folded) > _MOST_NAMES else ""
         rule, _, meaning = layout_text(layout).partition(": ")
         where = f"stage {stage} · " if several else ""
@@ -337,11 +337,11 @@ def plan_html(plan: Plan) -> str:
         _listing("Dropped", plan.dropped, "in the source, not in the target"),
         _listing("Missing", plan.missing, "in the target, not in the source"),
     ]
-    return page(*parts, *_notices(plan.notices))
+    return page(*parts, *_warnings(plan.warnings))
 
 
 def _moves(plan: Plan) -> Markup:
-    folded = fold(
+    folded = group_names(
         (
             label.name,
             (
@@ -445,7 +445,7 @@ def _more(count: int, shown: int, noun: str) -> list[Markup]:
 
 def _listing(title: str, names: Sequence[str], meaning: str) -> Markup:
     """Show names that are in one place and not in the other."""
-    folded = [name for name, _, _ in fold((name, None) for name in names)]
+    folded = [name for name, _, _ in group_names((name, None) for name in names)]
     items = [tag("li", tag("code", name)) for name in folded[:_MOST_NAMES]]
     if not names:
         return details(title, _note(f"no tensor is {meaning}"), more="none")
@@ -463,12 +463,14 @@ def _reasons(title: str, found: Iterable[tuple[str, str]]) -> Markup:
     )  # fmt: skip
 
 
-def _notices(notices: Sequence[str]) -> list[Markup]:
-    if not notices:
+def _warnings(warnings: Sequence[str]) -> list[Markup]:
+    if not warnings:
         return []
-    items = tag("ul", *(tag("li", notice) for notice in notices[:_MOST_NAMES]))
+    items = tag("ul", *(tag("li", warning) for warning in warnings[:_MOST_NAMES]))
     return [
-        details("Notices", items, *_more(len(notices), _MOST_NAMES, "notice"), more=f"{len(notices):,}", opened=True)
+        details(
+            "Warnings", items, *_more(len(warnings), _MOST_NAMES, "warning"), more=f"{len(warnings):,}", opened=True
+        )
     ]
 
 

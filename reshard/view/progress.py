@@ -125,7 +125,7 @@ def progress(
 
 
 def _pace(state: Progress) -> str:
-    """Write bytes, rate and time left. The rate is the whole run's: tasks finish in bursts, which tell nothing."""
+    """Write bytes, rate and time left. The rate is the whole run's: tasks finish in bursts, which say nothing."""
     text = f"{bytes_text(state.written)} of {bytes_text(state.total)}"
     if not (state.written and state.seconds):
         return text
@@ -136,7 +136,7 @@ def _pace(state: Progress) -> str:
 
 
 class _PlainProgress:
-    """One line that is written anew, at most ten times a second."""
+    """One line that is written again, at most ten times a second."""
 
     def __init__(self) -> None:
         self._shown_at = 0.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import PYTHON, LayoutError, Option, Text, names, spelled
 from reshard.layout.block import shape_text
-from reshard.strategy.names import fold, ranges_text
+from reshard.strategy.names import group_names, ranges_text
 from reshard.view.data import groups_of, layouts_of, ranks_alike
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def list_text(found: Sequence[str]) -> str:
 
 def _folded(found: Iterable[str], most: int) -> str:
     """Return names, folded, the first few of many."""
-    folded = [printable(name) for name, _, _ in fold((name, None) for name in found)]
+    folded = [printable(name) for name, _, _ in group_names((name, None) for name in found)]
     more = f" and {len(folded) - most:,} more" if len(folded) > most else ""
     return f"{', '.join(folded[:most])}{more}"
 
@@ -191,7 +191,7 @@ def strategy_text(strategy: Strategy, title: str) -> str:
     several = len(strategy.stages) > 1
     for (stage, layout), found in groups_of(strategy).items():
         lines += ["", f"stage {stage}: {layout_text(layout)}" if several else layout_text(layout)]
-        for name, _, count in fold((name, None) for name in found):
+        for name, _, count in group_names((name, None) for name in found):
             lines.append(f"  {printable(name)}" + (f"  ({count_text(count, 'tensor')})" if count > 1 else ""))
     return "\n".join([*lines, "", *LEGEND.splitlines()])
 
@@ -230,7 +230,7 @@ def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
             layout,
             shards,
         )
-        for name, (dtype, shape, nbytes, layout, shards), count in fold(rows)
+        for name, (dtype, shape, nbytes, layout, shards), count in group_names(rows)
     ]
     distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share theirs
     sizes = {
@@ -278,7 +278,7 @@ def looked_text(looked: Looked | None) -> str | None:
 
 
 def _kind(checkpoint: Checkpoint, tensor: Tensor, shards: str) -> tuple[str, Shape, int, str, str]:
-    """Return what the row of a tensor says beside its name."""
+    """Return what the row of a tensor says besides its name."""
     layouts = layouts_of(checkpoint, tensor)
     if len(layouts) > 1:
         rule = ", ".join(f"stage {stage}: {layout}" for stage, layout in layouts)
@@ -300,7 +300,7 @@ def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
 
 
 def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int], *, width: int | None = None) -> str:
-    """Write what each rank's files hold, where no strategy tells the whole tensors; ranks that hold the same as one."""
+    """Write what each rank's files hold, where no strategy says the whole tensors; ranks that hold the same as one."""
     lines = [files_text(title, files, ranks)]
     for alike, entries in ranks_alike(files, ranks):
         found = [(name, (entry.dtype.name, entry.shape, entry.nbytes)) for name, entry in entries.items()]
@@ -315,7 +315,7 @@ def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int
         ]
         table = [
             (printable(name), f"{count:,}", dtype, shape_text(shape), bytes_text(nbytes * count))
-            for name, (dtype, shape, nbytes), count in fold(found)
+            for name, (dtype, shape, nbytes), count in group_names(found)
         ]
         lines += table_lines(("tensor", "count", "dtype", "shape in the file", "bytes"), table, width)
     return "\n".join(lines)
@@ -463,7 +463,7 @@ def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`
     for difference in found.differences[:_MOST_SHOWN]:
         lines += _difference_lines(difference, found, words)
     if len(found.differences) > _MOST_SHOWN:
-        lines.append(f"and {len(found.differences) - _MOST_SHOWN:,} more; {every_one} tells them all")
+        lines.append(f"and {len(found.differences) - _MOST_SHOWN:,} more; {every_one} says them all")
     return "\n".join(lines)
 
 
@@ -488,7 +488,7 @@ def _conclusion(found: Verification) -> str:
     if found.differences:
         return f"DIFFERS from {against}: {count_text(len(found.differences), 'difference')}"
     if found.against is None:
-        return "complete and sound in structure; contents were not read"
+        return "complete and valid in structure; contents were not read"
     if not found.ranks:
         return f"as the manifest {against} says"
     rows = "" if found.sample is None else " in the rows that were compared"

@@ -125,7 +125,7 @@ def write_source(root: Path, model: dict[str, tuple[int, ...]], strategy: Strate
 
 @dataclass
 class Row:
-    """One line of the table: a `reshard` command and what it is held against."""
+    """One line of the table: a `reshard` command and what it is compared with."""
 
     name: str
     source: str
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     from dask.utils import parse_bytes
-    from peers import against_peers  # beside this file
+    from peers import against_peers  # next to this file
 
     rows = [row for row in ROWS if not options.rows or row.name in options.rows.split(",")]
     compileall.compile_dir(Path(reshard.__file__).parent, quiet=1)  # as an installation is

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-# What `ru_maxrss` tells begins with the peak of the process that started this one; this does not.
+# What `ru_maxrss` says begins with the peak of the process that started this one; this does not.
 PEAK = """
 def peak():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -72,7 +72,7 @@ def test_nor_from_python_or_in_a_bucket(whole: Path, out: Path, style: str) -> N
         assert set(reshard.open(place)) == set(FULL)
 
 
-def test_what_a_run_that_was_killed_left_is_no_part_of_another_set(whole: Path, out: Path, faults: Faults) -> None:
+def test_what_a_run_that_was_killed_left_is_not_a_part_of_another_set(whole: Path, out: Path, faults: Faults) -> None:
     """Some files had their names already, and no index says whose they are."""
     small, large = (
         reshard.plan(reshard.open(whole), files=MindSporeSet(size), format="safetensors") for size in (100, 10_000)
@@ -97,7 +97,7 @@ def test_what_a_run_that_was_killed_left_is_no_part_of_another_set(whole: Path, 
 def test_what_other_processes_write_is_of_the_same_set(whole: Path, out: Path) -> None:
     source = reshard.open(whole)
     stored = [Stored(name, tensor.spec.nbytes, listed=True) for name, tensor in source.tensors.items()]
-    every = MindSporeSet(100).volumes(stored, ".safetensors")
+    every = MindSporeSet(100).shard_files(stored, ".safetensors")
     for process in (2, 1):
         files = share_of(every, process, 2)
         mine = reshard.open(whole).sel(*(name for name in FULL if files.has(name)))
@@ -117,11 +117,11 @@ def test_a_single_file_would_be_loaded_in_place_of_a_set(whole: Path, out: Path)
 
 
 def told(*command: str | Path) -> list[str]:
-    """The notices of a command: the same in words and JSON, of a dry run and of a run."""
-    dry = [line.removeprefix("notice: ") for line in call(*command, "--dry-run").stderr.splitlines()]
-    noted: list[str] = json.loads(done(*command, "--dry-run", "--json").stdout)["notices"]
+    """The warnings of a command: the same in words and JSON, of a dry run and of a run."""
+    dry = [line.removeprefix("warning: ") for line in call(*command, "--dry-run").stderr.splitlines()]
+    noted: list[str] = json.loads(done(*command, "--dry-run", "--json").stdout)["warnings"]
     assert [line for line in dry if " has " in line] == noted
-    assert json.loads(done(*command, "--json").stdout)["notices"] == noted
+    assert json.loads(done(*command, "--json").stdout)["warnings"] == noted
     return noted
 
 

@@ -60,23 +60,23 @@ def test_a_dry_run_tells_what_a_run_would_find(case: Case, tmp_path: Path) -> No
     command = ["transform", case.source, tmp_path, *case.strategies]
     done(*command, "--ranks", "2")
     kept = "would be kept unread, finished by an earlier run; reshard verify reads every bit\n"
-    assert done(*command, "--dry-run").stderr == f"notice: 1 target file {kept}"
+    assert done(*command, "--dry-run").stderr == f"warning: 1 target file {kept}"
     assert done(*command, "--dry-run", "--restart").stderr == ""
     before = list(tree(tmp_path))
     other = done(*command, "--dry-run", "--cast", "float32=float16").stderr
     assert other == (
-        "notice: 1 target file would be refused, made by another plan or from other sources; a run needs --restart\n"
+        "warning: 1 target file would be refused, made by another plan or from other sources; a run needs --restart\n"
     )
     assert call(*command, "--cast", "float32=float16").exit_code == 6
     (tmp_path / "rank_1").mkdir()
     (tmp_path / "rank_1" / "checkpoint_1.ckpt").write_bytes(b"mine")
     both = done(*command, "--dry-run").stderr
-    assert "notice: 1 target file would be in the way; a run needs --overwrite\n" in both
+    assert "warning: 1 target file would be in the way; a run needs --overwrite\n" in both
     assert call(*command).exit_code == 6
-    assert done(*command, "--dry-run", "--overwrite").stderr == f"notice: 1 target file {kept}"
+    assert done(*command, "--dry-run", "--overwrite").stderr == f"warning: 1 target file {kept}"
     assert list(tree(tmp_path)) == sorted([*before, "rank_1/checkpoint_1.ckpt"])
     assert "resumed from" in done(*command, "--overwrite").stdout
-    assert done(*command, "--dry-run").stderr == f"notice: 4 target files {kept}"
+    assert done(*command, "--dry-run").stderr == f"warning: 4 target files {kept}"
 
 
 def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     assert set(before) == {
         "dry_run", "source", "target", "format", "ranks", "tensors", "bytes_needed", "bytes_read", "bytes_written",
         "target_bytes",
-        "source_files", "target_files", "tasks", "peak_memory", "ownership", "read_amplification", "seconds", "dropped",
-        "missing", "notices", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
+        "source_files", "target_files", "tasks", "peak_memory", "partition", "read_amplification", "seconds", "dropped",
+        "missing", "warnings", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
         "finished",
         "verify", "manifest",
     }  # fmt: skip
@@ -303,7 +303,7 @@ def test_names_from_a_file(case: Case, tmp_path: Path) -> None:
         ("[]", "is a JSON list"),
         ('{"a": 1, "b": null, "c": "d", "c": "e"}', "has 3 faults"),
         ('{"net.layer1.bias": "x", "net.layer2.bias": "x"}', "is given to net.layer1.bias, net.layer2.bias"),
-        ('{"gone": "x"}', "is no tensor of the source"),
+        ('{"gone": "x"}', "is not a tensor of the source"),
         (None, "cannot be read: No such file"),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_full_disk_is_5(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
     assert tree(tmp_path) == {}
 
 
-def test_a_directory_that_cannot_be_made_is_no_traceback(case: Case, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_not_a_traceback(case: Case, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = call("transform", case.source, tmp_path / "file" / "dst", *case.strategies)
     assert result.exit_code == 6
@@ -140,7 +140,7 @@ def test_memory_that_does_not_suffice_is_5(monkeypatch: pytest.MonkeyPatch) -> N
     assert (result.exit_code, result.stderr) == (5, "error: memory does not suffice\n")
 
 
-def test_an_empty_path_is_no_directory(case: Case) -> None:
+def test_an_empty_path_is_not_a_directory(case: Case) -> None:
     for arguments in (["inspect", ""], ["transform", case.source, ""], ["transform", "", "out"]):
         result = call(*arguments)
         assert result.exit_code == 2
@@ -158,7 +158,7 @@ def test_a_plan_replaces_no_file_unasked(case: Case, tmp_path: Path) -> None:
     for more in ([], ["--overwrite"]):
         result = call(*words, tmp_path / "fifo", *more)
         assert result.exit_code == 6
-        assert "is no regular file but a pipe or a device" in result.stderr
+        assert "is not a regular file but a pipe or a device" in result.stderr
     (tmp_path / "plan.json").write_text("")
     assert call(*words, tmp_path / "plan.json", "--overwrite").exit_code == 0
     shown = call("strategy", "show", tmp_path / "plan.json")
@@ -185,7 +185,7 @@ def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more
     ms.unified_safetensors(source, tmp_path / "stage_0.ckpt", tmp_path / "ms")
 
 
-def test_ranks_of_an_older_target_are_told(case: Case, tmp_path: Path) -> None:
+def test_ranks_of_an_older_target_are_reported(case: Case, tmp_path: Path) -> None:
     same = ["--source-strategy", case.source_strategy, "--target-strategy", case.source_strategy]
     assert call("transform", case.source, tmp_path / "out", *same).exit_code == 0
     result = call("transform", case.source, tmp_path / "out", *case.strategies, "--overwrite")
@@ -255,7 +255,7 @@ def test_python_arguments_of_another_kind(case: Case, tmp_path: Path) -> None:
     assert source.get(0) is None  # type: ignore[call-overload]
 
 
-def test_one_glob_is_no_list_of_letters(case: Case) -> None:
+def test_one_glob_is_not_a_list_of_letters(case: Case) -> None:
     source = reshard.open(case.source, strategy=case.source_strategy)
     target = reshard.read_strategy(case.target_strategy)
     fewer = {n: p for n, p in target.tensors.items() if "layer1" in n}

@@ -150,10 +150,10 @@ def test_another_source_is_refused(case: Case, tmp_path: Path) -> None:
     assert not (tmp_path / "dst").exists()
 
 
-def test_what_is_no_plan_is_refused(case: Case, tmp_path: Path) -> None:
+def test_what_is_not_a_plan_is_refused(case: Case, tmp_path: Path) -> None:
     refused = call("run", case.source_strategy, tmp_path / "dst")
     assert refused.exit_code == 4
-    assert "is no sound plan file" in refused.stderr
+    assert "is not a valid plan file" in refused.stderr
     assert refused.stderr.count("\n") == 1
 
 

@@ -52,7 +52,7 @@ def test_every_help_has_an_example(arguments: list[str]) -> None:
 def script(name: str) -> list[str]:
     found = Path(sys.executable).with_name(name)
     if not found.exists():
-        pytest.skip(f"{name} is not installed beside Python")
+        pytest.skip(f"{name} is not installed next to Python")
     return [str(found)]
 
 
@@ -90,7 +90,7 @@ def test_commands_are_proposed_as_they_were_called(case: Case, tmp_path: Path) -
     assert module.stderr == f"to look at it: {sys.executable} -m reshard inspect {tmp_path / 'x'}\n"
 
 
-def test_a_reader_that_goes_away_is_no_error_message(case: Case) -> None:
+def test_a_reader_that_goes_away_is_not_a_error_message(case: Case) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "reshard", "inspect", case.source, "--json"],
         stdout=subprocess.PIPE,
@@ -124,7 +124,7 @@ main(sys.argv[1:])
 
 
 def slowly(name: str, seconds: float, arguments: Sequence[str | Path], *, plain: bool = False) -> list[str]:
-    """A `reshard` whose store takes its time, and tells on stderr when it does."""
+    """A `reshard` whose store takes its time, and says on stderr when it does."""
     code = IMPORTED + _SLOW.format(name=name, seconds=seconds, plain=plain)
     return [sys.executable, "-c", code, *map(str, arguments)]
 
@@ -314,7 +314,7 @@ def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None
     assert ("writing" in text) != plain
 
 
-def test_no_progress_where_there_is_no_terminal(case: Case, tmp_path: Path) -> None:
+def test_no_progress_where_there_is_not_a_terminal(case: Case, tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, "-m", "reshard", "transform", case.source, tmp_path, *case.strategies],
         check=True,
@@ -325,7 +325,7 @@ def test_no_progress_where_there_is_no_terminal(case: Case, tmp_path: Path) -> N
     assert len(finished.stderr.splitlines()) == 1
 
 
-def test_a_closed_stdout_is_no_fault(case: Case) -> None:
+def test_a_closed_stdout_is_not_a_fault(case: Case) -> None:
     for more in ([], ["--json"]):
         words = [sys.executable, "-m", "reshard", "inspect", str(case.source), *more]
         closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *words], check=False, capture_output=True, text=True)

@@ -66,7 +66,7 @@ def test_strategy_show_of_what_is_none(case: Case, tmp_path: Path) -> None:
         assert "looks like a checkpoint, no strategy file; `reshard inspect` shows" in refused.stderr
     refused = call("strategy", "show", "/dev/zero")
     assert refused.exit_code == 4
-    assert "is no regular file" in refused.stderr
+    assert "is not a regular file" in refused.stderr
     with (tmp_path / "huge.ckpt").open("wb") as file:
         file.truncate((1 << 30) + 1)
     refused = call("strategy", "show", tmp_path / "huge.ckpt")
@@ -352,9 +352,9 @@ def test_check_tells_of_shapes_and_optimizer_states(real: Path, tmp_path: Path) 
     opened = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
     shapes = {name: t.spec.shape for name, t in opened.tensors.items() if t.listed}
     weights = {name: shape for name, shape in shapes.items() if not name.startswith("moments")}
-    notices = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened)
-    assert notices[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy and not in the files"
-    assert "tensor 'moments.net.layer1.bias' is in the files and not in the strategy" in notices
+    warnings = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened)
+    assert warnings[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy and not in the files"
+    assert "tensor 'moments.net.layer1.bias' is in the files and not in the strategy" in warnings
     with pytest.raises(reshard.ReshardError, match=r"'net.layer1.bias': is of shape \[32\]; the strategy says \[64\]"):
         check(Strategy.from_rules({**shapes, "net.layer1.bias": (64,)}, {"dp": 2}, {}), opened)
 

@@ -71,7 +71,7 @@ def test_everything_differs(folder: Path) -> None:
     result = call(*BOTH)
     assert result.exit_code == 3
     assert len(result.stdout.splitlines()) <= 24
-    assert "and 12 more; --json tells them all" in result.stdout
+    assert "and 12 more; --json says them all" in result.stdout
     assert len(data(call(*BOTH, "--json"))["differences"]) == 18
 
 
@@ -95,7 +95,7 @@ def test_structure(folder: Path) -> None:
     result = call(*TARGET)
     assert result.exit_code == 0
     assert result.stdout == (
-        "dst: complete and sound in structure; contents were not read\n3 tensors, 18 blocks of them; "
+        "dst: complete and valid in structure; contents were not read\n3 tensors, 18 blocks of them; "
         "6 files of 6 ranks (0-5)\n"
         "not looked at: contents; notes (__metadata__); checksums that files carry (crc_num), and how text entries are "
         "stored\n"
@@ -133,7 +133,7 @@ def test_a_manifest(folder: Path) -> None:
     Path("m.json").write_text('{"reshard_manifest": 2, "files": {"../x": {"nbytes": 1, "crc32c": "00000000"}}}')
     result = call("verify", "moved", "--manifest", "m.json")
     assert result.exit_code == 4
-    assert "no path below a directory" in result.stderr
+    assert "not a path below a directory" in result.stderr
 
 
 def test_options_of_a_conversion(folder: Path) -> None:

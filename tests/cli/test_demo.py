@@ -100,7 +100,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_reported(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
     with pytest.raises(TargetError, match="cannot be written: Not a directory"):
         demo.demo(tmp_path / "x")

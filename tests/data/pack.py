@@ -1,4 +1,4 @@
-"""Pack a folder of other programs' files into the archives beside this script.
+"""Pack a folder of other programs' files into the archives next to this script.
 
     python tests/data/pack.py FOLDER
 

@@ -131,7 +131,7 @@ class World:
         )  # fmt: skip
         counts = json.loads(note.read_text()) if note.exists() else {}
         said = "\n".join(
-            line for line in done.stderr.splitlines() if not line.startswith(("notice: ", "to look at it: "))
+            line for line in done.stderr.splitlines() if not line.startswith(("warning: ", "to look at it: "))
         )
         return Ended(done.returncode, said, counts)
 
@@ -291,7 +291,7 @@ def ends(trial: Trial) -> Ended:
 
 
 def source_changes(how: str, trial: Trial) -> Ended:
-    """Then it is put back, or the run is made anew of what it is now."""
+    """Then it is put back, or the run is made again of what it is now."""
     path = trial.a_source_file()
     kept = trial.root / "kept"
     shutil.copy2(path, kept)
@@ -304,7 +304,7 @@ def source_changes(how: str, trial: Trial) -> Ended:
         path.unlink()
         shutil.copy2(kept, path)
     ended = trial.run({"kind": "change", "change": how, "path": str(path), **any_moment(trial)})
-    # What is left of a run that fails is no hindrance, unless it says so.
+    # What is left of a run that fails is not a hindrance, unless it says so.
     trial.may_need = ("--restart",) if not ended.code or "with --restart" in ended.said else ()
     if ended.code == 0:  # too late, when names were given; or in time, before it was opened
         assert tree(trial.target) in (trial.expected, trial.fresh)
@@ -397,11 +397,11 @@ FAULTS: dict[str, Any] = {
     "link fails": partial(fails, errno.EMLINK, {0, 6}, ("link", "replace")),
     "source changed": partial(source_changes, "content"),
     "source touched": partial(source_changes, "touch"),
-    "source cut short": partial(source_changes, "cut"),
+    "source truncated": partial(source_changes, "cut"),
     "source removed": partial(source_changes, "remove"),
     "source replaced": partial(source_changes, "replace"),
     "rank removed": rank_removed,
-    "journal cut short": partial(between, journal_cut),
+    "journal truncated": partial(between, journal_cut),
     "journal deleted": partial(between, journal_gone),
     "unfinished file spoiled": partial(between, partial_spoiled),
     "unfinished file has another name": partial(between, partial_shared),

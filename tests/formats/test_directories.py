@@ -271,7 +271,7 @@ def test_a_file_of_a_set_is_not_the_set(tmp_path: Path, style: type[MindSporeSet
     files = sorted((tmp_path / "set").glob("*.safetensors"))
     assert len(files) > 1
     for path in files:
-        with pytest.raises(SourceError, match=rf"is one of {len(files)} files of a set, which .*json beside it names"):
+        with pytest.raises(SourceError, match=rf"is one of {len(files)} files of a set, which .*json next to it names"):
             reshard.open(path)
     assert set(reshard.open(tmp_path / "set")) == {*FULL, "step"}
 
@@ -343,7 +343,10 @@ def test_one_rank_is_not_written_as_the_whole_model(ranks: Path, tmp_path: Path,
         assert "by its place, and rank" in refused.stderr
         assert "--layout '*=whole'" in refused.stderr
     assert not (tmp_path / "out").exists()
-    with chdir(ranks / "rank_3"), pytest.raises(SourceError, match="rank 3 by its place, and rank 0, 1, 2 lies beside"):
+    with (
+        chdir(ranks / "rank_3"),
+        pytest.raises(SourceError, match="rank 3 by its place, and rank 0, 1, 2 lies next to it"),
+    ):
         reshard.plan(reshard.open("checkpoint_3.safetensors"))
 
 
@@ -351,7 +354,7 @@ def test_one_rank_can_be_looked_at_and_converted(ranks: Path, tmp_path: Path) ->
     path = ranks / "rank_3" / "checkpoint_3.safetensors"
     seen = done("inspect", path)
     assert "rank 3 by its place" in seen.stderr
-    assert "rank 3 by its place" in json.loads(done("inspect", path, "--json").stdout)["notices"][0]
+    assert "rank 3 by its place" in json.loads(done("inspect", path, "--json").stdout)["warnings"][0]
     assert reshard.open(path)["a"].shape == (2, 4)
     done("convert", path, tmp_path / "one.ckpt", "--format", "ckpt")
     done("verify", tmp_path / "one.ckpt", "--against", path)
@@ -364,16 +367,16 @@ def test_one_rank_whose_tensors_are_said_to_be_whole(ranks: Path, tmp_path: Path
 
 
 def test_a_rank_of_its_own_directory_is_whole(ranks: Path, tmp_path: Path) -> None:
-    """As `transform` without a target strategy writes it; other directories beside may be empty."""
+    """As `transform` without a target strategy writes it; other directories next to may be empty."""
     reshard.plan(reshard.open(ranks, strategy=ROWS)).run(tmp_path / "whole")
     (tmp_path / "whole" / "rank_1").mkdir()
     for place in ("", "rank_0", "rank_0/checkpoint_0.safetensors"):
         opened = reshard.open(tmp_path / "whole" / place)
-        assert not opened.notices
+        assert not opened.warnings
         reshard.plan(opened)
     (tmp_path / "whole" / "rank_0").rename(tmp_path / "whole" / "rank_5")
     for place in ("rank_5", "rank_5/checkpoint_0.safetensors"):
-        assert "is of rank 5 by its place" in reshard.open(tmp_path / "whole" / place).notices[0]
+        assert "is of rank 5 by its place" in reshard.open(tmp_path / "whole" / place).warnings[0]
 
 
 def test_a_strategy_does_not_take_it_for_another_rank(ranks: Path) -> None:
@@ -404,7 +407,7 @@ def test_rank_directories_in_a_bucket(ranks: Path) -> None:
     fs, place = filesystem(url)
     for name, content in tree(ranks).items():
         fs.pipe(f"{place}/{name}", content)
-    with pytest.raises(SourceError, match="rank 3 by its place, and rank 0, 1, 2 lies beside"):
+    with pytest.raises(SourceError, match="rank 3 by its place, and rank 0, 1, 2 lies next to it"):
         reshard.plan(reshard.open(f"{url}/rank_3/checkpoint_3.safetensors"))
 
 

@@ -1,4 +1,4 @@
-"""The .ckpt format: scalars, dims, checksums, tensors in parts, and what is said of files that are not sound."""
+"""The .ckpt format: scalars, dims, checksums, tensors in parts, and what is said of files that are not valid."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_packed_dims_as_newer_writers_have_them(tmp_path: Path) -> None:
     assert contents_of(path, index_file(str(path)))["w"][:2] == ("uint8", (2, 300))
 
 
-def test_the_checksum_is_read_and_is_no_tensor(tmp_path: Path) -> None:
+def test_the_checksum_is_read_and_is_not_a_tensor(tmp_path: Path) -> None:
     body = write(ckpt, SAMPLE)
     path = saved(tmp_path, body + b"crc_num" + zlib.crc32(body).to_bytes(10, "big"))
     index = index_file(str(path))

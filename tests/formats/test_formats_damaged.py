@@ -1,4 +1,4 @@
-"""Files that were cut, joined or damaged: an error or a sound index, whatever the bytes are."""
+"""Files that were cut, joined or damaged: an error or a valid index, whatever the bytes are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path, kind: str) -> None:
     for length in range(len(whole)):
         path = saved(tmp_path, whole[:length])
         if kind == "ckpt" and length in MESSAGE_ENDS:
-            # Nothing in the file tells that more tensors belong to it; what is left is sound.
+            # Nothing in the file says that more tensors belong to it; what is left is valid.
             assert contents_of(path, index_file(str(path))).items() <= (SAMPLE | CODE).items()
             continue
         with pytest.raises(SourceError, match=re.escape(str(path))):
@@ -61,7 +61,7 @@ def check_sound(path: Path, index: FileIndex) -> None:
 
 
 def survives(path: Path, content: bytes) -> None:
-    """Index a damaged file: a `SourceError` or a sound index, and little memory, whatever the file says."""
+    """Index a damaged file: a `SourceError` or a valid index, and little memory, whatever the file says."""
     path.write_bytes(content)
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""The safetensors format: what is said of files that are not sound, and the checksum in their notes."""
+"""The safetensors format: what is said of files that are not valid, and the checksum in their notes."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
         ),
         (st_file({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"abcd"), "occupies 4 bytes"),
         (st_file({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"a"), "has dtype 'F4'; known are"),
-        (st_file({"w": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}, b"a"), "no sound dtype, shape"),
-        (st_file({"w": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}}, b"a"), "no sound dtype, shape"),
-        (st_file({"w": {"dtype": "U8", "shape": [1], "data_offsets": [False, 1]}}, b"a"), "no sound dtype, shape"),
-        (st_file({"w": {"dtype": "U8", "shape": [1], "data_offsets": [-1, 0]}}, b"a"), "no sound dtype, shape"),
-        (st_file({"w": {"dtype": "U8", "shape": [1.0], "data_offsets": [0, 1]}}, b"a"), "no sound dtype, shape"),
-        (st_file({"w": {"dtype": "U8", "data_offsets": [0, 1]}}, b"a"), "no sound dtype, shape"),
-        (st_file({"w": [1]}, b"a"), "no sound dtype, shape"),
+        (st_file({"w": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}, b"a"), "no valid dtype, shape"),
+        (st_file({"w": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}}, b"a"), "no valid dtype, shape"),
+        (st_file({"w": {"dtype": "U8", "shape": [1], "data_offsets": [False, 1]}}, b"a"), "no valid dtype, shape"),
+        (st_file({"w": {"dtype": "U8", "shape": [1], "data_offsets": [-1, 0]}}, b"a"), "no valid dtype, shape"),
+        (st_file({"w": {"dtype": "U8", "shape": [1.0], "data_offsets": [0, 1]}}, b"a"), "no valid dtype, shape"),
+        (st_file({"w": {"dtype": "U8", "data_offsets": [0, 1]}}, b"a"), "no valid dtype, shape"),
+        (st_file({"w": [1]}, b"a"), "no valid dtype, shape"),
         (st_file({"w\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}), "which is not UTF-8"),
         (st_file({"__metadata__": {"format": 1}}), "its __metadata__ is not an object of strings"),
         (st_file({"__metadata__": []}), "its __metadata__ is not an object of strings"),

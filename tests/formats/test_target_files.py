@@ -24,41 +24,41 @@ MIXED = [Stored("a", 10, True), Stored("b", 30, True), Stored("c", 20, True), St
 
 @pytest.mark.parametrize("files", [RankFiles(), NamedFile("x"), MindSporeSet(25), HuggingFaceSet(25)])
 def test_every_tensor_has_one_file_that_is_there(files: TargetFiles) -> None:
-    volumes = files.volumes(MIXED, ".safetensors")
-    assert set(volumes.of) == {"a", "b", "c", "step", "text"}
-    assert set(volumes.of.values()) <= set(range(len(volumes.paths)))
-    assert len(set(volumes.paths)) == len(volumes.paths)
+    shard_files = files.shard_files(MIXED, ".safetensors")
+    assert set(shard_files.of) == {"a", "b", "c", "step", "text"}
+    assert set(shard_files.of.values()) <= set(range(len(shard_files.paths)))
+    assert len(set(shard_files.paths)) == len(shard_files.paths)
 
 
 def test_a_rank_has_one_file() -> None:
-    assert RankFiles("net-").volumes(MIXED, ".ckpt").paths == ("rank_{rank}/net-{rank}.ckpt",)
-    assert RankFiles("net-", "_part1").volumes(MIXED, ".ckpt").paths == ("rank_{rank}/net-{rank}_part1.ckpt",)
+    assert RankFiles("net-").shard_files(MIXED, ".ckpt").paths == ("rank_{rank}/net-{rank}.ckpt",)
+    assert RankFiles("net-", "_part1").shard_files(MIXED, ".ckpt").paths == ("rank_{rank}/net-{rank}_part1.ckpt",)
 
 
 def test_parts_are_even() -> None:
-    volumes = MindSporeSet(30).volumes(MIXED, ".safetensors")
-    assert volumes.paths == ("part0.safetensors", "part1.safetensors", "hyper_param.safetensors")
-    assert volumes.of == {"b": 0, "c": 1, "a": 1, "step": 2, "text": 2}
+    shard_files = MindSporeSet(30).shard_files(MIXED, ".safetensors")
+    assert shard_files.paths == ("part0.safetensors", "part1.safetensors", "hyper_param.safetensors")
+    assert shard_files.of == {"b": 0, "c": 1, "a": 1, "step": 2, "text": 2}
 
 
 def test_without_a_strategy_all_tensors_are_parts_and_text_is_not() -> None:
     tensors = [Stored("a", 10, False), Stored("text", 0, False, is_text=True)]
-    volumes = MindSporeSet().volumes(tensors, ".safetensors")
-    assert volumes.of == {"a": 0, "text": 1}
-    assert volumes.paths == ("part0.safetensors", "hyper_param.safetensors")
+    shard_files = MindSporeSet().shard_files(tensors, ".safetensors")
+    assert shard_files.of == {"a": 0, "text": 1}
+    assert shard_files.paths == ("part0.safetensors", "hyper_param.safetensors")
 
 
 def test_shards_are_filled_in_order() -> None:
-    volumes = HuggingFaceSet(30).volumes(MIXED, ".safetensors")
-    assert volumes.of == {"a": 0, "b": 1, "c": 2, "step": 2, "text": 0}
-    assert volumes.paths[2] == "model-00003-of-00003.safetensors"
+    shard_files = HuggingFaceSet(30).shard_files(MIXED, ".safetensors")
+    assert shard_files.of == {"a": 0, "b": 1, "c": 2, "step": 2, "text": 0}
+    assert shard_files.paths[2] == "model-00003-of-00003.safetensors"
 
 
 @pytest.mark.parametrize("files", [MindSporeSet(1), HuggingFaceSet(1)])
 def test_tensors_without_elements_need_no_room(files: TargetFiles) -> None:
     empty = [Stored(name, 0, True) for name in "abc"]
-    assert len(files.volumes(empty, ".safetensors").paths) == 1
-    assert len(files.volumes([Stored("w", 9, True), *empty], ".safetensors").paths) == 1
+    assert len(files.shard_files(empty, ".safetensors").paths) == 1
+    assert len(files.shard_files([Stored("w", 9, True), *empty], ".safetensors").paths) == 1
 
 
 def test_a_name_by_hand(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_name_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "/x", "../x", "a/../../x", "x\ny", ".", "a\0"])
 def test_a_name_cannot_lead_out(name: str) -> None:
     with pytest.raises(UsageError, match="leads out of the target directory, or is none"):
-        NamedFile(name).volumes(MIXED, ".ckpt")
+        NamedFile(name).shard_files(MIXED, ".ckpt")
 
 
 def test_two_ranks_cannot_share_a_file(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_no_file_holds_more_than_asked_for_but_one_tensor(
     style: type[MindSporeSet | HuggingFaceSet], sizes: list[int], most: int
 ) -> None:
     tensors = [Stored(f"t{number}", nbytes, True) for number, nbytes in enumerate(sizes)]
-    volumes = style(most).volumes(tensors, ".safetensors")
-    for number in range(len(volumes.paths)):
-        held = [tensor.nbytes for tensor in tensors if volumes.of[tensor.name] == number and tensor.nbytes]
+    shard_files = style(most).shard_files(tensors, ".safetensors")
+    for number in range(len(shard_files.paths)):
+        held = [tensor.nbytes for tensor in tensors if shard_files.of[tensor.name] == number and tensor.nbytes]
         assert sum(held) <= most or len(held) == 1
-        assert held or len(volumes.paths) == 1
+        assert held or len(shard_files.paths) == 1

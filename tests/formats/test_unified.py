@@ -59,7 +59,7 @@ def test_it_is_whole_to_the_library_and_to_us(
     assert all(np.array_equal(found[name], value) for name, value in FULL.items())
     for name, file in index_of(root, style).items():
         with safe_open(root / file, "np") as opened:
-            assert name in opened.keys()  # noqa: SIM118 -- the library's object is no mapping
+            assert name in opened.keys()  # noqa: SIM118 -- the library's object is not a mapping
     again = reshard.open(root)
     assert all(np.array_equal(again[name].compute(), value) for name, value in FULL.items())
     assert again.tensors["run"].text == "größe"
@@ -282,7 +282,7 @@ def test_two_indexes_in_a_directory_are_refused(tmp_path: Path) -> None:
         reshard.open(tmp_path)
 
 
-def test_a_directory_without_an_index_is_no_set(tmp_path: Path) -> None:
+def test_a_directory_without_an_index_is_not_a_set(tmp_path: Path) -> None:
     assert read_index(tmp_path) is None
 
 

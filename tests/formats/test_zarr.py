@@ -230,8 +230,8 @@ def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint) -> None:
 
 
 def test_selection_casts_and_names(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    wishes = Selection(include=("layers.*",), names={"layers.0.*": "model.*"}, cast={"float32": "bfloat16"})
-    source.to_zarr(tmp_path / "z", selection=wishes, compression="zstd")
+    selection = Selection(include=("layers.*",), names={"layers.0.*": "model.*"}, cast={"float32": "bfloat16"})
+    source.to_zarr(tmp_path / "z", selection=selection, compression="zstd")
     own = reshard.open(tmp_path / "z")
     assert set(own) == {"model.wq", "model.wo"}
     assert_same(own["model.wo"].compute(), FULL["layers.0.wo"].astype(ml_dtypes.bfloat16))
@@ -271,8 +271,8 @@ def test_a_store_takes_no_strategy_and_is_not_converted(source: reshard.Checkpoi
 
 def test_what_a_store_is_not_made_for_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, files=ZarrGroup())
-    with pytest.raises(UsageError, match="in a local directory is written by tensor; leave ownership 'file' out"):
-        plan.run(tmp_path / "z", ownership="file")
+    with pytest.raises(UsageError, match="in a local directory is written by tensor; leave partition 'file' out"):
+        plan.run(tmp_path / "z", partition="file")
     plan.run(tmp_path / "z")
     with pytest.raises(UsageError, match="a manifest is of checkpoint files"):
         reshard.make_manifest(tmp_path / "z")
@@ -357,7 +357,7 @@ def _another_array(store: Path) -> None:
 def test_a_store_that_is_not_what_was_planned_with_is_refused(
     source: reshard.Checkpoint, tmp_path: Path, change: Any, kind: type[ReshardError], says: str
 ) -> None:
-    """Also where its sizes are what they were: how chunks are coded is in the metadata alone."""
+    """Also where its sizes are what they were: how chunks are encoded is in the metadata alone."""
     store = tmp_path / "z"
     reshard.plan(source, files=ZarrGroup(shard_bytes=0)).run(store)
     reshard.plan(reshard.open(store), TARGET, format="safetensors").save(tmp_path / "plan.json")

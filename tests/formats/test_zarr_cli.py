@@ -108,7 +108,7 @@ def test_via_zarr_goes_on_where_the_first_step_was_killed(
     assert not list(store.rglob("*.partial"))
 
 
-def test_via_zarr_the_format_stays_and_notices_are_told(tmp_path: Path, strategies: tuple[Path, Path]) -> None:
+def test_via_zarr_the_format_stays_and_notices_are_reported(tmp_path: Path, strategies: tuple[Path, Path]) -> None:
     for rank in SOURCE.ranks:
         path = tmp_path / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
         write_file(path, {**blocks(FULL, SOURCE, rank), "rng": np.array([rank], np.float32)}, "ckpt")

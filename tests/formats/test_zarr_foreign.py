@@ -93,8 +93,8 @@ def test_how_many_chunks_are_absent_is_said(tmp_path: Path, options: str, absent
     array[4:, 3:6] = 1
     notice = f"no file for {absent} chunks of w; by zarr's rule their elements are the fill value"
     own = reshard.open(tmp_path / "z")
-    assert notice in own.notices[0]
-    assert notice in reshard.plan(own).notices[0]
+    assert notice in own.warnings[0]
+    assert notice in reshard.plan(own).warnings[0]
     assert notice in call("verify", tmp_path / "z").stderr
 
 
@@ -109,7 +109,7 @@ def test_dtypes_that_no_checkpoint_has_are_not_readable(tmp_path: Path) -> None:
     reshard.plan(own, drop=["c"]).run(tmp_path / "out")
 
 
-def test_the_older_format_is_told(tmp_path: Path) -> None:
+def test_the_older_format_is_reported(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "z", mode="w", zarr_format=2)
     with pytest.raises(SourceError, match="of zarr's format 2; expected 3"):
         reshard.open(tmp_path / "z")

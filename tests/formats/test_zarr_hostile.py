@@ -54,10 +54,10 @@ METADATA_LIES: dict[str, tuple[dict[str, Any], str]] = {
     "a separator that leads away": (
         {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/../../"}}}, "separates"),
     "no codecs": ({"codecs": None}, "lacks what describes an array"),
-    "another format": ({"zarr_format": 2}, "is no metadata of zarr's format 3"),
+    "another format": ({"zarr_format": 2}, "is not metadata of zarr's format 3"),
     "larger chunks than its files": ({"chunk_grid": grid_of(4, 6)}, "has 48 bytes; a chunk of float32 .* has 96"),
     "another dtype in the attributes": ({"attributes": {"reshard": {"dtype": "float64"}}}, "says dtype 'float64'"),
-    "a fill value of another kind": ({"fill_value": {"a": 1}}, "which is no float32"),
+    "a fill value of another kind": ({"fill_value": {"a": 1}}, "which is not a float32"),
 }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def compressed(nbytes: int) -> bytes:
     "content",
     [b"", b"not zstd at all", compressed(47), compressed(49), compressed(1 << 28), compressed(48)[:-2],
      compressed(48)[:5] + b"\xff" * 12],
-    ids=["empty", "noise", "less", "more", "a bomb", "cut short", "damaged"],
+    ids=["empty", "noise", "less", "more", "a bomb", "truncated", "damaged"],
 )  # fmt: skip
 def test_compressed_chunks_that_lie(lying: Path, content: bytes) -> None:
     (lying / "zstd" / "w" / "c.2.0").write_bytes(content)
@@ -169,8 +169,8 @@ def test_a_group_that_lies_about_its_arrays(lying: Path) -> None:
     for changed, match in (
         ({"tensors": ["w", "v"]}, "tensor 'v' is in the list of the group, and has no array"),
         ({"texts": {"w": "text"}}, "is both an array and a text"),
-        ({"texts": {"t": 1}}, "no object of strings"),
-        ({"notes": []}, "no object of strings"),
+        ({"texts": {"t": 1}}, "not an object of strings"),
+        ({"notes": []}, "not an object of strings"),
     ):
         root.write_text(json.dumps({**whole, "attributes": {"reshard": own | changed}}))
         with pytest.raises(SourceError, match=match):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["source"]  # fixtures, for pytest to find
 
 
-def test_memory_that_is_too_little_is_told(source: reshard.Checkpoint) -> None:
+def test_memory_that_is_too_little_is_reported(source: reshard.Checkpoint) -> None:
     with pytest.raises(BudgetError, match="the least that works is") as caught:
         reshard.plan(source, files=ZarrGroup(compression="zstd"), memory=60 << 20)
     least = int(str(caught.value).split("the least that works is ")[1].split(":")[0])
@@ -132,7 +132,7 @@ HUGE = {"embedding": (151_936, 8_192)} | {
     for name, shape in {"w1": (28_672, 8_192), "w2": (8_192, 28_672), "w3": (28_672, 8_192)}.items()
 }
 HUGE_STAGES = 2.25
-"""The store and the target are there at once, whole; of the source only what is no hole."""
+"""The store and the target are there at once, whole; of the source only what is not a hole."""
 
 
 def patches(name: str) -> list[tuple[int, int, Array]]:

@@ -19,7 +19,7 @@ import reshard
 from reshard import Layout, Strategy, ZarrGroup
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
 from reshard.plan import budget
-from reshard.plan.partition import owned
+from reshard.plan.partition import partitioned
 from reshard.storage import remote
 from reshard.storage.remote import LEAST_PART_BYTES
 
@@ -142,7 +142,7 @@ def none_yet(store: str) -> None:
 def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str) -> None:
     """Chunks of an older one would be taken for the new one's."""
     source.to_zarr(f"{root}/z", chunk_bytes=400)
-    with pytest.raises(TargetError, match="beside; choose another directory, or remove it"):
+    with pytest.raises(TargetError, match="too; choose another directory, or remove it"):
         source.to_zarr(f"{root}/z", selection=reshard.Selection(include=("bits",)), overwrite=True)
     assert_same(reshard.open(f"{root}/z")["layers.0.wo"].compute(), FULL["layers.0.wo"])
 
@@ -161,7 +161,7 @@ def test_large_chunks_are_sent_in_parts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Column blocks beside one another are sent side by side, none is held whole; small chunks share a shard."""
+    """Column blocks side by side are sent side by side, none is held whole; small chunks share a shard."""
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     strategy = Strategy.of({"w": Layout.of([2], [-1, 0])})
     local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
@@ -179,12 +179,12 @@ def test_memory_is_predicted(tmp_path: Path) -> None:
     strategy = Strategy.of({"w": Layout.of([4], [-1, 0])})
     local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
     base = reshard.plan(local, files=ZarrGroup(shard_bytes=0)).stats.peak_memory
-    beside = owned(reshard.plan(local, files=ZarrGroup(shard_bytes=0)), None, "memory://x")
+    beside = partitioned(reshard.plan(local, files=ZarrGroup(shard_bytes=0)), None, "memory://x")
     assert len(beside.tasks) == 1  # the four chunks have all rows
     assert beside.stats.peak_memory - base >= 4 * 2 * LEAST_PART_BYTES
-    rows = owned(reshard.plan(local, files=ZarrGroup(chunk_bytes=8 << 20, shard_bytes=0)), None, "memory://x")
+    rows = partitioned(reshard.plan(local, files=ZarrGroup(chunk_bytes=8 << 20, shard_bytes=0)), None, "memory://x")
     assert beside.stats.peak_memory - rows.stats.peak_memory >= 2 * 2 * LEAST_PART_BYTES
-    shards = owned(reshard.plan(local, files=ZarrGroup(shard_bytes=64 << 20)), None, "memory://x")
+    shards = partitioned(reshard.plan(local, files=ZarrGroup(shard_bytes=64 << 20)), None, "memory://x")
     assert shards.stats.peak_memory - base >= 64 << 20
     shutil.rmtree(tmp_path / "src")
 
@@ -212,7 +212,7 @@ def test_the_commands(source: reshard.Checkpoint, root: str, tmp_path: Path) -> 
     done = invoke("unify", source.root, store, *options, "--format", "zarr", "--chunk-size", "1kB", "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert told["ownership"] == "file"
+    assert told["partition"] == "file"
     assert invoke(*shlex.split(told["verify"])[1:]).exit_code == 0
     assert "zarr" in invoke("inspect", store).output
     assert invoke("transform", store, tmp_path / "a", "--target-strategy", tmp_path / "target.ckpt").exit_code == 0
@@ -233,7 +233,7 @@ def test_bands_of_few_rows_are_the_same(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chunks beside one another in a shard get their rows in turn; on a cluster's threads or here."""
+    """Chunks side by side in a shard get their rows in turn; on a cluster's threads or here."""
     group = ZarrGroup(chunk_bytes=100, shard_bytes=1 << 20)
     reshard.plan(source, files=group).run(tmp_path / "local")
     for band in (16, 100, 1000, 1 << 20):

@@ -172,7 +172,7 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
 
 
 @pytest.mark.parametrize("digest", ["", "0123abcd"])
-def test_an_unfinished_store_is_told(source: reshard.Checkpoint, tmp_path: Path, digest: str) -> None:
+def test_an_unfinished_store_is_reported(source: reshard.Checkpoint, tmp_path: Path, digest: str) -> None:
     source.to_zarr(tmp_path / "z")
     (tmp_path / "z" / "zarr.json").rename(tmp_path / "z" / unfinished_path("zarr.json", digest))
     with pytest.raises(SourceError, match=r"unfinished: it has no zarr\.json at its root"):
@@ -187,7 +187,7 @@ def test_another_store_in_the_way(source: reshard.Checkpoint, tmp_path: Path) ->
         source.to_zarr(store, chunk_bytes=400)
     source.to_zarr(store, chunk_bytes=400, overwrite=True)
     for overwrite in (False, True):  # chunks of the old one would be taken for the new one's
-        with pytest.raises(TargetError, match="beside; choose another directory, or remove it"):
+        with pytest.raises(TargetError, match="too; choose another directory, or remove it"):
             source.to_zarr(store, selection=Selection(include=("bits",)), overwrite=overwrite)
     assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
 

@@ -64,7 +64,7 @@ class Fuzzer:
     """One fuzzer: does cases until its time is over, and reports all that went wrong at its end.
 
     Attributes:
-        name: what a case is called by, beside its number.
+        name: what a case is called by, next to its number.
         share: its part of the time.
         least: how many cases it does however long they take.
     """

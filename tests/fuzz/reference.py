@@ -223,7 +223,7 @@ class Tensor:
         text: of a text entry.
         weight: the weight whose optimizer state it is.
         own: the values of the ranks, where each rank has one of its own.
-        holders: the ranks whose files have it, where the source strategy does not list it.
+        replicas: the ranks whose files have it, where the source strategy does not list it.
         in_files: some source file has it.
     """
 
@@ -233,7 +233,7 @@ class Tensor:
     text: str | None = None
     weight: str | None = None
     own: dict[int, Array] = field(default_factory=dict)
-    holders: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
     in_files: bool = True
 
     @property
@@ -274,7 +274,7 @@ def some_stages(rng: Random, side: Side) -> set[int]:
 
 
 def looks_whole(bits: Array, side: Side, name: str) -> bool:
-    """Tell whether all distinct blocks are equal and not constant, which is what whole tensors look like."""
+    """Return whether all distinct blocks are equal and not constant, which is what whole tensors look like."""
     blocks = next(iter(side.blocks(name, bits.shape).values()))
     parts = [bits[tuple(slice(*edge) for edge in block)] for block in blocks]
     alike = len(parts) > 1 and len({(part.shape, part.tobytes()) for part in parts}) == 1
@@ -429,7 +429,7 @@ def _number(content: bytes, place: int, end: int) -> tuple[int, int]:
 
 def require_format(sound: bool, what: str) -> None:
     if not sound:
-        raise ValueError(f"{what} of a file is not sound")
+        raise ValueError(f"{what} of a file is not valid")
 
 
 def read_store(path: Path) -> Read:

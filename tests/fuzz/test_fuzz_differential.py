@@ -45,7 +45,7 @@ class Case:
         tensors: of the model.
         source: the strategy of the source; None for one file of whole tensors.
         target: the strategy of the target, by its names; None for whole tensors.
-        wishes: selection.
+        selection: selection.
         format: of the source files.
         command: `transform`, or `unify` into a `set` or a `store`.
         to: format that is asked for, if any.
@@ -57,7 +57,7 @@ class Case:
     tensors: list[Tensor]
     source: Side | None
     target: Side | None
-    wishes: Wishes
+    selection: Wishes
     format: str
     command: str = "transform"
     into: str = "ranks"
@@ -75,7 +75,7 @@ class Case:
         return self.source is not None and name in self.source.cuts
 
     def new_name(self, tensor: Tensor) -> str:
-        return self.wishes.renamed(tensor.name, tensor.weight)
+        return self.selection.renamed(tensor.name, tensor.weight)
 
     # --- the source ---
 
@@ -90,7 +90,7 @@ class Case:
                 slices = self.source.slices(tensor.name, tensor.shape, rank)
                 if slices is not None and (tensor.name, rank // self.source.devices) not in self.left_out:
                     found[tensor.name] = tensor.held(slices)
-            elif rank in tensor.holders:
+            elif rank in tensor.replicas:
                 if tensor.text is not None:
                     found[tensor.name] = tensor.text
                 else:
@@ -145,12 +145,12 @@ class Case:
             tensor
             for tensor in self.tensors
             if tensor.in_files
-            and self.wishes.chooses(tensor)
+            and self.selection.chooses(tensor)
             and (self.target is None or self.new_name(tensor) in self.target.cuts or not self.lists(tensor.name))
         ]
 
     def cast(self, held: Held) -> Held:
-        return Held.of(self.wishes.dtype(held.dtype), self.wishes.cast_bits(held.dtype, held.bits()))
+        return Held.of(self.selection.dtype(held.dtype), self.selection.cast_bits(held.dtype, held.bits()))
 
     def expected(self, rank: int) -> dict[str, set[Held]]:
         """What a target rank gets: by name, the values of which it is one."""
@@ -185,12 +185,12 @@ def make(rng: Random) -> Case:
     names = reference.some_names(rng, 4)
     named = {weight for weight, state in names if state is None}
     if rng.random() < 0.3:
-        case.wishes.names = {weight: f"model/{n}.w" for n, weight in enumerate(sorted(named)) if rng.random() < 0.6}
-        swapped = sorted(case.wishes.names)[:2]
+        case.selection.names = {weight: f"model/{n}.w" for n, weight in enumerate(sorted(named)) if rng.random() < 0.6}
+        swapped = sorted(case.selection.names)[:2]
         if len(swapped) == 2 and rng.random() < 0.5:
-            case.wishes.names = {swapped[0]: swapped[1], swapped[1]: swapped[0]}
+            case.selection.names = {swapped[0]: swapped[1], swapped[1]: swapped[0]}
         elif any(name.startswith("net.") for name in named) and rng.random() < 0.3:
-            case.wishes.names = {"net.*": "model.*"}
+            case.selection.names = {"net.*": "model.*"}
     for name, weight in names:
         add_tensor(rng, case, name, weight)
     add_others(rng, case)
@@ -212,7 +212,7 @@ def some_side(rng: Random) -> Side:
 
 def add_tensor(rng: Random, case: Case, name: str, weight: str | None) -> None:
     """Add a weight or an optimizer state with its layouts."""
-    new = case.wishes.renamed(name, weight)
+    new = case.selection.renamed(name, weight)
     while True:
         ndim = rng.choice([0, 1, 1, 2, 2, 2, 3, 4])
         cuts: list[tuple[Side, str, dict[int, reference.Cut]]] = []
@@ -243,15 +243,15 @@ def add_tensor(rng: Random, case: Case, name: str, weight: str | None) -> None:
         held = sorted(case.source.cuts[name])
         case.left_out |= {(name, stage) for stage in held[1:] if rng.random() < 0.5}
     else:
-        tensor.holders = some_holders(rng, case)
+        tensor.replicas = some_holders(rng, case)
     listed_by_target = case.target is not None and new in case.target.cuts
     asked_for = listed_by_target or (case.target is None and case.lists(name))
-    if asked_for and not case.wishes.names and rng.random() < 0.05:
+    if asked_for and not case.selection.names and rng.random() < 0.05:
         tensor.in_files = False
         if weight is None:
-            case.wishes.allow_missing.append(name)
+            case.selection.allow_missing.append(name)
     elif case.target is not None and not listed_by_target and case.lists(name) and weight is None:
-        case.wishes.drop.append(name)
+        case.selection.drop.append(name)
     case.tensors.append(tensor)
 
 
@@ -271,15 +271,15 @@ def add_others(rng: Random, case: Case) -> None:
                         ("rng.state", "uint16")):  # fmt: skip
         if rng.random() < 0.4:
             shape = rng.choice([(), (1,)])
-            holders = some_holders(rng, case)
-            tensor = Tensor(name, dtype, reference.some_bits(rng, dtype, shape), holders=holders)
-            if name != "global_step" and len(holders) > 1 and rng.random() < 0.4:
-                tensor.own = {rank: reference.some_bits(rng, dtype, shape) for rank in holders}
+            replicas = some_holders(rng, case)
+            tensor = Tensor(name, dtype, reference.some_bits(rng, dtype, shape), replicas=replicas)
+            if name != "global_step" and len(replicas) > 1 and rng.random() < 0.4:
+                tensor.own = {rank: reference.some_bits(rng, dtype, shape) for rank in replicas}
             case.tensors.append(tensor)
     if rng.random() < 0.3:
         bits = reference.some_bits(rng, "uint8", ())
         case.tensors.append(
-            Tensor("run.name", "str", bits, rng.choice(["größe 😀", "", "7"]), holders=some_holders(rng, case))
+            Tensor("run.name", "str", bits, rng.choice(["größe 😀", "", "7"]), replicas=some_holders(rng, case))
         )
 
 
@@ -297,9 +297,9 @@ def every_stage_has_one(rng: Random, case: Case) -> None:
             tensor = Tensor(named, "float32", reference.some_bits(rng, "float32", shape))
             case.tensors.append(tensor)
             if side is case.target:
-                tensor.holders = tuple(case.source.ranks) if case.source else (0,)
+                tensor.replicas = tuple(case.source.ranks) if case.source else (0,)
             elif other is not None:
-                case.wishes.drop.append(named)
+                case.selection.drop.append(named)
 
 
 def leave_ranks_out(rng: Random, case: Case) -> None:
@@ -317,7 +317,7 @@ def leave_ranks_out(rng: Random, case: Case) -> None:
 
 
 def suffices(case: Case, ranks: set[int]) -> bool:
-    """Tell whether some ranks have all: of each listed tensor, all blocks in its lowest stage."""
+    """Return whether some ranks have all: of each listed tensor, all blocks in its lowest stage."""
     assert case.source is not None
     for tensor in case.tensors:
         if not tensor.in_files:
@@ -326,32 +326,32 @@ def suffices(case: Case, ranks: set[int]) -> bool:
             blocks = case.source.blocks(tensor.name, tensor.shape)
             if not all(ranks.intersection(held) for held in blocks[min(blocks)].values()):
                 return False
-        elif not ranks.intersection(tensor.holders):
+        elif not ranks.intersection(tensor.replicas):
             return False
     return True
 
 
 def choose(rng: Random, case: Case) -> None:
     """Select some of the tensors, in one way or another, and cast."""
-    wishes = case.wishes
+    selection = case.selection
     inside = [tensor.name for tensor in case.tensors if tensor.in_files]
     if rng.random() < 0.15:
-        wishes.include = rng.sample(inside, rng.randint(1, len(inside)))
+        selection.include = rng.sample(inside, rng.randint(1, len(inside)))
         if rng.random() < 0.5:
-            wishes.include = [f"{wishes.include[0][:3]}*", *wishes.include[1:]]
+            selection.include = [f"{selection.include[0][:3]}*", *selection.include[1:]]
     if rng.random() < 0.15:
-        wishes.exclude = rng.sample(inside, 1)
-    wishes.weights_only = rng.random() < 0.15
+        selection.exclude = rng.sample(inside, 1)
+    selection.weights_only = rng.random() < 0.15
     if all(tensor.text is not None for tensor in case.kept()):  # a target without any tensor is none
-        wishes.include, wishes.exclude, wishes.weights_only = [], [], False
+        selection.include, selection.exclude, selection.weights_only = [], [], False
     if rng.random() < 0.2:
-        wishes.cast = dict([rng.choice(CASTS)])
+        selection.cast = dict([rng.choice(CASTS)])
 
 
 def options(rng: Random, case: Case) -> None:
     """Choose the format of the target, its ranks, and how it is run."""
     words = case.words
-    dtypes = {case.wishes.dtype(tensor.dtype) for tensor in case.kept() if tensor.text is None}
+    dtypes = {case.selection.dtype(tensor.dtype) for tensor in case.kept() if tensor.text is None}
     only_safetensors = not dtypes <= set(reference.CKPT)
     case.to = rng.choice([None, "ckpt", "safetensors"])
     if only_safetensors:
@@ -385,10 +385,10 @@ def one_case(rng: Random, root: Path, counts: Counter[str]) -> None:
     case = make(rng)
     reading = case.write(root, rng)
     source, *read_words = reading
-    (root / "names.json").write_text(json.dumps(case.wishes.names))
+    (root / "names.json").write_text(json.dumps(case.selection.names))
     shapes = {case.new_name(tensor): tensor.shape for tensor in case.tensors}
-    words = [*read_words, *case.words, *case.wishes.words()]
-    words += [f"--name-map={root / 'names.json'}"] if case.wishes.names else []
+    words = [*read_words, *case.words, *case.selection.words()]
+    words += [f"--name-map={root / 'names.json'}"] if case.selection.names else []
     words += [f"--format={case.to}"] if case.to else []
     if case.target is not None:
         words.append(f"--target-strategy={case.target.write(root / 'target_strategy', shapes)}")
@@ -605,11 +605,11 @@ def stored_once(case: Case, read: dict[int, Read]) -> None:
             continue
         for stage, blocks in case.target.blocks(new, tensor.shape).items():
             for block, ranks in blocks.items():
-                holders = [rank for rank in ranks if rank in read and new in read[rank].tensors]
-                spare = [rank for rank in holders if len(listed[rank]) == 1]
-                told = f"{new}: block {block} of stage {stage} is in the files of ranks {holders}, of {ranks}"
-                require(holders or set(ranks) - read.keys(), told)
-                require(len(holders) - len(spare) <= 1, told)
+                replicas = [rank for rank in ranks if rank in read and new in read[rank].tensors]
+                spare = [rank for rank in replicas if len(listed[rank]) == 1]
+                told = f"{new}: block {block} of stage {stage} is in the files of ranks {replicas}, of {ranks}"
+                require(replicas or set(ranks) - read.keys(), told)
+                require(len(replicas) - len(spare) <= 1, told)
     assert not copies
 
 

@@ -2,7 +2,7 @@
 
 * Of a source, a strategy, a plan, an index, a store: a command ends with an error and its exit code, or with what the
   flipped file says, read by another reader (`reference`): never with other bytes, never with a traceback.
-* The same where a file is gone, empty, cut short or too long.
+* The same where a file is gone, empty, truncated or too long.
 * Of a target: every way to verify it notices, or says that it does not look. What it need not notice is in `UNSEEN`,
   with the reason.
 
@@ -162,7 +162,7 @@ class Base:
         done("unify", src, self.root / "plain.zarr", self.strategies[0], "--format=zarr", "--chunk-size=16B")
         done("unify", src, self.root / "zstd.zarr", self.strategies[0], "--format=zarr", "--compression=zstd")
         for way in WAYS:
-            require(verified(self, way).exit_code == 0, f"{way} of what is sound")
+            require(verified(self, way).exit_code == 0, f"{way} of what is valid")
 
     def files(self, kind: str) -> list[Path]:
         """Return the files of a kind that are flipped."""
@@ -447,7 +447,7 @@ def of_manifest(flip: Flip, counts: Counter[str]) -> list[str]:
 
 
 def of_whole(flip: Flip, counts: Counter[str]) -> list[str]:
-    """A unified set or a store: what it becomes, and whether a comparison with its source notices."""
+    """A unified set or a store: what it becomes, and whether a comparison with its source notices it."""
     base = flip.base
     name = flip.path.relative_to(base.root).parts[0]
     kind = "store" if name.endswith(".zarr") else "set"
@@ -581,7 +581,7 @@ ALLOWED = {
     (r".*", r"hub/model\.safetensors\.index\.json", r"gone"): "a set of one file is that file, whole without an index",
     (r".*", r"hub/model\.safetensors\.index\.json", r"one byte less"): "it is the line's end, and no part of the JSON",
 }
-"""Who need not notice: the command, the file and the harm, and why not."""
+"""Who need not warning: the command, the file and the harm, and why not."""
 
 
 def harmed(base: Base, kind: str, path: Path, harm: str) -> list[str]:

@@ -61,7 +61,7 @@ def main(group: str, slow: bool) -> None:
     faulthandler.enable()
     without_privileges()
     signal.signal(signal.SIGALRM, too_long)
-    sound = make_sound(Path("sound").absolute())
+    sound = make_sound(Path("valid").absolute())
     warm_up(sound)
     for item in corpus.items()[group]:
         if item.slow != slow:
@@ -101,7 +101,7 @@ def prepare(item: Item, directory: Path) -> Path:
 
 
 def make_sound(directory: Path) -> dict[str, Path]:
-    """Make what commands need beside the item."""
+    """Make what commands need next to the item."""
     for rank in range(2):
         (directory / f"ranks/rank_{rank}").mkdir(parents=True)
         (directory / f"ranks/rank_{rank}/a.ckpt").write_bytes(proto(content=b"abcdefgh"[4 * rank :][:4]))
@@ -117,7 +117,7 @@ def make_sound(directory: Path) -> dict[str, Path]:
 
 
 def warm_up(sound: dict[str, Path]) -> None:
-    """Import what commands import, which is no memory that an item takes."""
+    """Import what commands import, which is not a memory that an item takes."""
     out = Path("warm").absolute()
     names = {name: str(path) for name, path in sound.items()} | {"out": str(out)}
     for command in (
@@ -168,13 +168,13 @@ def too_long(_signum: int, _frame: object) -> None:
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Everything below a directory that is no target, with what changes when it is written."""
+    """Everything below a directory that is not a target, with what changes when it is written."""
     found = {}
     for path in sorted(directory.rglob("*")):
         if path.relative_to(directory).parts[0] not in {
             "out",
             ".reshard",
-        }:  # journals are beside a target that is a file
+        }:  # journals are next to a target that is a file
             status = path.lstat()
             found[str(path)] = (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns)
     return found

@@ -2,7 +2,7 @@
 
 An item makes a file or a directory `bad`, and names the commands that may meet it. Each of them ends with the item's
 exit code and says its sentence; `child.py` runs them under a limit of memory and of time. An item without a sentence
-is odd and sound: it is read, and nothing of it reaches the terminal raw or the disk elsewhere.
+is odd and valid: it is read, and nothing of it reaches the terminal raw or the disk elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hostile manifests, and directories held against a manifest."""
+"""Hostile manifests, and directories compared with a manifest."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MANIFESTS = [
     a_manifest("a key twice", b'{"reshard_manifest": 2, "reshard_manifest": 2, "files": {}}', "$: has reshard_manifest twice in one object"),
     a_manifest("a file twice", b'{"reshard_manifest": 2, "files": {"a": {"nbytes": 1, "crc32c": "00000000"}, "a": {"nbytes": 2, "crc32c": "00000000"}}}', "$: has a twice in one object"),
     a_manifest("a million keys, one twice", repeated(b'{"a":1', b',"a":1', 1_000_000, b"}"), "is none; expected a JSON object with the key 'reshard_manifest'", commands=MANIFEST[:1]),
-    a_manifest("a version before", b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it again from files that are sound"),
+    a_manifest("a version before", b'{"reshard_manifest": 1, "files": {}}', "is of version 1; expected 2; make it again from files that are valid"),
     a_manifest("a version to come", b'{"reshard_manifest": 3, "files": {}}', "is of version 3; expected 2; use a newer reshard"),
-    a_manifest("a file above", sums("../file.ckpt"), "path '../file.ckpt': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
-    a_manifest("an absolute path", sums("/etc/passwd"), "path '/etc/passwd': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
-    a_manifest("the directory itself", sums("."), "path '.': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
-    a_manifest("a path with control characters", sums("\x1b[2J\nerror: no"), "path '\\x1b[2J\\nerror: no': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
-    a_manifest("a path with half of a surrogate pair", sums("\ud800"), "path '\\ud800': is no path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("a file above", sums("../file.ckpt"), "path '../file.ckpt': is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("an absolute path", sums("/etc/passwd"), "path '/etc/passwd': is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("the directory itself", sums("."), "path '.': is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("a path with control characters", sums("\x1b[2J\nerror: no"), "path '\\x1b[2J\\nerror: no': is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
+    a_manifest("a path with half of a surrogate pair", sums("\ud800"), "path '\\ud800': is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"),
     a_manifest("a path of 10,000 characters", sums("a" * 10_000), "path 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa: has 10000 characters; at most 4096 bytes are taken"),
     a_manifest("a name of 10,000 characters", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"' + "w" * 10_000 + '": ["int8", [4], "00000000"]}}'), "$.files['a'].tensors['wwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwww]: is a name of 10000 characters; at most 4096 bytes are taken"),
     a_manifest("a path above, 300,000 times", repeated(b'{"reshard_manifest": 2, "files": {"../a": {}', b',"../a": {}', 300_000, b"}}"), "has 3 faults:", commands=MANIFEST[:1]),
@@ -38,17 +38,17 @@ MANIFESTS = [
     a_manifest("a negative size", sums("a", '{"nbytes": -1, "crc32c": "00000000"}'), "$.files['a']: is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"),
     a_manifest("a checksum of Arabic digits", sums("a", '{"nbytes": 1, "crc32c": "\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660"}'), "$.files['a']: is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"),
     a_manifest("a checksum of nine digits", sums("a", '{"nbytes": 1, "crc32c": "000000000"}'), "$.files['a']: is not an object of 'nbytes', 'crc32c' and, of a checkpoint file, 'tensors'"),
-    a_manifest("an unknown dtype", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"w": ["int3", [4], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
-    a_manifest("a shape of 10,000 dimensions", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"w": ["int8", [' + "1," * 9_999 + '1], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
-    a_manifest("a negative dimension", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"w": ["int8", [-4], "00000000"]}}'), "$.files['a'].tensors['w']: is no dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
+    a_manifest("an unknown dtype", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"w": ["int3", [4], "00000000"]}}'), "$.files['a'].tensors['w']: is not a dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
+    a_manifest("a shape of 10,000 dimensions", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"w": ["int8", [' + "1," * 9_999 + '1], "00000000"]}}'), "$.files['a'].tensors['w']: is not a dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
+    a_manifest("a negative dimension", sums("a", '{"nbytes": 1, "crc32c": "00000000", "tensors": {"w": ["int8", [-4], "00000000"]}}'), "$.files['a'].tensors['w']: is not a dtype, shape and CRC-32C, such as [\"float32\", [2, 8], \"8a9136aa\"]"),
     a_manifest("not UTF-8", b'{"\xff":1}', "is not JSON: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"),
     a_manifest("a checkpoint", proto(), "is not JSON: Expecting value: line 2 column 1 (char 1)"),
     a_manifest("a file of 2 GB", sparse(b"{", 2 << 30), "has more than 268435456 bytes, which no manifest has"),
     *not_to_be_read(a_manifest),
-    a_manifest("a directory", tree({"a": b""}), "is no regular file but a directory, a pipe or a device"),
+    a_manifest("a directory", tree({"a": b""}), "is not a regular file but a directory, a pipe or a device"),
     a_manifest("files that are not there", sums("rank_9/a.ckpt"), "is not what /item/bad.json says: 1 difference, in rank_9/a.ckpt", code=3),
-    a_manifest("a huge size", sums("file.ckpt", '{"nbytes": 4611686018427387903, "crc32c": "00000000", "tensors": {"w": ["int8", [4611686018427387903], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 1 difference, in file.ckpt", commands=MANIFEST[:1], code=3),
-    a_manifest("tensors of other shapes", sums("file.ckpt", '{"nbytes": 21, "crc32c": "00000000", "tensors": {"w": ["int8", [4611686018427387903], "00000000"], "\\u001b[2J\\nerror: no": ["int8", [], "00000000"]}}'), "/sound/file.ckpt is not what /item/bad.json says: 2 differences, in w, '\\x1b[2J\\nerror: no', in file.ckpt", commands=MANIFEST[:1], code=3),
+    a_manifest("a huge size", sums("file.ckpt", '{"nbytes": 4611686018427387903, "crc32c": "00000000", "tensors": {"w": ["int8", [4611686018427387903], "00000000"]}}'), "/valid/file.ckpt is not what /item/bad.json says: 1 difference, in file.ckpt", commands=MANIFEST[:1], code=3),
+    a_manifest("tensors of other shapes", sums("file.ckpt", '{"nbytes": 21, "crc32c": "00000000", "tensors": {"w": ["int8", [4611686018427387903], "00000000"], "\\u001b[2J\\nerror: no": ["int8", [], "00000000"]}}'), "/valid/file.ckpt is not what /item/bad.json says: 2 differences, in w, '\\x1b[2J\\nerror: no', in file.ckpt", commands=MANIFEST[:1], code=3),
 ]
 
 FOLDERS = [

@@ -57,8 +57,8 @@ PROTOBUF = [
     a_strategy("a length of 2^63", b"\x1a" + varint(1 << 63), "is neither a protobuf strategy file nor JSON"),
     a_strategy("groups in groups", b"\x08\x02" + b"\x7b" * 100_000, "is neither a protobuf strategy file nor JSON"),
     a_strategy("messages in messages", b"\x08\x02" + b"\x1a\x7f" * 100_000, "is neither a protobuf strategy file nor JSON"),
-    Item("1 MB of empty layouts", repeated(b"\x08\x02", b"\x1a\x00", 500_000), "parallel_layout_item[0].param_name: is missing; the file is cut short, or no strategy file", ("strategy show {bad}", ".read_strategy {bad}")),
-    Item("1 MB of empty operators", repeated(edited([2], [0]), b"\x12\x00", 500_000), "parallel_strategy_item[0].node_name: is missing; the file is cut short, or no strategy file", ("strategy show {bad}", ".read_strategy {bad}")),
+    Item("1 MB of empty layouts", repeated(b"\x08\x02", b"\x1a\x00", 500_000), "parallel_layout_item[0].param_name: is missing; the file is truncated, or no strategy file", ("strategy show {bad}", ".read_strategy {bad}")),
+    Item("1 MB of empty operators", repeated(edited([2], [0]), b"\x12\x00", 500_000), "parallel_strategy_item[0].node_name: is missing; the file is truncated, or no strategy file", ("strategy show {bad}", ".read_strategy {bad}")),
     a_strategy("a name that is not UTF-8", edited([2], [0]).replace(b"\x0a\x01w", b"\x0a\x01\xff"), "parallel_layout_item[0].param_name: is b'\\xff', which is not UTF-8"),
     a_strategy("a name of 5,000 bytes", strategy(**{"w" * 5000: ([2], [0])}).SerializeToString(), "'wwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwww…: is a name of 5000 characters; at most 4096 bytes"),
     a_strategy("a name with control characters, twice", strategy(**{"\x1b[2J\nerror: w": ([2], [0])}).SerializeToString() + strategy(**{"\x1b[2J\nerror: w": ([2], [0])}).SerializeToString()[2:], "'\\x1b[2J\\nerror: w': is listed a second time"),
@@ -88,21 +88,21 @@ PROTOBUF = [
     a_strategy("a file of 2 GB", sparse(edited([2], [0]), 2 << 30), "has more than 67108864 bytes, which no strategy file has"),
 ]
 
-# What is sound in itself, and of no use for the sound checkpoint, whose tensor w has 8 elements on 2 ranks.
+# What is valid in itself, and of no use for the valid checkpoint, whose tensor w has 8 elements on 2 ranks.
 _USES = tuple(command for command in STRATEGY if "{ranks}" in command and "--target" not in command)
 _TARGETS = ("transform {file} {out} --target-strategy {bad}", "transform {file} {out} --target-strategy {bad} --dry-run")
 
 unfit = partial(Item, commands=_USES)
 
 UNFIT = [
-    unfit("three dimensions for one", edited([2], [0, -1, -1]), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': the files store 1 dimensions [4], the layout has 3 (tensor_map [0, -1, -1])"),
+    unfit("three dimensions for one", edited([2], [0, -1, -1]), "ranks: /valid/ranks/rank_0/a.ckpt: tensor 'w': the files store 1 dimensions [4], the layout has 3 (tensor_map [0, -1, -1])"),
     unfit("2^17 devices", edited([1 << 17], [0]), "ranks: has 2 ranks; the strategy describes 131072, so it is not of this checkpoint; give its own, or --partial"),
     unfit("2^17 devices, each a replica", edited([1 << 17], [-1]), "ranks: has 2 ranks; the strategy describes 131072, so it is not of this checkpoint; give its own, or --partial"),
     unfit("65,536 stages", strategy(**{f"{stage}-w": ([2], [0]) for stage in (0, 65_535)}).SerializeToString(), "ranks: has 2 ranks; the strategy describes 131072, so it is not of this checkpoint; give its own, or --partial"),
-    unfit("optimizer shards that do not divide", edited([2], [-1], opt_weight_shard_size=3), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': opt_weight_shard_size 3 does not divide the 2 devices that share a block (dev_matrix [2], tensor_map [-1])"),
-    unfit("interleaved rows", edited([2], [0], field=2), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': field is 2: its rows are interleaved by device, which no block describes"),
-    unfit("sizes of rows below 0", edited([2], [0], param_split_shape=[9, -1]), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': dimension 0 of size 8 is split 2 ways, which param_split_shape [9, -1] does not describe"),
-    unfit("sizes of rows of 2^63 - 1", edited([2], [0], param_split_shape=[(1 << 63) - 1] * 2), "ranks: /sound/ranks/rank_0/a.ckpt: tensor 'w': the files store [4], of which the layout [2] map [0] makes no array"),
+    unfit("optimizer shards that do not divide", edited([2], [-1], opt_weight_shard_size=3), "ranks: /valid/ranks/rank_0/a.ckpt: tensor 'w': opt_weight_shard_size 3 does not divide the 2 devices that share a block (dev_matrix [2], tensor_map [-1])"),
+    unfit("interleaved rows", edited([2], [0], field=2), "ranks: /valid/ranks/rank_0/a.ckpt: tensor 'w': field is 2: its rows are interleaved by device, which no block describes"),
+    unfit("sizes of rows below 0", edited([2], [0], param_split_shape=[9, -1]), "ranks: /valid/ranks/rank_0/a.ckpt: tensor 'w': dimension 0 of size 8 is split 2 ways, which param_split_shape [9, -1] does not describe"),
+    unfit("sizes of rows of 2^63 - 1", edited([2], [0], param_split_shape=[(1 << 63) - 1] * 2), "ranks: /valid/ranks/rank_0/a.ckpt: tensor 'w': the files store [4], of which the layout [2] map [0] makes no array"),
     unfit("2^17 sizes of rows", edited([1 << 17], [0], param_split_shape=[1] * (1 << 17)), "ranks: has 2 ranks; the strategy describes 131072, so it is not of this checkpoint; give its own, or --partial"),
     Item("a target of 2^17 devices that split 4 rows", edited([1 << 17], [0]), "file.ckpt: tensor 'w': dimension 0 of size 4 does not divide into 131072", _TARGETS),
     Item("a target that shards 4 rows by 3", edited([3], [0]), "file.ckpt: tensor 'w': dimension 0 of size 4 does not divide into 3", _TARGETS),
@@ -137,8 +137,8 @@ JSON = [
     a_json("1,000 dimensions of one device each", layout(dev_matrix=[1] * 1000, tensor_map=list(range(1000)), tensor_shape=[1] * 1000), "$.parallel_layout_item.w: dev_matrix has 1000 entries; more than 64 is taken for a corrupt file"),
     Item("2 MB of empty lists", layout(more=[[]] * 500_000), "", ("strategy check {bad} {file}", "strategy show {bad}"), 0, "bad.json"),
     a_json("a file of 2 GB", sparse(layout(), 2 << 30), "has more than 67108864 bytes, which no strategy file has"),
-    one_json("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
-    one_json("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
+    one_json("a FIFO", fifo, "is not a regular file but a directory, a pipe or a device"),
+    one_json("a device that does not end", link("/dev/zero"), "is not a regular file but a directory, a pipe or a device"),
     one_json("a link to itself", link("bad.json"), "cannot be read: Too many levels of symbolic links"),
     a_json("a file without permission", unreadable, "cannot be read: Permission denied"),
 ]

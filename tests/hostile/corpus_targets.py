@@ -28,7 +28,7 @@ TARGETS = [
     a_target("a rank directory that is a file", tree({"rank_0": b""}), "/item/out/rank_0: is not a directory; expected one for the target"),
     a_target("a file that leads out", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/keep")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/keep; remove the link"),
     a_target("a file that leads to nothing outside", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/new")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/new; remove the link"),
-    a_target("an unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.partial": link("../../outside/keep")}), "", code=0),  # it is no run's own, and removed
+    a_target("an unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.partial": link("../../outside/keep")}), "", code=0),  # it is not a run's own, and removed
     a_target("another run's unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.0123abcd.partial": link("../../outside/keep")}), "", code=0),
     a_target("an unfinished file that is a FIFO", tree({"rank_0/checkpoint_0.ckpt.partial": fifo}), "", code=0),
     a_target("logs that lead out", tree({".reshard": link("../outside")}), ".reshard: is a link; remove it, or choose another target directory"),
@@ -67,7 +67,7 @@ TARGETS = [
     Item("a strategy file that leads out", tree({"s.ckpt": link("../outside/keep")}), "", ("strategy merge {strategies} -o {out}/s.ckpt --overwrite",), 0, "out"),
     a_target("a manifest that leads out", tree({"m.json": link("../outside/keep")}), "m.json: is there already; choose another name, or replace it with --overwrite", commands=(_SUMMED,)),
     a_target("a manifest that leads out and is replaced", tree({"m.json": link("../outside/keep")}), "", commands=(f"{_SUMMED} --overwrite",), code=0),
-    a_target("a manifest that is a FIFO", tree({"m.json": fifo}), "m.json: is no regular file but a pipe or a device", commands=(f"{_SUMMED} --overwrite",)),
+    a_target("a manifest that is a FIFO", tree({"m.json": fifo}), "m.json: is not a regular file but a pipe or a device", commands=(f"{_SUMMED} --overwrite",)),
     a_target("a manifest that is a directory", tree({"m.json/a": b""}), "m.json: is a directory; expected the name of a file", commands=(_SUMMED, f"{_SUMMED} --overwrite")),
     a_target("an unfinished manifest that leads out", tree({"m.json.partial": link("../outside/keep")}), "", commands=(_SUMMED,), code=0),
     a_target("a target that is a file", b"", "/item/out: is not a directory; expected one for the target"),

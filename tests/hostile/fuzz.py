@@ -2,7 +2,7 @@
 
     python tests/hostile/fuzz.py safetensors|ckpt|protobuf|json SECONDS
 
-Whatever the bytes are: a `ReshardError` and no other, in a second, within a limit of memory. What is accepted is sound,
+Whatever the bytes are: a `ReshardError` and no other, in a second, within a limit of memory. What is accepted is valid,
 and other readers of the format see the same in it; what they accept and we refuse is refused for a reason that is
 listed here. Prints what was run as JSON.
 """
@@ -188,7 +188,7 @@ def bases(kind: str) -> tuple[bytes, ...]:
 
 
 def kind_of(name: str) -> str:
-    """Tell what a file of the test data is, by its name."""
+    """Say what a file of the test data is, by its name."""
     strategy = "strateg" in name
     if name.endswith(("meta.json", "map.json")):
         return ""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # {bad}: the item; {set}: two rank directories that both have it; {dir}: a directory that has it alone; {out}: a target.
-# {file}, {ranks}, {strategy}: a sound checkpoint file, a set of two ranks, and the strategy of the set.
+# {file}, {ranks}, {strategy}: a valid checkpoint file, a set of two ranks, and the strategy of the set.
 # What begins with a dot is a function of `child.API`.
 FILE = (
     "inspect {bad}",
@@ -76,8 +76,9 @@ class Item:
 
 def not_to_be_read(make: Callable[..., Item]) -> list[Item]:
     """Whatever small file is expected."""
+    irregular = "is not a regular file but a directory, a pipe or a device"
     return [
-        make("a FIFO", fifo, "is no regular file but a directory, a pipe or a device"),
-        make("a device that does not end", link("/dev/zero"), "is no regular file but a directory, a pipe or a device"),
+        make("a FIFO", fifo, irregular),
+        make("a device that does not end", link("/dev/zero"), irregular),
         make("a file without permission", unreadable, "cannot be read: Permission denied"),
     ]

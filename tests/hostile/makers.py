@@ -106,12 +106,12 @@ def planned_strategy(stages: Any = (0, 1), devices: Any = 2, matrix: Any = (2,),
 
 
 def a_plan_file(**source: Any) -> Callable[[Path], None]:
-    """A plan file of the sound checkpoint file beside the item's directory, whose source is said to be otherwise."""
+    """A plan file of the valid checkpoint file next to the item's directory, whose source is said to be otherwise."""
 
     def make(path: Path) -> None:
         known = {
-            "root": str(path.parents[1] / "sound"), "strategy": None, "stage": None, "partial": False, "varying": [],
-            "elsewhere": [], "looked": None, "left_out": [], "notices": ["\x1b[2J"], "encryption": None,
+            "root": str(path.parents[1] / "valid"), "strategy": None, "stage": None, "partial": False, "varying": [],
+            "elsewhere": [], "looked": None, "left_out": [], "warnings": ["\x1b[2J"], "encryption": None,
             "headers": ["0" * 32], "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
         }  # fmt: skip
         target = {

@@ -62,7 +62,7 @@ def faults_of(item: Item, found: dict[str, Any]) -> list[str]:
     if "error: no" in [line.strip() for line in (said + found["shown"]).splitlines()]:
         faults.append("says what a file has it say")
     if found["disturbed"]:
-        faults.append("changed something that is no target")
+        faults.append("changed something that is not a target")
     if found["left"] and item.code:
         faults.append(f"left {found['left']}")
     return faults

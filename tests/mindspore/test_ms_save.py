@@ -141,6 +141,6 @@ def test_wrong_arguments_to_save_raise_what_mindspore_raises(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_is_no_file(tmp_path: Path) -> None:
+def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         ms.save_checkpoint({"w": np.zeros(2)}, str(tmp_path))

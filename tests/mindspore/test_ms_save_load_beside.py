@@ -1,4 +1,4 @@
-"""Beside MindSpore itself: it loads what is saved here, and the reverse, and networks of its own are loaded."""
+"""Next to MindSpore itself: it loads what is saved here, and the reverse, and networks of its own are loaded."""
 
 from __future__ import annotations
 

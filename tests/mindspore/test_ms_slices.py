@@ -1,4 +1,4 @@
-"""`merge_sliced_parameter`, and the flow of MindSpore r1.5: integrate by hand, then divide anew."""
+"""`merge_sliced_parameter`, and the flow of MindSpore r1.5: integrate by hand, then divide again."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_sizes_are_listed_for_every_slice_those_beside_each_other_too() -> None:
     ("layout", "text"),
     [
         (Layout.of([2], [0, -1], param_split_shape=[3]), "expected 2 sizes"),
-        (Layout.of([2, 2], [1, 0], param_split_shape=[3, 4, 3, 4]), "same for the 2 beside each other"),
+        (Layout.of([2, 2], [1, 0], param_split_shape=[3, 4, 3, 4]), "same for the 2 next to each other"),
         (Layout.of([2], [0, -1], param_split_shape=[4, 3]), r"slice 0 is \[3, 2\]; .* makes it \[4, 2\]"),
         (Layout.of([2], [0, -1]), "3, 4 rows; expected the same number in each"),
         (Layout.of([2, 2], [1, -1], -1, param_split_shape=[3, 4]), "sharded by the optimizer, too"),
@@ -424,7 +424,7 @@ def test_the_page_of_r1_5(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert same(new["weight"].asnumpy(), printed(WEIGHT)[rows])
 
 
-# Beside MindSpore.
+# Next to MindSpore.
 
 MERGE = """
 import json, sys

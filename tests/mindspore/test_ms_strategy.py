@@ -64,7 +64,7 @@ def test_a_merged_file_has_its_stages_in_the_names(tmp_path: Path) -> None:
     assert list(ms.build_searched_strategy(tmp_path / "s.json")) == ["0-w", "1-w", "1-v"]
 
 
-def test_no_file_is_no_strategy() -> None:
+def test_no_file_is_not_a_strategy() -> None:
     assert ms.build_searched_strategy(None) is None
 
 
@@ -102,7 +102,7 @@ def test_files_that_are_no_strategy_are_refused(tmp_path: Path, content: bytes |
 
 
 @pytest.mark.parametrize("given", [1, ["s.ckpt"], b"s.ckpt"])
-def test_what_is_no_path_is_a_type_error(given: Any) -> None:
+def test_what_is_not_a_path_is_a_type_error(given: Any) -> None:
     for function in (ms.build_searched_strategy, ms.restore_group_info_list):
         with pytest.raises(TypeError, match="expected the path of a file"):
             function(given)
@@ -168,7 +168,7 @@ def test_the_ranks_of_a_group_info_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "is no group"), (b"\x1a\x00", "has no")],
+    [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "is not a group"), (b"\x1a\x00", "has no")],
 )
 def test_files_without_group_info_are_refused(tmp_path: Path, content: bytes | None, text: str) -> None:
     if content is not None:
@@ -191,7 +191,7 @@ def test_ranks_are_those_of_this_process_s_stage(tmp_path: Path, monkeypatch: py
     assert ms.get_parameter_redundancy({"b": Layout.of([4], [-1])}) == {"b": ((4, 5, 6, 7),)}
 
 
-def test_what_is_no_layout_of_mindspore_s_is_refused() -> None:
+def test_what_is_not_a_layout_of_mindspore_s_is_refused() -> None:
     with pytest.raises(StrategyError, match="lacks"):
         ms.get_parameter_redundancy({"b": Placed(0, Layout.of([4], [-1]))}, 0)
 
@@ -332,7 +332,7 @@ def test_an_encrypted_file_is_taken_for_whole(ranks: Path) -> None:
     assert found(ranks) == "rank_0/x-1_40.ckpt"
 
 
-def test_no_replica_is_no_path(ranks: Path) -> None:
+def test_no_replica_is_not_a_path(ranks: Path) -> None:
     for rank in (0, 1, 3):
         (ranks / f"rank_{rank}/x-1_40.ckpt").unlink()
     assert found(ranks) is None
@@ -352,7 +352,7 @@ def test_a_replica_holds_the_same_of_every_parameter(ranks: Path) -> None:
     assert found(ranks) is None
 
 
-# Beside MindSpore.
+# Next to MindSpore.
 
 REDUNDANCY = """
 import json, sys
@@ -416,7 +416,7 @@ def test_groups_and_turns_are_mindspores(mindspore_data: Path, tmp_path: Path) -
 
 WRONG = {
     "a nested entry that is not the first": Layout.of([2, 2, 2], [-1, (1, 0)]),
-    "an entry beside a nested one": Layout.of([2, 2, 2], [(2, 1), 0]),
+    "an entry next to a nested one": Layout.of([2, 2, 2], [(2, 1), 0]),
     "sharded by the optimizer over some ranks: lost": Layout.of([2, 4], [1, -1], -1),
     "sharded by the optimizer where no rank shares": Layout.of([4], [0, -1], -1),
     "no dimensions": Layout.of([4], []),
@@ -427,7 +427,7 @@ WRONG = {
 @pytest.mark.mindspore
 @needs_mindspore
 def test_where_mindspore_is_wrong(tmp_path: Path) -> None:
-    """Groups that are no replicas, lost tensors, errors; should one become right, the docstrings say too much."""
+    """Groups that are not replicas, lost tensors, errors; should one become right, the docstrings say too much."""
     files = [(strategy_file(tmp_path / f"{n}.ckpt", w=layout), 0) for n, layout in enumerate(WRONG.values())]
     files.append((strategy_file(tmp_path / "s.json", w=Layout.of([4], [0])), 0))
     whole = Layout.of([2], [-1])

@@ -118,7 +118,7 @@ def test_hyper_parameters_come_from_all_ranks(tmp_path: Path) -> None:
         {**blocks(FULL, SOURCE, 3), "epoch_num": np.array(3), "note": "text"},
     )
     ms.unified_safetensors(root, SOURCE, tmp_path / "out")
-    # Beside the index it is one of several, and refused by itself.
+    # Next to the index it is one of several, and refused by itself.
     found = reshard.open((tmp_path / "out" / "hyper_param.safetensors").rename(tmp_path / "own.safetensors"))
     assert set(found) == {"epoch_num", "note"}
     assert found.tensors["note"].text == "text"

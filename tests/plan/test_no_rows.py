@@ -25,12 +25,12 @@ def block(name: str, rank: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float
     return FULL[name][begin : begin + ROWS[name][rank]]
 
 
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 @pytest.mark.parametrize("format", ["safetensors", "ckpt"])
-def test_a_rank_may_hold_no_row(tmp_path: Path, ownership: str, format: str) -> None:
+def test_a_rank_may_hold_no_row(tmp_path: Path, partition: str, format: str) -> None:
     whole = reshard.open(write_file(tmp_path / "whole.safetensors", FULL))
     split = reshard.plan(whole, SPLIT, format=format)
-    report = split.run(tmp_path / "split", ownership=ownership)
+    report = split.run(tmp_path / "split", partition=partition)
     assert report.bytes_read == report.bytes_written == split.stats.bytes_read == 64
     for rank in range(3):
         (path,) = (tmp_path / "split" / f"rank_{rank}").iterdir()
@@ -38,7 +38,7 @@ def test_a_rank_may_hold_no_row(tmp_path: Path, ownership: str, format: str) -> 
             name: block(name, rank).tobytes() for name in ROWS
         }
     back = reshard.open(tmp_path / "split", strategy=SPLIT)
-    reshard.plan(back, format="safetensors").run(tmp_path / "back", ownership=ownership)
+    reshard.plan(back, format="safetensors").run(tmp_path / "back", partition=partition)
     found = helpers.read_rank_file(tmp_path / "back" / "rank_0" / "checkpoint_0.safetensors")
     assert {name: content for name, (_, _, content) in found.items()} == {n: a.tobytes() for n, a in FULL.items()}
     assert not reshard.verify(tmp_path / "split", SPLIT, against=tmp_path / "whole.safetensors").differences

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.errors import PlanError, ReshardError, SourceError, TargetError, UsageError
-from reshard.formats.entries import NamedFile, SomeFiles, Volumes
+from reshard.formats.entries import NamedFile, ShardFiles, SomeFiles
 from reshard.plan.make import plan_convert
 from reshard.plan.plan import plan_digest
 from reshard.plan.planfile import read, save
@@ -97,7 +97,7 @@ def assert_runs_alike(plan: reshard.Plan, root: Path, folder: Path, **reading: A
     again.run(folder / "again", fsync=False)
     assert tree(folder / "again") == tree(folder / "direct")
     assert (again.stats, again.ranks, again.format) == (plan.stats, plan.ranks, plan.format)
-    assert (again.dropped, again.missing, again.notices) == (plan.dropped, plan.missing, plan.notices)
+    assert (again.dropped, again.missing, again.warnings) == (plan.dropped, plan.missing, plan.warnings)
     assert (again.band_bytes, again.threads) == (plan.band_bytes, plan.threads)
     again.save(folder / "again.json")
     first, second = (json.loads((folder / name).read_bytes()) for name in ("plan.json", "again.json"))
@@ -126,7 +126,7 @@ def test_copies_of_which_every_rank_has_its_own(tmp_path: Path) -> None:
         write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", tensors)
     source = reshard.open(tmp_path / "src", strategy=strategy, layouts={"seed": "copy"})
     assert source.tensors["seed"].varies
-    assert source.notices
+    assert source.warnings
     assert_runs_alike(reshard.plan(source, Strategy.of({"w": COLUMNS})), tmp_path / "src", tmp_path)
 
 
@@ -292,7 +292,7 @@ def test_a_pipe_is_not_waited_for(saved: Path, root: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     changed(saved, lambda content: content["source"]["files"][2].__setitem__(2, 0))
-    refuse(saved, SourceError, "rank_2/checkpoint_2.safetensors: is no regular file")
+    refuse(saved, SourceError, "rank_2/checkpoint_2.safetensors: is not a regular file")
 
 
 def test_a_file_of_another_size(saved: Path, root: Path) -> None:
@@ -331,7 +331,7 @@ def test_what_would_do_something_else(saved: Path) -> None:
 def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs nothing but the files"):
         plan_convert(root, "ckpt").save(tmp_path / "plan.json")
-    some = SomeFiles(Volumes(("a",), dict.fromkeys([*SHAPES, "global_step", "note"], 0)), (0,), with_index=False)
+    some = SomeFiles(ShardFiles(("a",), dict.fromkeys([*SHAPES, "global_step", "note"], 0)), (0,), with_index=False)
     with pytest.raises(UsageError, match="laid out by SomeFiles cannot be saved"):
         reshard.plan(plan.source, files=some).save(tmp_path / "plan.json")
     paths = {0: root / "rank_0" / "checkpoint_0.safetensors", 1: root / "rank_1" / "checkpoint_1.safetensors"}
@@ -344,7 +344,7 @@ def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) ->
         plan.save(source_file)
     assert source_file.read_bytes() == before
     starred = reshard.plan(plan.source, selection=Selection(names={"layers.**.w": "model.**.w"}))
-    with pytest.raises(UsageError, match=r"cannot be saved: .*two beside each other"):
+    with pytest.raises(UsageError, match=r"cannot be saved: .*two next to each other"):
         starred.save(tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
 
@@ -366,7 +366,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "half a surrogate pair": (lambda c: c["source"].update(root="\ud800"), "expected text"),
     "a root with a line break": (lambda c: c["source"].update(root="a\nerror: no"), "without a line break"),
     "a path with a line break": (lambda c: c["source"]["files"][0].__setitem__(1, "a\nb"), "stays below"),
-    "a notice of two lines": (lambda c: c["source"].update(notices=["a\u2028b"]), "without a line break"),
+    "a notice of two lines": (lambda c: c["source"].update(warnings=["a\u2028b"]), "without a line break"),
     "a negative size": (lambda c: c["source"]["files"][0].__setitem__(2, -1), "is -1; expected a whole number"),
     "a size of 2^64": (lambda c: c["source"]["files"][0].__setitem__(2, 1 << 64), "expected a whole number"),
     "a float": (lambda c: c["source"]["files"][0].__setitem__(2, 1.0), r"is 1\.0; expected a whole number"),
@@ -411,7 +411,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a name map that takes for ever": (
         lambda c: c["selection"].update(names={"*a*a*a*a*a*a*a*a*a*b": "x"}),
-        "has more than 8 stars, or two beside each other",
+        "has more than 8 stars, or two next to each other",
     ),
     "an unknown dtype": (lambda c: c["selection"].update(cast={"float32": "float3"}), "unknown dtype 'float3'"),
 }  # fmt: skip
@@ -424,7 +424,7 @@ def test_a_hostile_plan_file_is_refused(kind: str, saved: Path, tmp_path: Path) 
     before = tree(tmp_path)
     with pytest.raises(PlanError, match=message) as caught:
         read(saved)
-    assert str(caught.value).startswith(f"{saved}: is no sound plan file: ")
+    assert str(caught.value).startswith(f"{saved}: is not a valid plan file: ")
     assert "\n" not in str(caught.value)
     assert tree(tmp_path) == before
 
@@ -441,7 +441,7 @@ def test_a_hostile_plan_file_is_refused(kind: str, saved: Path, tmp_path: Path) 
         (b'{"reshard_plan": 1, "files": []}', r"\$ has no 'made_by'"),
     ],
 )
-def test_what_is_no_plan_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+def test_what_is_not_a_plan_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(PlanError, match=message):
         read(tmp_path / "plan.json")
@@ -452,7 +452,7 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     expected = {
         "nothing.json": "No such file",
-        ".": "is no regular file",
+        ".": "is not a regular file",
         "large.json": "has more than 268435456 bytes",
     }
     for name, message in expected.items():
@@ -563,7 +563,7 @@ def test_pages_are_spread_over_the_file(tmp_path: Path) -> None:
     assert pages_digest(str(path)) == pages_digest(str(path))
 
 
-def test_the_target_that_is_named_is_no_part_of_the_plan(plan: reshard.Plan, tmp_path: Path) -> None:
+def test_the_target_that_is_named_is_not_a_part_of_the_plan(plan: reshard.Plan, tmp_path: Path) -> None:
     save(plan, tmp_path / "plan.json", directory="made/dst")
     assert read(tmp_path / "plan.json").directory == "made/dst"
     assert plan_digest(reshard.read_plan(tmp_path / "plan.json")) == plan_digest(plan)

@@ -1,4 +1,4 @@
-"""Which tensors a target gets, under which names and dtypes: held against numpy's and ml_dtypes' own `astype`."""
+"""Which tensors a target gets, under which names and dtypes: compared with numpy's and ml_dtypes' own `astype`."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ def test_a_collision_with_a_tensor_that_is_left_out_is_none(source: reshard.Chec
     assert kept(source, selection) == {"embed"}
 
 
-def test_names_that_are_not_there_are_told() -> None:
-    with pytest.raises(UsageError, match="(?s)name 'gone': is no tensor of the source.*name 'x.*': is no tensor"):
+def test_names_that_are_not_there_are_reported() -> None:
+    with pytest.raises(UsageError, match="(?s)name 'gone': is not a tensor of the source.*name 'x.*': is not a tensor"):
         renamed({"gone": "a", "x.*": "y.*"})
 
 
@@ -287,7 +287,7 @@ def test_a_cast_is_what_astype_does(tmp_path: Path, old: str, new: str) -> None:
     assert found.tensors["w"].spec.dtype.name == new
     assert bits(found["w"].real.compute()) == bits(expected)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy tells of an overflow where a user looks at arrays
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy mentions an overflow where a user looks at arrays
         assert bits(plan.rank(1)["w"].real.compute()) == bits(expected[:, 8:16])
     assert plan.stats.bytes_written == expected.nbytes
     assert plan.stats.bytes_read == value.nbytes
@@ -325,7 +325,7 @@ def test_only_the_named_dtype_is_cast(source: reshard.Checkpoint, tmp_path: Path
     [
         ({"float32": "bf16"}, "unknown dtype 'bf16'"),
         ({"fp32": "bfloat16"}, "unknown dtype 'fp32'"),
-        ({"float32": "str"}, "text is no number"),
+        ({"float32": "str"}, "text is not a number"),
         ({"float32": "int32"}, "int cannot hold what float can"),
         ({"complex64": "float32"}, "float cannot hold what complex can"),
         ({"int32": "bool"}, "bool cannot hold what int can"),
@@ -350,7 +350,7 @@ def test_a_selection_is_a_value() -> None:
     assert Selection(include=["a"]) == Selection(include=("a",))  # type: ignore[arg-type]
 
 
-def test_what_is_taken_for_an_optimizer_state_is_told(tmp_path: Path) -> None:
+def test_what_is_taken_for_an_optimizer_state_is_reported(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.safetensors", numbers({"fc.w": (2,), "head.fc.w": (2,), "adam_m.fc.w": (2,)}))
     plan = reshard.plan(reshard.open(path), selection=reshard.Selection(weights_only=True))
-    assert plan.notices == ("2 tensors are taken for optimizer states, by their prefix, and left out: adam_m, head",)
+    assert plan.warnings == ("2 tensors are taken for optimizer states, by their prefix, and left out: adam_m, head",)

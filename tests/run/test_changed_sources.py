@@ -55,9 +55,9 @@ def test_a_source_that_was_touched_is_refused(source: reshard.Checkpoint, tmp_pa
 
 
 @pytest.mark.parametrize("how", ["gone", "content"])
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 def test_a_source_that_changes_during_the_run(
-    source: reshard.Checkpoint, tmp_path: Path, how: str, ownership: str, faults: Faults
+    source: reshard.Checkpoint, tmp_path: Path, how: str, partition: str, faults: Faults
 ) -> None:
     path = Path(source.files[1].path)
 
@@ -70,7 +70,7 @@ def test_a_source_that_changes_during_the_run(
 
     faults.nth(10, change, "write_at")
     with pytest.raises(ChangedError) as caught:
-        reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
+        reshard.plan(source, TARGET).run(tmp_path / "out", partition=partition, threads=1)
     assert str(path) in str(caught.value)
     assert tree(tmp_path / "out") == {}
     assert not list(tmp_path.glob("out/.reshard/*.jsonl"))
@@ -100,12 +100,12 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, replaced])
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 @pytest.mark.parametrize("turn", [0, 3, 6, 10])
 def test_a_source_that_changes_during_the_run_and_has_its_time_set_back(
     source: reshard.Checkpoint,
     tmp_path: Path,
-    ownership: str,
+    partition: str,
     change: Callable[[Path], object],
     turn: int,
     faults: Faults,
@@ -116,7 +116,7 @@ def test_a_source_that_changes_during_the_run_and_has_its_time_set_back(
     with pytest.raises(
         ChangedError, match="changed since it was opened, though its size and time are as they were"
     ) as caught:
-        reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
+        reshard.plan(source, TARGET).run(tmp_path / "out", partition=partition, threads=1)
     assert str(path) in str(caught.value)
     assert tree(tmp_path / "out") == {}
     assert not list(tmp_path.glob("out/.reshard/*.jsonl"))
@@ -135,7 +135,7 @@ def test_what_is_begun_is_not_gone_on_with_where_a_source_changed_and_has_its_ti
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
-def test_finished_files_of_a_source_that_changed_and_has_its_time_set_back_are_told(
+def test_finished_files_of_a_source_that_changed_and_has_its_time_set_back_are_reported(
     source: reshard.Checkpoint, command: list[str | Path], tmp_path: Path
 ) -> None:
     assert call(*command, "--ranks=0").exit_code == 0
@@ -206,16 +206,16 @@ def test_a_header_that_is_shared_is_digested_once(tmp_path: Path, monkeypatch: p
     assert len(digested) == 2
 
 
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 def test_nothing_is_kept_of_a_source_that_is_cut_short_during_the_run(
-    source: reshard.Checkpoint, tmp_path: Path, ownership: str, faults: Faults
+    source: reshard.Checkpoint, tmp_path: Path, partition: str, faults: Faults
 ) -> None:
-    """What it says is true: whole again, though of another time, the same command makes everything anew."""
+    """What it says is true: whole again, though of another time, the same command makes everything again."""
     path = Path(source.files[1].path)
     content = path.read_bytes()
     faults.nth(10, lambda _call: os.truncate(path, len(content) // 4), "write_at")
     with pytest.raises(ReshardError) as caught:
-        reshard.plan(source, TARGET).run(tmp_path / "out", ownership=ownership, threads=1)
+        reshard.plan(source, TARGET).run(tmp_path / "out", partition=partition, threads=1)
     said = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert str(path) in said
     assert "resumes" not in said
@@ -227,7 +227,7 @@ def test_nothing_is_kept_of_a_source_that_is_cut_short_during_the_run(
     assert_rank_files(tmp_path / "out", FULL, TARGET)
 
 
-def test_finished_files_of_a_source_that_changes_are_told(
+def test_finished_files_of_a_source_that_changes_are_reported(
     source: reshard.Checkpoint, tmp_path: Path, faults: Faults
 ) -> None:
     """An earlier run made them: the next one is refused without an option, and the error of this one names it."""

@@ -26,7 +26,8 @@ from remotes import get
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import ReshardError, SourceError, TargetError
-from reshard.plan import budget, partition
+from reshard.plan import budget
+from reshard.plan import partition as tasks_of
 from reshard.plan.plan import file_digests
 from reshard.run import executor as reshard_cluster
 from reshard.run import graph, tasks
@@ -104,7 +105,7 @@ def test_only_receipts_and_the_plan_travel(
     smaller.run(tmp_path / "out", client=client, overwrite=True)
     made.run(tmp_path / "out", client=client, overwrite=True)
     assert tree(tmp_path / "out") == expected
-    made.run(tmp_path / "by_file", client=client, ownership="file", fsync=False)
+    made.run(tmp_path / "by_file", client=client, partition="file", fsync=False)
     assert tree(tmp_path / "by_file") == expected
 
 
@@ -184,14 +185,14 @@ def test_workers_of_one_machine_sync_at_the_end(
         faults.clear()
 
 
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 def test_a_failure_on_a_worker_leaves_nothing(
-    made: reshard.Plan, wired: tuple[Wire, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ownership: str
+    made: reshard.Plan, wired: tuple[Wire, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: str
 ) -> None:
-    """A source that is cut short under the run: found while reading, whatever other tasks do just then."""
+    """A source that is truncated under the run: found while reading, whatever other tasks do just then."""
     shutil.copytree(Path(made.source.root), tmp_path / "src")
     monkeypatch.setattr(budget, "TASK_BYTES", 1 << 16)
-    monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
+    monkeypatch.setattr(tasks_of, "FILES_AT_ONCE", 1)
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=BEFORE), AFTER)
     path = Path(plan.source.files[7].path)
 
@@ -204,13 +205,13 @@ def test_a_failure_on_a_worker_leaves_nothing(
 
     monkeypatch.setattr("reshard.run.run.check_workers", then_cut)  # just before they begin
     with pytest.raises((SourceError, TargetError), match=r"checkpoint_7\.safetensors: (ends at|changed since)"):
-        plan.run(tmp_path / "out", client=wired[1], ownership=ownership)
+        plan.run(tmp_path / "out", client=wired[1], partition=partition)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 def test_a_worker_is_killed_in_the_middle(
-    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, ownership: str
+    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, partition: str
 ) -> None:
     """Its receipts are gone with it, those of making the files among them; others have written into these since."""
     with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
@@ -221,7 +222,7 @@ def test_a_worker_is_killed_in_the_middle(
                 return
             held = {worker: [k for k in keys if "-0" in k] for worker, keys in client.has_what().items()}
             creating = [worker for worker, keys in held.items() if any("-create-" in key for key in keys)]
-            if min(map(len, held.values())) <= (10 if ownership == "tensor" else 0):
+            if min(map(len, held.values())) <= (10 if partition == "tensor" else 0):
                 return  # not before both have been at work
             victim = creating[0] if creating else max(held, key=lambda worker: len(held[worker]))
             name = client.scheduler_info(n_workers=-1)["workers"][victim]["name"]
@@ -229,10 +230,10 @@ def test_a_worker_is_killed_in_the_middle(
             one.workers[int(name.removeprefix("worker-"))].kill()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(partition, "FILES_AT_ONCE", 1)  # six tasks, where one would read least
-            report = made.run(tmp_path / "out", client=client, progress=kill, ownership=ownership)
+            patch.setattr(tasks_of, "FILES_AT_ONCE", 1)  # six tasks, where one would read least
+            report = made.run(tmp_path / "out", client=client, progress=kill, partition=partition)
         assert len(client.scheduler_info(n_workers=-1)["workers"]) <= 1  # one that answers late is dropped for a while
-    assert any(("-create-" if ownership == "tensor" else "-files-") in key for key in lost)
+    assert any(("-create-" if partition == "tensor" else "-files-") in key for key in lost)
     assert tree(tmp_path / "out") == expected
     assert report.bytes_written == made.stats.bytes_written
     assert len({receipt.task for receipt in report.receipts}) == len(report.receipts)
@@ -347,22 +348,22 @@ def test_a_run_that_is_given_up_settles() -> None:
             asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 0.2))
         asyncio.run(asyncio.wait_for(reshard_cluster.settled("another"), 1))
         with pytest.raises(ReshardError, match="given up"):
-            tasks.running.go_on("one")
+            tasks.running.check_cancelled("one")
     finally:
         tasks.running.add("one", -1)
     asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
-def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, ownership: str) -> None:
+@pytest.mark.parametrize("partition", ["tensor", "file"])
+def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, partition: str) -> None:
     """Whose tasks, half a GB long, end early, without a word of theirs; nothing is left."""
     shapes = {f"w{i}": (8192, 8192) for i in range(4)}
     before, after = (Strategy.of({name: Layout.of([2], split) for name in shapes}) for split in ([0, -1], [-1, 0]))
     write_ranks(tmp_path / "src", numbers(shapes), before)
     reshard.write_strategy(before, tmp_path / "before.ckpt")
     reshard.write_strategy(after, tmp_path / "after.ckpt")
-    how = ["-m", "reshard"] if ownership == "tensor" else [by_file.__file__]
+    how = ["-m", "reshard"] if partition == "tensor" else [by_file.__file__]
     command = [
         sys.executable, *how, "transform", "src", "out", "--source-strategy", "before.ckpt",
         "--target-strategy", "after.ckpt", "--cluster", "local:2",

@@ -193,12 +193,12 @@ print(plan.stats.peak_memory)
 def test_a_run_by_file_is_predicted_too(sources: Sources, tmp_path: Path, cast: dict[str, str]) -> None:
     script = """
 import json, sys, reshard
-from reshard.plan.partition import owned
+from reshard.plan.partition import partitioned
 source, before, after, out, cast = sys.argv[1:]
 plan = reshard.plan(reshard.open(source, strategy=before), reshard.read_strategy(after), threads=4,
                     selection=reshard.Selection(cast=json.loads(cast)))
-plan.run(out, fsync=False, ownership="file")
-print(owned(plan, "file", out).stats.peak_memory)
+plan.run(out, fsync=False, partition="file")
+print(partitioned(plan, "file", out).stats.peak_memory)
 """
     files = [str(sources.root / f"large.{name}.ckpt") for name in ("rows", "four")]
     given = [str(sources.root / "large"), *files, str(tmp_path / "out"), json.dumps(cast)]

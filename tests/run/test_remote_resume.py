@@ -222,7 +222,7 @@ def test_somebody_elses_file_is_refused(
     ids=lambda lines: lines[-60:].decode("ascii", "replace"),
 )  # fmt: skip
 def test_a_ledger_that_lies(root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], lines: bytes) -> None:
-    """A file that is there and of which no record tells is anybody's."""
+    """A file that is there and of which no record says is anybody's."""
     plan = reshard.plan(source, COLUMNS)
     fs, place = fsspec.core.url_to_fs(f"{root}/out")
     for number, (file, digest) in enumerate(zip(plan.files, file_digests(plan), strict=True)):
@@ -302,7 +302,7 @@ def test_links_are_gone_on_with(root: str, source: reshard.Checkpoint, tmp_path:
 
 
 def test_what_a_changed_source_leaves(root: str, source: reshard.Checkpoint, several_groups: None) -> None:
-    """Of the run in which it changes nothing, so that the same command begins anew; of an earlier one what it made."""
+    """Of the run in which it changes nothing, so that the same command begins again; of an earlier one what it made."""
     fs, path = fsspec.core.url_to_fs(source.files[1].path)
 
     def change(event: Any) -> None:

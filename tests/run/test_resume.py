@@ -131,17 +131,17 @@ def test_what_is_verified_is_not_written_again(source: reshard.Checkpoint, tmp_p
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_finished_file_that_was_removed_is_made_again(
-    source: reshard.Checkpoint, tmp_path: Path, written: Written, ownership: str, missing: int
+    source: reshard.Checkpoint, tmp_path: Path, written: Written, partition: str, missing: int
 ) -> None:
     plan = reshard.plan(source, TARGET)
-    plan.run(tmp_path / "out", ownership=ownership)
+    plan.run(tmp_path / "out", partition=partition)
     before = tree(tmp_path / "out")
     (tmp_path / "out" / plan.files[missing].path).unlink()
     written.ranges.clear()
-    plan.run(tmp_path / "out", ownership=ownership)
+    plan.run(tmp_path / "out", partition=partition)
     assert tree(tmp_path / "out") == before
     assert {path for path, _, _ in written.ranges} == {f"{tmp_path}/out/{plan.files[missing].path}"}
 
@@ -166,9 +166,9 @@ def test_files_in_order_are_gone_on_with_file_by_file(
     monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan, tmp_path / "out", tasks=0, ownership="file")
+    stopped(plan, tmp_path / "out", tasks=0, partition="file")
     written.ranges.clear()
-    report = plan.run(tmp_path / "out", ownership="file")
+    report = plan.run(tmp_path / "out", partition="file")
     assert 0 < report.resumed < plan.stats.bytes_written
     assert len({path for path, _, _ in written.ranges}) == 1
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
@@ -201,15 +201,15 @@ def test_ownership_may_change_between_runs(
     monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan, tmp_path / "out", tasks=0 if first == "file" else 6, ownership=first)
-    plan.run(tmp_path / "out", ownership="tensor" if first == "file" else "file")
+    stopped(plan, tmp_path / "out", tasks=0 if first == "file" else 6, partition=first)
+    plan.run(tmp_path / "out", partition="tensor" if first == "file" else "file")
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
 def test_the_tasks_of_the_next_run_may_be_others(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranges of files are noted, not tasks: another budget of memory is no other plan."""
+    """Ranges of files are noted, not tasks: another budget of memory is not an other plan."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
     stopped(plan, tmp_path / "out")
@@ -348,7 +348,7 @@ def test_a_dry_run_tells_of_what_is_begun(
     before = tree(tmp_path / "out")
     told = call(*command, "--dry-run")
     assert told.exit_code == 0
-    assert "notice: 2 target files would be resumed, begun by an earlier run\n" in told.output
+    assert "warning: 2 target files would be resumed, begun by an earlier run\n" in told.output
     assert "notice" not in call(*command, "--dry-run", "--restart").output
     assert tree(tmp_path / "out") == before
     (tmp_path / "out" / ".reshard").rename(tmp_path / "elsewhere")

@@ -51,7 +51,7 @@ def test_the_bytes_are_the_same_on_every_scheduler(
 def test_bands_are_worked_out_anew_where_they_are_not_kept(
     tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch, cast: str | None
 ) -> None:
-    """Layers alike share the bands that a thread keeps, beside others of their shapes with other dtypes."""
+    """Layers alike share the bands that a thread keeps, next to others of their shapes with other dtypes."""
     shapes = {f"{name}.{i}": FULL[name].shape for name in FULL for i in range(3)}
     full = numbers(shapes, "float64") | {f"half.{i}": numbers({"w": FULL["w"].shape})["w"] for i in range(3)}
     before, after = (

@@ -44,19 +44,19 @@ def fail_once(function: Callable[..., Any], when: Callable[..., bool], number: i
     return failing
 
 
-@pytest.mark.parametrize("ownership", ["tensor", "file"])
+@pytest.mark.parametrize("partition", ["tensor", "file"])
 @pytest.mark.parametrize("removed", [False, True], ids=["overwritten", "original removed by hand"])
 def test_links_are_made_anew(
-    source: reshard.Checkpoint, later: reshard.Checkpoint, tmp_path: Path, ownership: str, removed: bool
+    source: reshard.Checkpoint, later: reshard.Checkpoint, tmp_path: Path, partition: str, removed: bool
 ) -> None:
     target = tmp_path / "out"
-    reshard.plan(source, REPLICATED, link_replicas=True).run(target, ownership=ownership)
+    reshard.plan(source, REPLICATED, link_replicas=True).run(target, partition=partition)
     plan = reshard.plan(later, REPLICATED, link_replicas=True)
     if removed:
         next((target / "rank_0").iterdir()).unlink()
         with pytest.raises(TargetError, match="rank_1/checkpoint_1.safetensors was written by a run of another plan"):
-            plan.run(target, ownership=ownership)
-    plan.run(target, ownership=ownership, overwrite=True)
+            plan.run(target, partition=partition)
+    plan.run(target, partition=partition, overwrite=True)
     plan.run(tmp_path / "undisturbed")
     assert tree(target) == tree(tmp_path / "undisturbed")
 
@@ -158,7 +158,7 @@ def test_a_full_disk_at_the_last_step(
         plan.run(tmp_path / "out")
 
 
-def test_what_is_no_directory_and_no_file_is_told_before(source: reshard.Checkpoint, tmp_path: Path) -> None:
+def test_what_is_not_a_directory_and_no_file_is_told_before(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, TARGET)
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file", tmp_path / "file" / "below"):

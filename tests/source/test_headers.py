@@ -106,7 +106,7 @@ def test_local_files_are_compared_without_a_call_for_each_piece(
     assert together.index(str(paths[1])) is first
 
 
-def test_what_is_no_entry_is_not_held_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_entry_is_not_held_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "_MOST_HELD", 100)
     table = b"\x0a\x01m\x1a" + ckpt.encode_varint(300) + bytes(300)
     content = b"\x0a" + ckpt.encode_varint(len(table)) + table

@@ -72,7 +72,7 @@ def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
     write_file(tmp_path / "rank_1" / "net-3_1.safetensors", FULL)
     source = reshard.open(tmp_path, strategy=STRATEGY)
     assert names_in(source) == {"net-2_5.safetensors"}
-    assert source.notices == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
+    assert source.warnings == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
     assert names_in(reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")) == {"net-1_10.safetensors"}
 
 
@@ -105,7 +105,7 @@ def test_ranks_without_a_step_in_common(tmp_path: Path) -> None:
         reshard.open(tmp_path, strategy=STRATEGY)
 
 
-def test_what_is_no_checkpoint_is_passed_over(root: Path) -> None:
+def test_what_is_not_a_checkpoint_is_passed_over(root: Path) -> None:
     for name in ("net-graph.meta", "meta.json", "net.tmp", "x_breakpoint.ckpt", ".hidden.ckpt", "y.ckpt.partial"):
         (root / "rank_0" / name).write_bytes(b"no")
     assert len(reshard.open(root, strategy=STRATEGY).files) == 4
@@ -281,7 +281,7 @@ def test_a_json_strategy_tells_whole_tensors_by_their_shape(tmp_path: Path) -> N
 
 def test_equal_constant_blocks_tell_nothing(tmp_path: Path) -> None:
     write_ranks(tmp_path, {"w": np.ones((8, 4), np.float32)}, Strategy.of({"w": ROWS}))
-    assert reshard.open(tmp_path, strategy=Strategy.of({"w": ROWS})).notices == ()
+    assert reshard.open(tmp_path, strategy=Strategy.of({"w": ROWS})).warnings == ()
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (512, 4096)], ids=["small", "large"])
@@ -303,7 +303,7 @@ def test_constants_of_which_nobody_knows_whether_they_are_whole_are_warned_of(tm
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
     with pytest.raises(SourceError, match=r"tensor 'b': is split by the strategy, and every rank holds the same"):
         reshard.open(tmp_path, strategy=strategy)
-    (notice,) = reshard.open(tmp_path, strategy=strategy, layouts={"b": "whole"}).notices
+    (notice,) = reshard.open(tmp_path, strategy=strategy, layouts={"b": "whole"}).warnings
     assert notice.startswith("zero: constant, and equal on all ranks")
 
 
@@ -356,7 +356,7 @@ def test_scalars_that_differ_are_noticed_and_kept_apart(tmp_path: Path) -> None:
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
     source = reshard.open(tmp_path, strategy=STRATEGY)
     assert source.tensors["loss_scale"].varies
-    assert len(source.notices) == 2
+    assert len(source.warnings) == 2
 
 
 # --- found by a second reader ---
@@ -389,7 +389,7 @@ def test_one_stage_of_a_pipeline_says_what_is_left_out(tmp_path: Path) -> None:
         reshard.open(tmp_path, strategy=strategy.of_stage(0))
     first = reshard.open(tmp_path, strategy=strategy.of_stage(0), stage="own")
     assert first.part == 0
-    (notice,) = first.notices
+    (notice,) = first.warnings
     assert notice.startswith("the strategy is that of stage 0 of a pipeline: of 4 ranks only 0, 1 are read")
     plan = reshard.plan(first, Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0])}))
     assert [file.path for file in plan.files][:1] == ["rank_0/checkpoint_0_part0.safetensors"]

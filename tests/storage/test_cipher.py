@@ -145,7 +145,7 @@ def test_a_changed_byte_is_found_by_the_tag(tmp_path: Path, small_blocks: int) -
     (tmp_path / "a").write_bytes(content)
     store = DecryptingStore(cipher)
     buffer = bytearray(100)
-    store.read_into(path, 0, memoryview(buffer))  # blocks stand by themselves: the first is sound
+    store.read_into(path, 0, memoryview(buffer))  # blocks stand by themselves: the first is valid
     with pytest.raises(SourceError, match="cannot be decrypted with this key"):
         store.read_into(path, 200, memoryview(buffer))
 
@@ -154,9 +154,9 @@ def test_a_changed_byte_is_found_by_the_tag(tmp_path: Path, small_blocks: int) -
     ("change", "message"),
     [
         (lambda content: b"\x0a" + content, "is not encrypted; leave the key out"),
-        (lambda content: content[:-1], "cut short or corrupt"),
-        (lambda content: content[:30], "cut short or corrupt"),
-        (lambda content: content[:160], "cut short or corrupt"),
+        (lambda content: content[:-1], "truncated or corrupt"),
+        (lambda content: content[:30], "truncated or corrupt"),
+        (lambda content: content[:160], "truncated or corrupt"),
         (lambda content: content + b"rest", "byte 296: no encrypted block"),
         (lambda content: content[:148] + b"\xd9" + content[149:], "is encrypted in mode AES-CBC; the mode given is"),
         (lambda content: content[:24] + b"\x0c" + content[25:], "byte 0: no encrypted block"),

@@ -30,7 +30,7 @@ TRIES = 20  # the kernel keeps a page that it uses itself just then, as to write
 
 
 def is_cached(path: Path) -> bool | None:
-    """Tell whether the page cache has the beginning of a file; None where the file system cannot tell, or is memory."""
+    """Return whether the page cache has the beginning of a file; None where that is not known, or is memory."""
     with path.open("rb") as file:
         try:
             os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)

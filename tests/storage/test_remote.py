@@ -202,10 +202,10 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
     plan = reshard.plan(reshard.open(write_file(tmp_path / "a.safetensors", FULL)))
     with pytest.raises(TargetError, match=r"s3://no-such-bucket-at-all/.*: cannot be written"):
         plan.run("s3://no-such-bucket-at-all")
-    with pytest.raises(UsageError, match="leave ownership 'tensor' out"):
-        plan.run(bucket, ownership="tensor")
-    with pytest.raises(UsageError, match="unknown ownership 'rank'; known are tensor and file"):
-        plan.run(tmp_path / "out", ownership="rank")
+    with pytest.raises(UsageError, match="leave partition 'tensor' out"):
+        plan.run(bucket, partition="tensor")
+    with pytest.raises(UsageError, match="unknown partition 'rank'; known are tensor and file"):
+        plan.run(tmp_path / "out", partition="rank")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ReshardError, match=r"gs://b/x.*: the library .* not installed; pip install gcsfs, or 'reshard"):
         reshard.open("gs://b/x")
@@ -260,10 +260,10 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
     assert (
         dry.stderr
-        == "notice: 3 target files would be kept unread, finished by an earlier run; reshard verify reads every bit\n"
+        == "warning: 3 target files would be kept unread, finished by an earlier run; reshard verify reads every bit\n"
     )
     dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "--cast=float32=float16")
-    assert "notice: 3 target files would be refused, made by another plan" in dry.stderr
+    assert "warning: 3 target files would be refused, made by another plan" in dry.stderr
     again = command("transform", f"{bucket}/src", f"{bucket}/out", *options)
     assert again.returncode == 0
     assert "nothing is left to do" in again.stdout

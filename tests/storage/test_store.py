@@ -125,7 +125,7 @@ def test_short_reads_and_writes_go_on_where_they_stopped(
 def test_a_file_that_ends_early_names_the_byte(store: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"abc")
-    with pytest.raises(SourceError, match=r"a: ends at byte 3; 5 more bytes were expected \(cut short"):
+    with pytest.raises(SourceError, match=r"a: ends at byte 3; 5 more bytes were expected \(truncated"):
         read(store, path, 1, 7)
     assert read(store, path, 3, 0) == b""
 
@@ -139,8 +139,8 @@ def test_a_file_that_is_not_there(store: LocalStore, tmp_path: Path) -> None:
         store.publish(store.unfinished(str(tmp_path / "a")), str(tmp_path / "a"), durable=False)
 
 
-def test_a_directory_is_no_file(store: LocalStore, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="is no regular file but a directory, a pipe or a device"):
+def test_a_directory_is_not_a_file(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="is not a regular file but a directory, a pipe or a device"):
         read(store, tmp_path, 0, 1)
     (tmp_path / f"a{PARTIAL}").mkdir()
     with pytest.raises(TargetError, match=r"a\.partial: cannot be made: Is a directory"):

@@ -296,13 +296,13 @@ def test_weights_that_would_be_dropped_make_one_think_of_a_pipeline(pipeline: Pi
         assert said in result.stderr.splitlines()[-1]
 
 
-def test_weights_that_go_whole_to_every_rank_are_told(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_weights_that_go_whole_to_every_rank_are_reported(pipeline: Pipeline, tmp_path: Path) -> None:
     """No strategy says how those of a file of whole tensors are cut, which the target's does not name."""
     alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
     source = reshard.open(pipeline.whole)
-    (notice,) = reshard.plan(source, reshard.read_strategy(alone)).notices
+    (notice,) = reshard.plan(source, reshard.read_strategy(alone)).warnings
     assert notice.startswith("copied whole to every rank, as the target strategy does not name it: 8 tensors, net.")
-    assert reshard.plan(source, pipeline.all).notices == ()  # of global_step nothing is told
+    assert reshard.plan(source, pipeline.all).warnings == ()  # of global_step nothing is told
 
 
 def test_a_strategy_of_one_stage_does_not_fit_a_whole_model(pipeline: Pipeline) -> None:

@@ -25,7 +25,7 @@ def test_a_protobuf_file(tmp_path: Path) -> None:
     top = message()
     add_layout(top, "flat", [2, 4], [1, -1])
     add_layout(top, "nested", [2, 2, 2], [2], [1, 0], opt_weight_shard_size=-1)
-    add_layout(top, "nested, one dimension", [2, 4], [1, 0], [])  # the empty message is no dimension
+    add_layout(top, "nested, one dimension", [2, 4], [1, 0], [])  # the empty message is not a dimension
     add_layout(top, "scalar", [8], [])
     add_operator(top, "MatMul", 3)
     strategy = read_strategy(saved(tmp_path / "strategy.ckpt", top))
@@ -108,7 +108,7 @@ def test_nested_entries_without_a_fitting_shape_need_protobuf(tmp_path: Path, sh
 
 
 def test_an_expanded_layout_is_not_written_as_protobuf_of_more_dimensions(tmp_path: Path) -> None:
-    """JSON does not tell how many dimensions the tensor has; protobuf must."""
+    """JSON does not say how many dimensions the tensor has; protobuf must."""
     write_strategy(
         Strategy.of({"w": Layout.of([2, 2, 2], [-1, (1, 0)])}, shapes={"w": (784, 512)}), tmp_path / "b.json"
     )

@@ -1,4 +1,4 @@
-"""Strategy files that are damaged, unsound or of no one pipeline: one error, with every fault and its place."""
+"""Strategy files that are damaged, invalid or of no one pipeline: one error, with every fault and its place."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_pipeline_whose_last_stage_is_impossible_is_not_counted_through(tmp_pa
         read_strategy(tmp_path)
 
 
-# Files that are not sound: one error with every fault and its place.
+# Files that are not valid: one error with every fault and its place.
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_json_key_that_is_misspelt(tmp_path: Path, key: str, misspelt: str) ->
     item = json_item(opt_weight_shard_size=-1, opt_weight_shard_step=1)
     content = json.dumps(json_top({"w": item}, {"op": {"stage": 1, "parallel_strategy": []}}))
     assert content.count(f'"{key}":') == 1
-    read_strategy(saved(tmp_path / "sound.json", json.loads(content)))
+    read_strategy(saved(tmp_path / "valid.json", json.loads(content)))
     changed = json.loads(content.replace(f'"{key}":', f'"{misspelt}":'))
     with pytest.raises(StrategyError, match=rf"\$\S*\.{misspelt}: is not known; did you mean '{key}'\?"):
         read_strategy(saved(tmp_path / "a.json", changed))
@@ -205,12 +205,12 @@ def test_missing_required_fields_are_all_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08", b"\xff" * 20, b"PK\x03\x04", b"a text"])
-def test_what_is_no_strategy_file(tmp_path: Path, content: bytes) -> None:
+def test_what_is_not_a_strategy_file(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(StrategyError, match=r"a\.ckpt: "):
         read_strategy(saved(tmp_path / "a.ckpt", content))
 
 
-def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+def test_a_name_that_is_not_a_text(tmp_path: Path) -> None:
     top = message()
     add_layout(top, "wwww", [2], [0])
     add_operator(top, "oooo", 0)

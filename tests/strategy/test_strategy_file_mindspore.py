@@ -144,7 +144,7 @@ SCRIPT = """
 import json, pathlib, sys
 import mindspore
 from mindspore.parallel._parallel_serialization import _convert_to_list, _build_searched_strategy
-from reshard.strategy.files import read_strategy  # beside MindSpore's own messages in one process
+from reshard.strategy.files import read_strategy  # next to MindSpore's own messages in one process
 found = {}
 for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
     found[path.name] = _convert_to_list(_build_searched_strategy(str(path)))

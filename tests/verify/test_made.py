@@ -128,7 +128,7 @@ def test_where_the_source_is_gone_checksums_are_compared(plan: Plan, tmp_path: P
     assert found
     assert found.against == "its ledger"
     assert found.bytes_read == plan.stats.bytes_written
-    assert f"not with {tmp_path}/src: " in found.notices[0]
+    assert f"not with {tmp_path}/src: " in found.warnings[0]
     spoil(tmp_path / "out", plan.files[0])
     with (tmp_path / "out" / plan.files[1].path).open("ab") as file:
         file.write(b"x")

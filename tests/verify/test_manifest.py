@@ -71,7 +71,7 @@ def test_written_file_by_file(tmp_path: Path, made: Manifest) -> None:
     assert count == made.checksums == 30 + 6
     assert write_manifest(iter(made.files.items()), tmp_path / "n.json") == count
     assert (tmp_path / "n.json").read_bytes() == (tmp_path / "m.json").read_bytes()
-    with pytest.raises(SourceError, match="'../x': is no path below a directory"):
+    with pytest.raises(SourceError, match="'../x': is not a path below a directory"):
         write_manifest([*made.files.items(), ("../x", FileSums(0, 0))], tmp_path / "o.json")
     assert sorted(path.name for path in tmp_path.glob("*.json*")) == ["m.json", "n.json"]
 
@@ -92,7 +92,7 @@ def test_unharmed_files_pass_wherever_they_are(sides: Sides, made: Manifest) -> 
     assert found.equal
     assert (found.files, found.tensors, found.copies) == (6, 5, 30)
     assert found.bytes_read == sum(rank_file(moved, rank).stat().st_size for rank in range(6))
-    assert not found.notices
+    assert not found.warnings
 
 
 @pytest.mark.parametrize("name", [*FULL, "step"])
@@ -104,9 +104,9 @@ def test_one_flipped_bit_of_contents(sides: Sides, made: Manifest, name: str) ->
 
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])
 def test_any_flipped_bit_of_a_file_is_found(tmp_path: Path, format: str) -> None:
-    """In the header too: names, places, notes, what a `str` entry has beside its text, padding, the number at the end.
+    """In the header too: names, places, notes, what a `str` entry has besides its text, padding, the number at the end.
 
-    A note is no part of a tensor, and of a `str` entry the dims are not.
+    A note is not a part of a tensor, and of a `str` entry the dims are not.
     """
     tensors = {**numbers({"w": (2, 3), "v": (1,)}), "note": "ü"}
     path = write_file(tmp_path / f"a.{format}", tensors, format, step="3")
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_told_of_each_file(sides: Sides, made: Manifest) -> Non
         "rank_4": ("file", "leads out of the directory, and is not followed"),
     }
     assert "no known checkpoint format" in told["rank_2"][1]
-    assert found.notices == ("rank_9/late.ckpt: not in the manifest, and not checked",)
+    assert found.warnings == ("rank_9/late.ckpt: not in the manifest, and not checked",)
 
 
 def test_headers_that_say_something_else(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_some_of_the_files_only(sides: Sides, made: Manifest) -> None:
     found = reshard.verify(sides[1], manifest=made, partial=True)
     assert found.equal
     assert found.files == 3
-    assert found.notices == ("3 of the 6 files of the manifest are not here",)
+    assert found.warnings == ("3 of the 6 files of the manifest are not here",)
 
 
 @pytest.mark.parametrize("style", [reshard.MindSporeSet, reshard.HuggingFaceSet])
@@ -213,7 +213,7 @@ FILE = {"nbytes": 8, "crc32c": "00000000", "tensors": {"w": PART}}
         (b'{"reshard_manifest": 2, "files": {"a": {"nbytes": 1, "nbytes": 2}}}', "has nbytes twice"),
     ],
 )
-def test_what_is_no_manifest(tmp_path: Path, content: bytes, told: str) -> None:
+def test_what_is_not_a_manifest(tmp_path: Path, content: bytes, told: str) -> None:
     path = tmp_path / "m.json"
     path.write_bytes(content)
     with pytest.raises(SourceError, match=told) as caught:
@@ -227,9 +227,9 @@ def test_what_is_no_manifest(tmp_path: Path, content: bytes, told: str) -> None:
 )
 def test_paths_stay_below_the_directory(tmp_path: Path, path: str) -> None:
     (tmp_path / "m.json").write_text(json.dumps({"reshard_manifest": 2, "files": {path: FILE}}))
-    with pytest.raises(SourceError, match="is no path below a directory"):
+    with pytest.raises(SourceError, match="is not a path below a directory"):
         read_manifest(tmp_path / "m.json")
-    with pytest.raises(SourceError, match="is no path below a directory"):
+    with pytest.raises(SourceError, match="is not a path below a directory"):
         Manifest({path: FileSums(8, 0)})
 
 
@@ -259,7 +259,7 @@ def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
         read_manifest(tmp_path / "m.json")
 
 
-def test_a_checkpoint_is_no_directory_of_files(sides: Sides, made: Manifest) -> None:
+def test_a_checkpoint_is_not_a_directory_of_files(sides: Sides, made: Manifest) -> None:
     with pytest.raises(UsageError, match="name the directory"):
         reshard.verify(reshard.open(sides[1], strategy=AFTER), manifest=made)
 

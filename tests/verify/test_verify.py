@@ -82,7 +82,7 @@ def test_recorded_cases_are_equal_after_a_conversion(mindspore_data: Path, tmp_p
 def test_one_flipped_bit_is_found_where_it_is(
     tmp_path_factory: pytest.TempPathFactory, model: Model, data: st.DataObject, format: str
 ) -> None:
-    """In any file of either side. Every element is another number, and that tells its place in the whole tensor."""
+    """In any file of either side. Every element is another number, and that says its place in the whole tensor."""
     root = tmp_path_factory.mktemp("model")
     full = numbers(model.shapes, "int32")
     source = write_ranks(root / "src", full, model.source)
@@ -115,7 +115,7 @@ def test_one_flipped_bit_is_found_where_it_is(
     if str(path) in {one.path for one in found}:
         (one,) = found
         assert (one.side, one.rank, one.path, one.index_in_block) == (side, rank, str(path), inside)
-    else:  # the copy that all else is held against: it is named by each that differs from it
+    else:  # the copy that all else is compared with: it is named by each that differs from it
         assert side == "source"
         assert {one.reference for one in found} == {str(path)}
 
@@ -191,7 +191,7 @@ def test_ranks_values_of_their_own_are_those_of_some_source_rank(tmp_path: Path)
         return reshard.verify(target, against=reshard.open(tmp_path / "src", **reading))
 
     assert verified().equal
-    assert verified().notices == ("rng differs between the ranks of the source; any of its values will do",)
+    assert verified().warnings == ("rng differs between the ranks of the source; any of its values will do",)
     flip(rank_file(tmp_path / "dst", 1), "rng", 17)
     (one,) = verified().differences
     assert (one.name, one.rank) == ("rng", 1)
@@ -199,18 +199,20 @@ def test_ranks_values_of_their_own_are_those_of_some_source_rank(tmp_path: Path)
 
 def test_names_and_casts_as_in_a_conversion(sides: tuple[Path, Path], tmp_path: Path) -> None:
     source, _ = sides
-    wishes = Selection(weights_only=True, names={"w": "model.w"}, cast={"float32": "bfloat16"}, exclude=("c",))
+    selection = Selection(weights_only=True, names={"w": "model.w"}, cast={"float32": "bfloat16"}, exclude=("c",))
     opened = reshard.open(source, strategy=BEFORE)
-    reshard.plan(opened, files=reshard.HuggingFaceSet(4000), format="safetensors", selection=wishes).run(tmp_path / "u")
+    reshard.plan(opened, files=reshard.HuggingFaceSet(4000), format="safetensors", selection=selection).run(
+        tmp_path / "u"
+    )
 
     def verified(selection: Selection) -> reshard.Verification:
         return reshard.verify(tmp_path / "u", against=source, source_strategy=BEFORE, selection=selection)
 
-    found = verified(wishes)
+    found = verified(selection)
     assert found.equal
     assert found.tensors == 3
     flip(tmp_path / "u" / "model-00001-of-00001.safetensors", "model.w", 1000)
-    (one,) = verified(wishes).differences
+    (one,) = verified(selection).differences
     assert (one.name, one.index, one.found) == ("model.w", (27, 28), f"{int(one.expected or '', 16) ^ 1:04x}")
     without = {(one.kind, one.name) for one in verified(Selection()).differences}
     assert without == {
@@ -257,7 +259,7 @@ def test_directories_of_the_same_ranks_need_no_strategy(sides: tuple[Path, Path]
 
 
 def test_a_tensor_that_stages_share_is_compared_in_each(tmp_path: Path) -> None:
-    """Two stages cut it differently; the first is read, the other is held against it."""
+    """Two stages cut it differently; the first is read, the other is compared with it."""
     rows, columns = Layout.of([2], [0, -1]), Layout.of([2], [-1, 0])
     strategy = Strategy.of({"first": {0: rows}, "w": {0: rows, 1: columns}})  # both have the same blocks in stage 0
     full = numbers({"first": (4, 6), "w": (4, 6)})
@@ -334,7 +336,7 @@ STAGES = numbers({"first": (4, 6), "w": (4, 6), "last": (2, 2)})
 
 
 def without(path: Path, *names: str, format: str = "ckpt") -> None:
-    """Write a rank's file anew without some of its tensors."""
+    """Write a rank's file again without some of its tensors."""
     held = {name: (dtype, shape, content) for name, (dtype, shape, content) in helpers.read_rank_file(path).items()}
     arrays: dict[str, Any] = {
         name: np.frombuffer(content, dtype).reshape(shape) for name, (dtype, shape, content) in held.items()
@@ -393,7 +395,7 @@ def test_a_replica_that_a_rank_lacks(plain: tuple[Path, Path]) -> None:
     with pytest.raises(SourceError, match="rank 2: has no w in its file, which other ranks"):
         reshard.verify(target, AFTER)
     assert reshard.verify(target, AFTER, selection=Selection(allow_missing=("w",))).equal
-    (notice,) = reshard.verify(target, AFTER, deduplicated=True).notices
+    (notice,) = reshard.verify(target, AFTER, deduplicated=True).warnings
     assert "replicas are stored once" in notice
 
 
@@ -464,7 +466,7 @@ def test_a_tensor_that_stages_share_is_in_each_of_a_conversion(tmp_path: Path) -
         return reshard.verify(target, SHARED, against=tmp_path / "src.ckpt", **more)
 
     assert verified().equal
-    assert not reshard.verify(target, SHARED).notices
+    assert not reshard.verify(target, SHARED).warnings
     without(rank_file(target, 3), "w")
     assert lacking(verified()) == {("missing", 3, "w")}
     assert verified(deduplicated=True).equal
@@ -473,7 +475,7 @@ def test_a_tensor_that_stages_share_is_in_each_of_a_conversion(tmp_path: Path) -
     without(rank_file(target, 2), "w")
     assert lacking(verified()) == {("missing", 2, "w"), ("missing", 3, "w")}
     assert lacking(verified(deduplicated=True)) == {("missing", 2, "w"), ("missing", 3, "w")}
-    assert reshard.verify(target, SHARED).notices == (
+    assert reshard.verify(target, SHARED).warnings == (
         "stage 1 has nothing of w, which it shares with others: MindSpore leaves out what another stage stores",
     )
     # As a source it is whole: stage 0 has all.
@@ -516,7 +518,7 @@ def test_rank_by_rank_what_is_missing_is_told_of_its_rank(plain: tuple[Path, Pat
     with pytest.raises(SourceError, match="rank 5: 'w': is a map parameter"):
         reshard.verify(tmp_path / "converted")
     rank_file(tmp_path / "converted", 5).write_bytes(b"")
-    assert any("rank 5 has a file without any" in notice for notice in reshard.verify(tmp_path / "converted").notices)
+    assert any("rank 5 has a file without any" in notice for notice in reshard.verify(tmp_path / "converted").warnings)
 
 
 def test_notes_of_the_files_are_carried_over(tmp_path: Path) -> None:
@@ -594,7 +596,7 @@ def test_a_sound_structure(sides: tuple[Path, Path]) -> None:
     assert found.equal
     assert (found.against, found.files, found.tensors, found.bytes_read) == (None, 6, 5, 0)
     assert found.ranks == tuple(range(6))
-    assert not found.notices
+    assert not found.warnings
 
 
 def test_a_missing_rank(sides: tuple[Path, Path]) -> None:
@@ -626,22 +628,22 @@ def test_a_weight_that_the_strategy_names(sides: tuple[Path, Path]) -> None:
     assert reshard.verify(sides[1], more, selection=Selection(allow_missing=("v",))).equal
 
 
-def test_unfinished_files_are_told(sides: tuple[Path, Path]) -> None:
+def test_unfinished_files_are_reported(sides: tuple[Path, Path]) -> None:
     path = rank_file(sides[1], 4)
     (path.parent / "checkpoint_4.safetensors.partial").touch()
-    notices = reshard.verify(sides[1], AFTER).notices
-    assert "1 unfinished file (rank_4/checkpoint_4.safetensors.partial)" in notices[0]
+    warnings = reshard.verify(sides[1], AFTER).warnings
+    assert "1 unfinished file (rank_4/checkpoint_4.safetensors.partial)" in warnings[0]
     path.unlink()
     with pytest.raises(SourceError, match="(?s)rank 4.*unfinished file"):
         reshard.verify(sides[1], AFTER)
 
 
-def test_replicas_that_are_stored_once_are_told(mindspore_data: Path) -> None:
+def test_replicas_that_are_stored_once_are_reported(mindspore_data: Path) -> None:
     folder = mindspore_data / "deduplicated" / "tut_src8"
     strategy = reshard.read_strategy(mindspore_data / "real" / "tut_src8" / "strategy_0.ckpt")
     found = reshard.verify(folder, strategy)
     assert found.equal
-    assert any("replicas are stored once" in notice for notice in found.notices)
+    assert any("replicas are stored once" in notice for notice in found.warnings)
     assert reshard.verify(
         folder, strategy, against=mindspore_data / "real" / "tut_src8" / "ckpt", source_strategy=strategy
     ).equal

@@ -74,7 +74,7 @@ def moves_of(plan: Plan, name: str) -> list[Move]:
 
 
 def parsed(shown: Any) -> ET.Element:
-    """What a notebook shows of something, held against all that its HTML promises."""
+    """What a notebook shows of something, compared with all that its HTML promises."""
     text = shown._repr_html_()
     root = ET.fromstring(text)  # no entity but those of XML, every element closed, every attribute quoted
     assert (root.tag, root.get("class")) == ("div", "reshard")
@@ -156,7 +156,7 @@ def hostile() -> tuple[Checkpoint, Strategy]:
     strategy = Strategy.of({n: Layout.of([2], [0]) for n in (name, f"c.{HOSTILE}", f"adam.{name}")})
     one = Strategy.of({name: Layout.of([1], [-1]), other: Layout.of([1], [-1])})
     checkpoint = Checkpoint(
-        HOSTILE, tensors, (file,), (0,), one, notices=(HOSTILE,), unreadable={HOSTILE: f"is {HOSTILE}"}
+        HOSTILE, tensors, (file,), (0,), one, warnings=(HOSTILE,), unreadable={HOSTILE: f"is {HOSTILE}"}
     )
     return checkpoint, strategy
 
@@ -181,7 +181,7 @@ def test_names_are_never_markup() -> None:
         assert repr(each).isprintable()
 
 
-def test_whatever_is_no_markup_is_escaped() -> None:
+def test_whatever_is_not_a_markup_is_escaped() -> None:
     assert tag("p", "<b>", tag("b", "&"), title='"<') == '<p title="&quot;&lt;">&lt;b&gt;<b>&amp;</b></p>'
     assert tag("p", Markup("<i/>")) == "<p><i/></p>"
 
@@ -369,7 +369,7 @@ def test_boxes_that_are_no_grid_are_drawn_as_they_are() -> None:
     assert [box(tip) for _, tip in panel] == [tuple(zip(b.start, b.stop, strict=True)) for b in blocks]
 
 
-def test_a_layout_that_cannot_be_is_told() -> None:
+def test_a_layout_that_cannot_be_is_reported() -> None:
     root = parsed(Layout.of([4], [-1], 3, opt_weight_shard_step=1))
     assert any("not possible: opt_weight_shard_size 3 does not divide" in text for text in texts(root))
 
@@ -418,7 +418,7 @@ def test_bands_of_one_tensor(plan: Plan) -> None:
     assert drawn.written == {(band, band): 4 * 32 * 4 for band in range(4)}
 
 
-def test_unknown_tensors_are_told(source: Checkpoint, target: Strategy, plan: Plan) -> None:
+def test_unknown_tensors_are_reported(source: Checkpoint, target: Strategy, plan: Plan) -> None:
     with pytest.raises(KeyError, match="did you mean net.layer1.weight"):
         source.picture("net.layer1.weigth")
     with pytest.raises(reshard.ReshardError, match="names no tensor 'nt.layer1.bias'; did you mean net.layer1.bias"):

@@ -17,7 +17,7 @@ from reshard.formats.entries import Entry, Extent, FileIndex, Where
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
 from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
-from reshard.strategy.names import fold
+from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
 from reshard.view.data import plan_data, rank_files_data, strategy_data
 from reshard.view.text import (
@@ -50,16 +50,16 @@ def expand(folded: str) -> list[str]:
 
 def test_layers_and_experts_become_one_row() -> None:
     names = [f"layers.{i}.experts.{j}.w1" for i in range(12) for j in range(8)]
-    assert fold((name, None) for name in names) == [("layers.{0-11}.experts.{0-7}.w1", None, 96)]
+    assert group_names((name, None) for name in names) == [("layers.{0-11}.experts.{0-7}.w1", None, 96)]
 
 
 def test_a_row_stands_for_nothing_that_is_not_there() -> None:
     names = ["a.0.0", "a.0.1", "a.1.0"]
-    assert fold((name, None) for name in names) == [("a.0.{0-1}", None, 2), ("a.1.0", None, 1)]
+    assert group_names((name, None) for name in names) == [("a.0.{0-1}", None, 2), ("a.1.0", None, 1)]
 
 
 def test_different_kinds_stay_apart() -> None:
-    rows = fold([("h.0.w", "float32"), ("h.1.w", "bfloat16"), ("h.2.w", "float32")])
+    rows = group_names([("h.0.w", "float32"), ("h.1.w", "bfloat16"), ("h.2.w", "float32")])
     assert rows == [("h.{0,2}.w", "float32", 2), ("h.1.w", "bfloat16", 1)]
 
 
@@ -70,7 +70,7 @@ def test_different_kinds_stay_apart() -> None:
     )
 )
 def test_folding_loses_nothing_and_makes_nothing_up(names: set[str]) -> None:
-    rows = fold((name, None) for name in sorted(names))
+    rows = group_names((name, None) for name in sorted(names))
     assert sorted(name for row, _, _ in rows for name in expand(row)) == sorted(names)
     assert [len(expand(row)) for row, _, _ in rows] == [count for _, _, count in rows]
 
@@ -94,7 +94,7 @@ def test_sizes(nbytes: int, text: str) -> None:
     assert bytes_text(nbytes) == text
 
 
-def test_optimizer_sharding_is_told() -> None:
+def test_optimizer_sharding_is_reported() -> None:
     assert layout_text(Layout.of([2, 2], [0, -1], -1)) == ("[2, 2] map [0, -1] opt -1: 4 x 1 blocks, each on 1 rank")
 
 

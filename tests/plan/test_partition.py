@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 import reshard
 from reshard import Layout, Strategy
 from reshard.formats import ckpt
-from reshard.plan import budget
-from reshard.plan import partition as ownership
-from reshard.plan.partition import owned
+from reshard.plan import budget, partition
+from reshard.plan.partition import partitioned
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +31,7 @@ def split(ranks: int, axis: int, names: tuple[str, ...] = ("w", "v")) -> Strateg
 def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> reshard.Plan:
     """Plan by file, carry it out, and see that it reads what the plan says and writes what a plan by tensor does."""
     root = write_ranks(tmp_path / "src", FULL, before)
-    plan = owned(reshard.plan(reshard.open(root, strategy=before), after), "file", str(tmp_path))
+    plan = partitioned(reshard.plan(reshard.open(root, strategy=before), after), "file", str(tmp_path))
     report = plan.run(tmp_path / "out")
     assert report.bytes_read == plan.stats.bytes_read
     assert_rank_files(tmp_path / "out", FULL, after)
@@ -48,13 +47,15 @@ def files_of(plan: reshard.Plan) -> tuple[tuple[int, ...], ...]:
 def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most: int, format: str) -> None:
     root = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ownership, "FILES_AT_ONCE", most)
+        patch.setattr(partition, "FILES_AT_ONCE", most)
         patch.setattr(budget, "BAND_BYTES", 256)
         before = write_ranks(root / "a", numbers(model.shapes, "float64"), model.source)
-        wishes = reshard.Selection(cast={"float64": "float32"})
-        plan = reshard.plan(reshard.open(before, strategy=model.source), model.target, format=format, selection=wishes)
+        selection = reshard.Selection(cast={"float64": "float32"})
+        plan = reshard.plan(
+            reshard.open(before, strategy=model.source), model.target, format=format, selection=selection
+        )
         plan.run(root / "b", fsync=False)
-        alone = owned(plan, "file", str(root))
+        alone = partitioned(plan, "file", str(root))
         report = alone.run(root / "c", fsync=False)
         assert tree(root / "c") == tree(root / "b")
         assert report.bytes_read == alone.stats.bytes_read >= plan.stats.bytes_read
@@ -73,7 +74,7 @@ def test_files_are_written_from_first_byte_to_last(
     plan.run(tmp_path / "by_tensor")
     for drop_cache in (False, True):
         faults.clear()
-        plan.run(tmp_path / "by_file", ownership="file", threads=3, restart=True, drop_cache=drop_cache)
+        plan.run(tmp_path / "by_file", partition="file", threads=3, restart=True, drop_cache=drop_cache)
         assert tree(tmp_path / "by_file") == tree(tmp_path / "by_tensor")
         written: dict[str, list[tuple[int, int]]] = {}
         for call in faults.of("write_at"):
@@ -94,7 +95,7 @@ def test_what_reads_the_same_bytes_is_written_together(tmp_path: Path, monkeypat
     plan = by_file(tmp_path / "thirds", split(4, 1), split(6, 1))
     assert files_of(plan) == ((0, 1, 2), (3, 4, 5))  # two of four columns are cut into three
     assert plan.stats.read_amplification == 1
-    monkeypatch.setattr(ownership, "FILES_AT_ONCE", 2)
+    monkeypatch.setattr(partition, "FILES_AT_ONCE", 2)
     plan = by_file(tmp_path / "pairs", split(8, 0), split(4, 1))
     assert len(files_of(plan)) == 2
     assert plan.stats.read_amplification == 2
@@ -106,7 +107,7 @@ def test_small_replicas_do_not_put_files_together(tmp_path: Path) -> None:
     layouts = {rank: Strategy.of({**{n: Layout.of([rank], [0, -1]) for n in FULL}, "norm": Layout.of([rank], [-1])})
                for rank in (8, 4)}  # fmt: skip
     source = reshard.open(write_ranks(tmp_path / "src", full, layouts[8]), strategy=layouts[8])
-    plan = owned(reshard.plan(source, layouts[4]), "file", str(tmp_path))
+    plan = partitioned(reshard.plan(source, layouts[4]), "file", str(tmp_path))
     assert len(files_of(plan)) == 4
     assert plan.stats.bytes_read == plan.stats.bytes_needed + 3 * 48 * 4
     assert plan.run(tmp_path / "out").bytes_read == plan.stats.bytes_read
@@ -122,7 +123,7 @@ def test_values_that_differ_between_ranks(tmp_path: Path) -> None:
     strategy = split(4, 0, ("w",))
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=strategy), split(2, 1, ("w",)))
     plan.run(tmp_path / "a")
-    plan.run(tmp_path / "b", ownership="file")
+    plan.run(tmp_path / "b", partition="file")
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
@@ -134,7 +135,7 @@ def test_sets_and_links(tmp_path: Path) -> None:
         "links": reshard.plan(source, replicas, link_replicas=True),
     }.items():
         plan.run(tmp_path / name / "by_tensor")
-        plan.run(tmp_path / name / "by_file", ownership="file")
+        plan.run(tmp_path / name / "by_file", partition="file")
         assert tree(tmp_path / name / "by_file") == tree(tmp_path / name / "by_tensor")
 
 
@@ -142,13 +143,13 @@ def test_a_failure_leaves_nothing(tmp_path: Path, faults: Faults) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", FULL, split(8, 0)), strategy=split(8, 0))
     faults.nth(4, raising(KeyboardInterrupt()), "write_at")
     with pytest.raises(KeyboardInterrupt):
-        reshard.plan(source, split(4, 0)).run(tmp_path / "out", ownership="file", scheduler="synchronous")
+        reshard.plan(source, split(4, 0)).run(tmp_path / "out", partition="file", scheduler="synchronous")
     assert tree(tmp_path / "out") == {}
 
 
 def test_a_graph_by_file_is_a_dask_collection(tmp_path: Path) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", FULL, split(8, 0)), strategy=split(8, 0))
-    collection: Any = reshard.plan(source, split(4, 0)).graph(tmp_path / "out", ownership="file")
+    collection: Any = reshard.plan(source, split(4, 0)).graph(tmp_path / "out", partition="file")
     assert repr(collection) == f"<Graph: 4 tasks to write 4 files below {tmp_path / 'out'}>"
     collection.compute()
     assert_rank_files(tmp_path / "out", FULL, split(4, 0))
