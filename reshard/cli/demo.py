@@ -128,7 +128,7 @@ def check(directory: Path) -> Checked:
     What no strategy names (`global_step` and so on) is compared with source rank 0.
 
     Raises:
-        VerifyError: something differs; the message says the first byte.
+        VerifyError: something differs; the message names the first byte.
     """
     target = read_strategy(directory / "dst_strategy.ckpt")
     with np.load(directory / "full.npz", allow_pickle=False) as arrays:

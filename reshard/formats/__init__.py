@@ -47,7 +47,7 @@ def by_name(name: str) -> Format:
 
 
 def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
-    """Return what a checkpoint file holds; its content says its format, not its name.
+    """Return what a checkpoint file holds; its content decides the format, not its name.
 
     Args:
         path: the file.

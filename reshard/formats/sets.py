@@ -154,8 +154,8 @@ def _check_size(max_shard_bytes: int) -> None:
 def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None:
     """Return the files of a unified set and the file of each tensor in its index; None where there is no index.
 
-    The hyper-parameters that MindSpore keeps next to are among the files, though its index does not name them; that of
-    a set that was written here does.
+    The hyper-parameters that MindSpore keeps next to them are among the files, though its index does not name them;
+    that of a set that was written here does.
 
     Raises:
         SourceError: the index is not valid, names a file that is not there, or one outside the directory.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import Sink, Want
 
 IMPORTED_BYTES = 24 << 20
-"""Resident memory of zarr and numcodecs next to what every run imports; measured."""
+"""Resident memory of zarr and numcodecs besides what every run imports; measured."""
 
 _SLABS_BYTES = 64 << 20
 

@@ -2,7 +2,7 @@
 
 What differs from MindSpore 2.10, besides the errors' texts:
 
-* JSON files work everywhere, their nested layouts included; the content says the format, not the name.
+* JSON files work everywhere, their nested layouts included; the content decides the format, not the name.
 * `get_parameter_redundancy` sees every entry of a nested tensor map (MindSpore reads the first and takes different
   blocks for replicas), keeps the groups of tensors that the optimizer shards over fewer ranks than a stage has
   (MindSpore leaves some out, and with them the tensor), takes merged files and directories, and scalars.
@@ -196,7 +196,7 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
     except (DecodeError, UnicodeDecodeError) as error:
         raise StrategyError(f"{path}: is not a group info file ({error})") from None
     if not message.HasField("ckpt_restore_rank_list"):
-        raise StrategyError(f"{path}: has no ckpt_restore_rank_list; it is truncated, or no group info file")
+        raise StrategyError(f"{path}: has no ckpt_restore_rank_list; it is truncated, or not a group info file")
     return list(message.ckpt_restore_rank_list.dim)
 
 

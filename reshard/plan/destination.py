@@ -66,8 +66,8 @@ class Ranks:
         self._source, self._target, self._items = source, target, items
         self._faults = faults
         self._lay_out = format.lay_out
-        self._volumes = files.shard_files([self._stored(item) for item in items], format.EXTENSION)
-        self._first_files = {rank: place * len(self._volumes.paths) for place, rank in enumerate(self.ranks)}
+        self._shard_files = files.shard_files([self._stored(item) for item in items], format.EXTENSION)
+        self._first_files = {rank: place * len(self._shard_files.paths) for place, rank in enumerate(self.ranks)}
         self._remove_redundancy = remove_redundancy
         self._fitted: dict[str, Grid | None] = {}
         self._grids = self._stored_once()
@@ -81,23 +81,23 @@ class Ranks:
     def wanted(self, item: Item) -> Wanted | None:
         """Return the blocks that the ranks get, with their files; None where the layout does not fit."""
         shape = item.tensor.spec.shape
-        volume = self._volumes.of[item.name]
+        number = self._shard_files.of[item.name]
         if not self.cuts(item.name):
-            if (shape, volume) not in self._wanted:
-                everywhere = tuple(self._first_files[rank] + volume for rank in self._written_ranks())
-                self._wanted[shape, volume] = Wanted((Block.whole(shape),), (everywhere,))
-            return self._wanted[shape, volume]
+            if (shape, number) not in self._wanted:
+                everywhere = tuple(self._first_files[rank] + number for rank in self._written_ranks())
+                self._wanted[shape, number] = Wanted((Block.whole(shape),), (everywhere,))
+            return self._wanted[shape, number]
         grid = self._grids.get(item.name) or self._grid(item.name, shape)
         if grid is None:
             return None
-        if (grid, volume) not in self._wanted:
+        if (grid, number) not in self._wanted:
             wanted = [
-                (block, tuple(self._first_files[rank] + volume for rank in ranks if self._originals.get(rank) == rank))
+                (block, tuple(self._first_files[rank] + number for rank in ranks if self._originals.get(rank) == rank))
                 for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
             ]
             kept = [(block, files) for block, files in wanted if files]
-            self._wanted[grid, volume] = Wanted(tuple(b for b, _ in kept), tuple(f for _, f in kept))
-        return self._wanted[grid, volume]
+            self._wanted[grid, number] = Wanted(tuple(b for b, _ in kept), tuple(f for _, f in kept))
+        return self._wanted[grid, number]
 
     def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:
         """Return, for each copy that some target rank gets, where it is and the files of those ranks.
@@ -112,16 +112,16 @@ class Ranks:
         chosen: dict[Where, list[int]] = {}
         for rank in self._written_ranks():
             first = self._first_files[rank]
-            files = range(first, first + len(self._volumes.paths))
+            files = range(first, first + len(self._shard_files.paths))
             near = {ranks[number] for file in files for number in read.get(file, ())} & set(by_rank)
             at = by_rank[rank % count if rank % count in near else min(near or by_rank)]
-            chosen.setdefault(at, []).append(first + self._volumes.of[item.name])
+            chosen.setdefault(at, []).append(first + self._shard_files.of[item.name])
         whole = (Block.whole(item.tensor.spec.shape),)
         return [(at, Wanted(whole, (tuple(files),))) for at, files in sorted(chosen.items())]
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file; ranks with equal contents share a layout."""
-        count = len(self._volumes.paths)
+        count = len(self._shard_files.paths)
         contents: list[Content] = []
         held: list[list[int]] = [[] for _ in range(len(self.ranks) * count)]  # numbers of contents, which files share
         known: dict[tuple[str, Shape], int] = {}
@@ -134,12 +134,12 @@ class Ranks:
                     held[file].append(number)
         for item in texts:
             for rank in self._written_ranks():
-                held[self._first_files[rank] + self._volumes.of[item.name]].append(len(contents))
+                held[self._first_files[rank] + self._shard_files.of[item.name]].append(len(contents))
             contents.append(Content(item.name, item.tensor.spec.dtype, (), item.tensor.text))
         order = {item.name: place for place, item in enumerate(self._items)}
         places = [order[content.name] for content in contents]
         layouts: dict[tuple[int, ...], FileLayout] = {}
-        notes = merged_notes(self._source.files, self._volumes.notes, deduplicated=self._remove_redundancy)
+        notes = merged_notes(self._source.files, self._shard_files.notes, deduplicated=self._remove_redundancy)
         found = []
         for number, listed in enumerate(held):
             listed.sort(key=places.__getitem__)
@@ -147,14 +147,16 @@ class Ranks:
             if key not in layouts:
                 layouts[key] = self._lay_out([contents[n] for n in listed], notes)
             rank = self.ranks[number // count]
-            path = self._volumes.paths[number % count].replace("{rank}", str(rank))
+            path = self._shard_files.paths[number % count].replace("{rank}", str(rank))
             found.append(TargetFile(rank, path, layouts[key]))
         found = self._linked(found)
-        if self._volumes.index:
-            path, content_bytes = self._volumes.index
+        if self._shard_files.index:
+            path, content_bytes = self._shard_files.index
             found.append(TargetFile(self.ranks[0], path, literal(content_bytes), last=True))
         if len({file.path for file in found}) < len(found):
-            raise UsageError(f"file names {names(self._volumes.paths)} give not one file for each rank; add {{rank}}")
+            raise UsageError(
+                f"file names {names(self._shard_files.paths)} give not one file for each rank; add {{rank}}"
+            )
         return tuple(found)
 
     def copied_whole(self) -> tuple[str, ...]:
@@ -232,7 +234,7 @@ class Ranks:
 
     def _linked(self, files: list[TargetFile]) -> list[TargetFile]:
         """Make the files of replicas links to those of the rank that is written."""
-        count = len(self._volumes.paths)
+        count = len(self._shard_files.paths)
         found = []
         for number, file in enumerate(files):
             original = files[self._first_files[self._originals[file.rank]] + number % count]

@@ -10,10 +10,12 @@ from reshard.formats import by_name
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
+from reshard.formats.zarr import NAME as ZARR
+from reshard.formats.zarr import ZarrGroup
 from reshard.formats.zarr_files import is_store
 from reshard.plan.budget import budget
 from reshard.plan.build import Item, build
-from reshard.plan.destination import SameFiles
+from reshard.plan.destination import Ranks, SameFiles
 from reshard.plan.plan import Plan, Request
 from reshard.plan.select import Selection, globs, select
 from reshard.source.assemble import assemble_whole
@@ -57,7 +59,8 @@ def plan(
             for one group of whole tensors, without a target strategy.
         prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank where the source
             is one stage of a pipeline.
-        files: another way to lay out the target's files (see `target_files`), such as a unified set or a `ZarrGroup`.
+        files: another way to lay out the target's files (see `formats.entries.TargetFiles`), such as a unified set or a
+            `ZarrGroup`.
         ranks: only these ranks of the target; by default all.
         stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it,
             where it, or the files that were next to it, show that there are others; what it does not name is dropped.
@@ -87,19 +90,11 @@ def plan(
     if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
         raise UsageError(f"target is {target!r}; expected a Strategy: read the file with reshard.read_strategy")
     source.require_whole()
-    from reshard.formats import by_name  # not on every start
-    from reshard.formats.zarr import NAME as ZARR
-    from reshard.formats.zarr import ZarrGroup
-    from reshard.plan.budget import budget
-    from reshard.plan.build import Item, build
-    from reshard.plan.destination import Ranks
-    from reshard.plan.select import select
-
     selection = selection or Selection()
     lacks = selection.allow_missing + globs(allow_missing)
     selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=lacks)
-    is_store = format == ZARR or isinstance(files, ZarrGroup)
-    if is_store:
+    to_store = format == ZARR or isinstance(files, ZarrGroup)
+    if to_store:
         files = files or ZarrGroup()
         if target or ranks or stage is not None or remove_redundancy or link_replicas:
             raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
@@ -108,7 +103,7 @@ def plan(
     elif files is None:
         files = RankFiles(prefix, "" if source.part is None else f"_part{source.part}")
     own = "safetensors" if source.format in {None, ZARR} else source.format
-    kind = by_name(own if format is None or is_store else format)
+    kind = by_name(own if format is None or to_store else format)
     ranks = None if ranks is None else tuple(ranks)
     asked, wanted = _of_stage(target, stage, ranks)
     selected = select(source, asked, selection)

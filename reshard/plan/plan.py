@@ -233,8 +233,8 @@ class Plan:
         coding: how the target files are encoded; None where their contents are plain.
         exclusive: the target directory may have nothing else in it.
         memory: what the prediction of memory consists of (see `budget`).
-        digests: what says the making of each file from that of others, for its name until it is finished: where that
-            is resumed, of all that makes its bytes (`file_digests`). Only runs need them.
+        digests: what distinguishes the making of each file from that of others, for its name until it is finished:
+            where that is resumed, of all that makes its bytes (`file_digests`). Only runs need them.
     """
 
     source: Checkpoint

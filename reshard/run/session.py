@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import Status
 
 FLUSH_SECONDS = 1.0
-"""Policy long receipts wait before they are noted: what is lost of them with the process is written again."""
+"""How long receipts wait before they are noted: what is lost of them with the process is written again."""
 
 T = TypeVar("T")
 

@@ -187,7 +187,7 @@ def _positioned(plan: Plan, directory: str, number: int) -> Sink:
 
 
 class _Spans(Around):
-    """A store that notes what a task reads of each file: the page cache has what is read next next to it."""
+    """A store that notes what a task reads of each file: the page cache has what is read afterwards beside it."""
 
     def __init__(self, store: ReadStore) -> None:
         super().__init__(store)

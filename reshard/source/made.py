@@ -119,7 +119,7 @@ class Made:
 
 
 def made_of(target: Place) -> Made | None:
-    """Return what a target is made from; None where no ledger tells, or says it of the files that are there.
+    """Return what a target is made from; None where no ledger says it of the files that are there.
 
     Args:
         target: a directory, a zarr store, or one file.

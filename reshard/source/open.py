@@ -144,12 +144,12 @@ def made_at(path: AnyName) -> Made | None:
 
 
 def is_made(path: AnyName) -> bool:
-    """Return whether a checkpoint opens without a strategy because the ledger there says it."""
+    """Return whether a checkpoint opens without a strategy because the ledger there has one."""
     return _with_strategy(as_place(path)) is not None
 
 
 def _with_strategy(root: Place) -> Made | None:
-    """Return what a target is made from, where that says a strategy.
+    """Return what a target is made from, where that has a strategy.
 
     Whoever wrote its files again since, with others or otherwise, has no strategy there: they are not what is noted.
     """
@@ -158,7 +158,7 @@ def _with_strategy(root: Place) -> Made | None:
 
 
 def _as_made(root: Place, cipher: Cipher | None, contents: bool | Literal["blocks"]) -> Checkpoint | None:
-    """Open what a run of this program wrote with the strategy that its ledger tells; None where it says none."""
+    """Open what a run of this program wrote with the strategy that its ledger has; None where it has none."""
     made = _with_strategy(root)
     if made is None or (strategy := made.strategy) is None:
         return None

@@ -2,7 +2,7 @@
 
 Two layouts may be written differently and mean the same: `[8]` and `[2, 4]` that split nothing, optimizer sharding -1
 and the number that it stands for, a nested entry and its expansion in JSON. They are the same when every rank holds
-the same block. This needs no shapes: a tensor whose every size divides says all.
+the same block. This needs no shapes: a tensor whose every size divides shows all.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _MOST_STAGES = 1 << 16
 _MOST_RANKS = 1 << 20
 _LARGEST_FILE = 1 << 26
 _LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
-_MISSING = "is missing; the file is truncated, or no strategy file"
+_MISSING = "is missing; the file is truncated, or not a strategy file"
 
 # What the protobuf fields of these names hold, so that any strategy read from JSON can be written as protobuf too.
 _INT32, _UINT32, _INT64 = range(-(1 << 31), 1 << 31), range(1 << 32), range(-(1 << 63), 1 << 63)
@@ -383,7 +383,7 @@ def _from_json(content: bytes, path: str) -> Strategy:
     if not isinstance(top, dict):
         raise StrategyError(f"{path}: is a JSON {type(top).__name__}; expected an object")
     if "reshard_plan" in top:
-        raise StrategyError(f"{path}: is a plan, no strategy file; `reshard run` does what it says")
+        raise StrategyError(f"{path}: is a plan, not a strategy file; `reshard run` does what it says")
     for key in repeated:
         faults.add(key, "is listed a second time")
     layouts = []

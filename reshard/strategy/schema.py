@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """A kind of value: what it is called in messages, and what says it."""
+    """A kind of value: what it is called in messages, and what recognizes it."""
 
     called: str
     holds: Callable[[Any], bool]

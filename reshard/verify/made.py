@@ -114,7 +114,7 @@ def check_sums(made: Made, *, threads: int, on_progress: Callable[[int, int], No
         elif record.ready and size != record.ready[0]:
             add("size", file, f"has {size} bytes; {record.ready[0]} were written")
         else:
-            wanted += [((file, one), f"{root}/{file}", (one[:2],)) for one in record.ranges]
+            wanted += [((file, one), f"{root}/{file}", (one[:2],)) for one in dict.fromkeys(record.ranges)]
     sums, read = sum_contents(wanted, threads=threads, on_progress=on_progress)
     wrong: dict[str, list[str]] = {}
     for (file, (begin, nbytes, crc)), found in sums.items():

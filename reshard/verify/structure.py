@@ -49,7 +49,9 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
                 fault = Text(f"{reason}; to leave it out give ", Option("drop", name))
                 faults.add(f"rank {target.ranks[number]}: {name!r}", fault)
     if not target.tensors:
-        warnings.append("no strategy joins the ranks: each is valid for itself; a strategy would say whether it is all")
+        warnings.append(
+            "no strategy joins the ranks: each is valid by itself; a strategy would show whether everything is there"
+        )
         present = set(target.ranks)
         absent = sorted({*range(max(present))} - present)
         if absent:

@@ -40,7 +40,8 @@ def sum_contents(
     """Return the CRC-32C of some contents of files, and how many bytes were read.
 
     Args:
-        wanted: a key, the file and where in it the contents are; near each other those that are so in a file.
+        wanted: a key, each once, the file and where in it the contents are; near each other those that are so in a
+            file.
         threads: how many read.
         on_progress: called with the bytes read and the bytes to be read.
 

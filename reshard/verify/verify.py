@@ -269,7 +269,7 @@ def opened(
         reading: other options of `reshard.open`.
 
     Raises:
-        SourceError: as `reshard.open`; next to it, unfinished files that are there are named.
+        SourceError: as `reshard.open`; the message also names unfinished files that are there.
     """
     try:
         if strategy is None and not reading.get("layouts") and reading.get("stage") is None:
@@ -285,7 +285,7 @@ def opened(
 
 
 def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> OnProgress:
-    """Return what says a user's callback how far it is."""
+    """Return what reports progress to a user's callback."""
     if progress is None:
         return lambda _done, _total: None
     from reshard.run.run import Progress  # it brings dask, which nothing else here needs

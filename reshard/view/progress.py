@@ -125,7 +125,7 @@ def progress(
 
 
 def _pace(state: Progress) -> str:
-    """Write bytes, rate and time left. The rate is the whole run's: tasks finish in bursts, which say nothing."""
+    """Write bytes, rate and time left. The rate is the whole run's: tasks finish in bursts, which show nothing."""
     text = f"{bytes_text(state.written)} of {bytes_text(state.total)}"
     if not (state.written and state.seconds):
         return text

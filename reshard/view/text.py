@@ -300,7 +300,7 @@ def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
 
 
 def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int], *, width: int | None = None) -> str:
-    """Write what each rank's files hold, where no strategy says the whole tensors; ranks that hold the same as one."""
+    """Write what each rank's files hold, where no strategy gives the whole tensors; ranks that hold the same as one."""
     lines = [files_text(title, files, ranks)]
     for alike, entries in ranks_alike(files, ranks):
         found = [(name, (entry.dtype.name, entry.shape, entry.nbytes)) for name, entry in entries.items()]
@@ -463,7 +463,7 @@ def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`
     for difference in found.differences[:_MOST_SHOWN]:
         lines += _difference_lines(difference, found, words)
     if len(found.differences) > _MOST_SHOWN:
-        lines.append(f"and {len(found.differences) - _MOST_SHOWN:,} more; {every_one} says them all")
+        lines.append(f"and {len(found.differences) - _MOST_SHOWN:,} more; {every_one} lists them all")
     return "\n".join(lines)
 
 

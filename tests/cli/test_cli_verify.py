@@ -71,7 +71,7 @@ def test_everything_differs(folder: Path) -> None:
     result = call(*BOTH)
     assert result.exit_code == 3
     assert len(result.stdout.splitlines()) <= 24
-    assert "and 12 more; --json says them all" in result.stdout
+    assert "and 12 more; --json lists them all" in result.stdout
     assert len(data(call(*BOTH, "--json"))["differences"]) == 18
 
 

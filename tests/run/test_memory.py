@@ -53,7 +53,7 @@ class Ran:
     """What a command took, and what it said before."""
 
     took: Measured
-    told: dict[str, Any]
+    predicted: dict[str, Any]
 
 
 class Sources:
@@ -121,8 +121,8 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS)
 def test_the_peak_is_what_was_predicted_or_less(sources: Sources, run: str) -> None:
     ran = sources.run(*RUNS[run])
-    assert ran.took.peak <= ran.told["peak_memory"] <= 2 * ran.took.peak + 40e6
-    if ran.told["tensors"] < 100:
+    assert ran.took.peak <= ran.predicted["peak_memory"] <= 2 * ran.took.peak + 40e6
+    if ran.predicted["tensors"] < 100:
         assert ran.took.peak < 90e6
 
 
@@ -141,7 +141,7 @@ def test_a_budget_is_obeyed_however_many_threads_are_asked_for(
     sources: Sources, source: str, target: str, options: list[str], budget: str
 ) -> None:
     ran = sources.run(source, target, "--memory", budget, *options)
-    assert ran.took.peak <= ran.told["peak_memory"] <= int(budget[:-2]) * 1_000_000
+    assert ran.took.peak <= ran.predicted["peak_memory"] <= int(budget[:-2]) * 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_budget_is_obeyed_however_many_threads_are_asked_for(
     [("large", "four", []), ("large", "columns", []), ("large", "many", []), ("large", "columns", CAST),
      ("ckpt", "columns", []), ("small", "columns", [])],
 )  # fmt: skip
-def test_the_least_budget_that_is_told_works_and_a_byte_less_does_not(
+def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(
     sources: Sources, source: str, target: str, options: list[str]
 ) -> None:
     refused = sources.command(source, target, "--memory", "20MB", *options)
@@ -161,7 +161,7 @@ def test_the_least_budget_that_is_told_works_and_a_byte_less_does_not(
     least = int(match[1])
     ran = sources.run(source, target, "--memory", str(least), *options)
     assert ran.took.peak <= least
-    assert ran.told["peak_memory"] <= least
+    assert ran.predicted["peak_memory"] <= least
     again = sources.command(source, target, "--memory", str(least - 1), *options)
     assert (again.code, f"the least that works is {least}:" in again.err) == (5, True)
 

@@ -140,6 +140,20 @@ def test_where_the_source_is_gone_checksums_are_compared(plan: Plan, tmp_path: P
     assert "has other bytes than were written at " in failed.output
 
 
+def test_a_range_that_was_noted_twice_is_compared_once(plan: Plan, tmp_path: Path) -> None:
+    """As by a run that wrote a piece again because another file of it had lost its bytes."""
+    plan.run(tmp_path / "out")
+    shutil.rmtree(tmp_path / "src")
+    for log in (tmp_path / "out" / ".reshard").glob("*.jsonl"):
+        lines = log.read_bytes().splitlines(keepends=True)
+        twice = [line for line in lines if b'"wrote"' in line]
+        assert twice
+        log.write_bytes(b"".join([*lines, *twice]))
+    found = reshard.verify(tmp_path / "out")
+    assert found
+    assert found.against == "its ledger"
+
+
 def test_a_store_has_its_ledger_beside_it(source: reshard.Checkpoint, tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     for overwrite in (False, True):
