@@ -23,11 +23,13 @@ Words = Mapping[str, tuple[str, ...]]
 
 PYTHON: Words = {
     "allow_missing": ("allow_missing={!r}",),
+    "client": ("client=...",),
     "deduplicated": ("deduplicated=True",),
     "drop": ("drop={!r}",),
     "exclude": ("exclude={!r}",),
     "include": ("include={!r}",),
     "layout": ("layouts={{{!r}: {!r}}}",),
+    "memory": ("memory=...",),
     "name_map": ("names=...",),
     "overwrite": ("overwrite=True",),
     "partial": ("partial=True",),

@@ -545,7 +545,7 @@ def test_processes_that_write_the_same_files_are_kept_apart(folder: Path) -> Non
 
 
 def test_the_key_of_encrypted_files_is_in_no_file_that_is_written(tmp_path: Path, faults: Faults) -> None:
-    """Neither in the plan, nor in the journal of a run that was stopped or is done, nor in a manifest or a report."""
+    """Neither in the plan, nor in the ledger of a run that was stopped or is done, nor in a manifest or a report."""
     pytest.importorskip("cryptography")
     key = b"0123456789ABCDEF"
     cipher = reshard.Cipher("AES-GCM", key)

@@ -37,11 +37,13 @@ INPUTS, STRATEGIES, OUTPUTS = "reshard.inputs", "reshard.strategies", "reshard.o
 
 OPTIONS: Words = {
     "allow_missing": ("--allow-missing '{}'",),
+    "client": ("--cluster",),
     "deduplicated": ("--deduplicated",),
     "drop": ("--drop '{}'",),
     "exclude": ("--exclude {}",),
     "include": ("--include {}",),
     "layout": ("--layout '{}={}'",),
+    "memory": ("--memory",),
     "name_map": ("--name-map",),
     "overwrite": ("--overwrite",),
     "partial": ("--partial",),

@@ -208,7 +208,7 @@ def verify(
         found: Verification
         if manifest is not None:
             partial = target_reading["partial"]
-            found = verified(target, manifest=manifest, partial=partial, threads=threads, progress=shown)
+            found = verified(target, manifest=manifest, partial=partial, memory=memory, threads=threads, progress=shown)
         elif not given:
             found = verified(target, memory=memory, threads=threads, client=client, progress=shown)
         else:

@@ -1,7 +1,7 @@
 """Unified sets: whole tensors in several files that are not too large, and an index of which tensor is where.
 
 The index gets its name last, so that a set with an index is complete. The map of a MindSpore set names tensors of the
-parts only; that there is a `hyper_param` is said besides its total size, where MindSpore does not look.
+parts only; that there is a `hyper_param` is said next to its total size, where MindSpore does not look.
 
 Sources: MindSpore 2.10 `parallel/transform_safetensors.py` (`unified_safetensors`: part<k>, hyper_param,
 param_name_map.json) and the Hugging Face hub's sharded safetensors (`model.safetensors.index.json`).

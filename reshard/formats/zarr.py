@@ -135,8 +135,8 @@ class ZarrGroup:
             most = OTHER_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES
             chunk = cut(shape, most // dtype.itemsize)
         else:
-            beside = prod(counts(shape[1:], block[1:]))
-            most = MOST_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES // beside
+            across = prod(counts(shape[1:], block[1:]))
+            most = MOST_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES // across
             chunk = cut(block, most // dtype.itemsize)
         return Array(shape, dtype, chunk, self._shard(shape, chunk, dtype.itemsize), self.level)
 

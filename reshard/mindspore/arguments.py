@@ -346,7 +346,7 @@ def carry_out(
     _check_complete(planned, after, rank)
     warn_of(planned, after, rank)
     _refuse_strategies(planned, target, strategies)
-    run(planned, target, threads=threads, overwrite=True, journal=False)
+    run(planned, target, threads=threads, overwrite=True, ledger=False)
 
 
 def _check_complete(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:

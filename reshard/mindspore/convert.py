@@ -121,7 +121,7 @@ def _convert(
             selections=[_selection(file, name_map or {}) for file in files],
             threads=processes_num,
         )
-        run(planned, directory, threads=processes_num, overwrite=True, journal=False)
+        run(planned, directory, threads=processes_num, overwrite=True, ledger=False)
     unused = [old for old in name_map or {} if old not in found]
     if unused:
         _log.warning("name_map: no file has %s", names(map(repr, unused)))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-VIEWS = 0.5
+VIEWS = 0.25
 """What a thread may keep of bands that it has worked out, with views of its buffers: so much of the bytes of a band."""
 
 _ROWS = slice(None)  # all rows of a band

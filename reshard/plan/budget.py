@@ -70,7 +70,7 @@ class Budget(NamedTuple):
     Attributes:
         fixed: what is taken whatever the threads.
         coders: what else takes memory by the thread.
-        buffers: how many bands a thread holds: as read, as put together, and cast; and what they are compared with.
+        buffers: how many bands a thread holds: as read, as put together or as they are compared with it, and cast.
         remote: files that are read are at URLs.
         threads: how many there are at most.
         band_bytes: the most bytes of a tensor that one of them reads at once.
@@ -195,7 +195,7 @@ def comparison_budget(
     held += sum(TENSOR_BYTES * len(file.index.entries) for side in sides if not side.tensors for file in side.files)
     coders = tuple(side.coding for side in sides if side.coding is not None)
     remote = any(can(file.path).waits for side in sides for file in side.files)
-    buffers = 4 + casts  # as read, put together and cast; what a copy has, and which elements differ
+    buffers = 3 + casts  # as read, and cast; what a copy has, and which elements differ
     found = Budget((_program(casts=casts), ("checkpoints", held)), coders, buffers, remote, threads, BAND_BYTES)
     return found.within(memory, "the program and what the headers say", "either side")
 

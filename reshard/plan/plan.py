@@ -342,7 +342,7 @@ class Plan:
         overwrite: bool = False,
         restart: bool = False,
         checksums: bool | None = None,
-        journal: bool = True,
+        ledger: bool = True,
         partition: str | None = None,
         progress: Callable[[Progress], None] | bool | None = None,
     ) -> Report:
@@ -361,7 +361,7 @@ class Plan:
             overwrite=overwrite,
             restart=restart,
             checksums=checksums,
-            journal=journal,
+            ledger=ledger,
             partition=partition,
             progress=progress,
         )

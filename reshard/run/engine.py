@@ -110,11 +110,10 @@ class _Buffers(threading.local):
         read: for what is read of a band.
         put: for the columns of one target block, put together.
         cast: for these elements in another dtype.
-        other: for what else is read, such as the copies that they are compared with.
     """
 
     def __init__(self) -> None:
-        self.read = self.put = self.cast = self.other = memoryview(b"")
+        self.read = self.put = self.cast = memoryview(b"")
         self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
         self._views = 0
 
@@ -126,7 +125,7 @@ class _Buffers(threading.local):
             self._bands.move_to_end(key)
             return self._bands[key][-1]
         cut = list(_cut(move.recipe.segments(move.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
-        self._hold(max([band_bytes, *(max(itemsizes) * _elements(rows) for rows in cut)]))
+        self.hold(max([band_bytes, *(max(itemsizes) * _elements(rows) for rows in cut)]))
         made = (_band(rows, move) for rows in (cut if in_order else _turned(cut)))
         views = 1 + sum(map(_views, cut))
         most = int(band_bytes * VIEWS) // _VIEW_BYTES
@@ -140,7 +139,7 @@ class _Buffers(threading.local):
         self._views += views
         return found
 
-    def _hold(self, nbytes: int) -> None:
+    def hold(self, nbytes: int) -> None:
         """Have buffers of so many bytes; what is not used of them takes no memory."""
         if len(self.read) < nbytes:
             self._bands.clear()  # their views would keep the buffers that are too small
@@ -229,10 +228,9 @@ def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
 
 
 def scratch(nbytes: int) -> memoryview:
-    """Return a buffer of this thread for what no band is made of; it is the same in each call."""
-    if len(_buffers.other) < nbytes:
-        _buffers.other = _memory(nbytes)
-    return _buffers.other[:nbytes]
+    """Return the buffer of this thread that columns are put together in, for something else that is read."""
+    _buffers.hold(nbytes)
+    return _buffers.put[:nbytes]
 
 
 def _turned(some: list[Any]) -> list[Any]:

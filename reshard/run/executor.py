@@ -18,16 +18,16 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.errors import ReshardError, SourceError, TargetError
-from reshard.run.tasks import Receipt, running
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can
-from reshard.storage.threads import run_threads, uninterrupted
+from reshard.storage.threads import run_threads, running, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from reshard.plan.plan import Plan
     from reshard.run.graph import Graph
+    from reshard.run.tasks import Receipt
     from reshard.storage.base import Status
 
 S = TypeVar("S")
@@ -227,6 +227,8 @@ def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> l
     import dask
     from distributed import as_completed
 
+    from reshard.run.tasks import Receipt
+
     tasks = graph.work()
     plan_key = next(iter(tasks))
     with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGE_GRAPH}):
@@ -281,6 +283,8 @@ def work_here(
     """Run tasks on this machine and return the receipts of a key; after a failure no task of the run does anything."""
     from dask.callbacks import Callback
     from dask.local import get_async, get_sync
+
+    from reshard.run.tasks import Receipt
 
     def callback(report: Callable[[Receipt], None]) -> Callback:
         def posttask(_key: str, result: object, _dsk: object, state: dict[str, list[str]], _worker: object) -> None:

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import struct
 import threading
 import time
@@ -187,7 +186,7 @@ _LOCK: dict[str, Any] = {"time": 0.0, "host": "", "machine": "", "process": 0, "
 
 def _this_process() -> dict[str, Any]:
     return {
-        "host": socket.gethostname(),
+        "host": os.uname().nodename,
         "machine": _machine(),
         "process": os.getpid(),
         "began": _began(os.getpid()),

@@ -94,7 +94,7 @@ class Report(NamedTuple):
         Its checksums are those of the receipts, also where earlier runs wrote; a block that is without one is read.
 
         Raises:
-            UsageError: there are no checksums: of a run without them or without a journal, into a zarr store, or of
+            UsageError: there are no checksums: of a run without them or without a ledger, into a zarr store, or of
                 files that are encoded.
             SourceError: a block must be read for its sum, and cannot be.
         """
@@ -136,7 +136,7 @@ def run(
     overwrite: bool = False,
     restart: bool = False,
     checksums: bool | None = None,
-    journal: bool = True,
+    ledger: bool = True,
     partition: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
@@ -161,7 +161,7 @@ def run(
         restart: forget what an earlier run left in the target, and replace the files that it finished.
         checksums: compute CRC-32C of what is written, so that an interrupted run can be resumed, and for
             `Report.manifest`; by default as `fsync`.
-        journal: keep a ledger in `.reshard` in the target: what is written, and which run writes it. Without it,
+        ledger: keep a ledger in `.reshard` in the target: what is written, and which run writes it. Without it,
             nothing can be resumed, and the files that an earlier run finished count like any others; there are locks
             during the run, where the file system has any. At a URL only complete files are of use to the next
             run. A zarr store has no ledger in it once it is finished.
@@ -191,9 +191,9 @@ def run(
     cached = ""
     if client is not None:
         cached = check_workers(plan, root, client)
-    session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, journal=journal)
+    session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, ledger=ledger)
     if checksums is None:
-        checksums = fsync and journal
+        checksums = fsync and ledger
     checksums = checksums and plan.coding is None  # the bytes on the disk are others
     how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, cached=cached)
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
@@ -235,7 +235,7 @@ def run(
         session.resumed,
         sum(file.done for file in session.plan.files),
         session.touched,
-        Checksums(plan, root) if journal and checksums and not plan.exclusive else None,
+        Checksums(plan, root) if ledger and checksums and not plan.exclusive else None,
     )
 
 

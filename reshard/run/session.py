@@ -76,7 +76,7 @@ class Session:
     """
 
     def __init__(
-        self, plan: Plan, root: str, *, overwrite: bool, restart: bool, threads: int, fsync: bool, journal: bool = True
+        self, plan: Plan, root: str, *, overwrite: bool, restart: bool, threads: int, fsync: bool, ledger: bool = True
     ) -> None:
         """Take the files, and look at what is there; with `fsync`, have what is finished on the disk.
 
@@ -87,7 +87,7 @@ class Session:
             restart: forget what an earlier run left.
             threads: that look at what is written.
             fsync: see above.
-            journal: keep a ledger; without, whatever is there is somebody else's, and nothing unfinished is left.
+            ledger: keep a ledger; without, whatever is there is somebody else's, and nothing unfinished is left.
 
         Raises:
             TargetError: another run writes one of the files; or one is there that this run must not replace.
@@ -97,16 +97,16 @@ class Session:
         self._root, self._overwrite, self._fsync = root, overwrite, fsync
         self._early = not can(root).positioned
         sources = changes_digest(plan)
-        self.ledger = Ledger(root, keeps=journal, made=made_data(plan) if journal else b"", sources=sources)
+        self.ledger = Ledger(root, keeps=ledger, made=made_data(plan) if ledger else b"", sources=sources)
         self._paths = [file.path for file in plan.files]
         self.ledger.hold(self._paths)
         try:
-            digests = file_digests(plan) if journal else [uuid.uuid4().hex] * len(plan.files)
+            digests = file_digests(plan) if ledger else [uuid.uuid4().hex] * len(plan.files)
             self._whole = plan = replace(plan, digests=tuple(digests))
             self._wanted = planned_files(plan, digests)
             records = self.ledger.load(self._paths)
             self._seen = seen_files(plan, root, records, self._paths if overwrite or restart else records)
-            policy = Policy(sources, self._early, overwrite or (restart and not journal), restart)
+            policy = Policy(sources, self._early, overwrite or (restart and not ledger), restart)
             self._fates = fates(self._wanted, self._seen, policy)
             self._refuse()
             kept = self._numbers(Do.KEEP)

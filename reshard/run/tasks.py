@@ -7,15 +7,13 @@ even, and those that name files may not, is in `graph`.
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
-from collections import Counter
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import ChangedError, GoneError, ReshardError, SourceError
+from reshard.errors import ChangedError, GoneError, SourceError
 from reshard.plan.partition import whole_files
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.ledger import in_files
@@ -24,6 +22,7 @@ from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, store_at
+from reshard.storage.threads import running
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -81,28 +80,6 @@ class How(NamedTuple):
     checksums: bool = False
     cached: str = ""
     run: str = ""
-
-
-class Running:
-    """The tasks of this process that write, by run, and the runs that are given up."""
-
-    def __init__(self) -> None:
-        self.tasks: Counter[str] = Counter()
-        self.stopped: set[str] = set()
-        self._lock = threading.Lock()
-
-    def add(self, run: str, number: int) -> None:
-        """Count tasks of a run."""
-        with self._lock:
-            self.tasks[run] += number
-
-    def check_cancelled(self, run: str) -> None:
-        """Raise where a run is given up; a task that writes large files takes long."""
-        if run in self.stopped:
-            raise ReshardError("the run was given up")
-
-
-running = Running()
 
 
 @contextmanager

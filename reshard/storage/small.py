@@ -118,18 +118,18 @@ def write_whole(path: AnyName, content: bytes | Iterable[bytes]) -> None:
     if isinstance(place, RemotePath):
         remote_store().put(str(place), content if isinstance(content, bytes) else b"".join(content))
         return
-    beside = place.with_name(place.name + ".partial")
+    unfinished = place.with_name(place.name + ".partial")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside.unlink(missing_ok=True)  # what is there may be a link to elsewhere
-        with beside.open("xb") as file:
+        unfinished.unlink(missing_ok=True)  # what is there may be a link to elsewhere
+        with unfinished.open("xb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())  # or the name may be there after a power failure, and nothing in the file
-        beside.replace(place)
+        unfinished.replace(place)
     except BaseException as error:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
         raise TargetError(f"{place}: cannot be written: {error.strerror or error}") from None

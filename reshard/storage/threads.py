@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import threading
 from _thread import start_new_thread
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -146,3 +149,25 @@ def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int) ->
     found: list[R] = []
     run_threads(function, items, threads, found.append)
     return found
+
+
+class Running:
+    """The tasks of this process that write, by run, and the runs that are given up."""
+
+    def __init__(self) -> None:
+        self.tasks: Counter[str] = Counter()
+        self.stopped: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add(self, run: str, number: int) -> None:
+        """Count tasks of a run."""
+        with self._lock:
+            self.tasks[run] += number
+
+    def check_cancelled(self, run: str) -> None:
+        """Raise where a run is given up; a task that writes large files takes long."""
+        if run in self.stopped:
+            raise ReshardError("the run was given up")
+
+
+running = Running()

@@ -131,8 +131,8 @@ def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
                 faults.add(f"tensor {name!r}", str(error).removeprefix(f"tensor {name!r}: "))
             stated = {p.shape for p in places if p.shape is not None and not p.expanded} - {shape}
             if stated:
-                strategys = " and ".join(map(shape_text, stated))
-                faults.add(f"tensor {name!r}", f"is of shape {shape_text(shape)}; the strategy says {strategys}")
+                expected = " and ".join(map(shape_text, stated))
+                faults.add(f"tensor {name!r}", f"is of shape {shape_text(shape)}; the strategy says {expected}")
         elif name in states:
             warnings.append(f"optimizer state {name!r} is in the strategy and not in the files")
         else:

@@ -285,7 +285,12 @@ def gathered(found: Iterable[Compared]) -> dict[int, list[Mismatch]]:
 
 
 _Step = tuple[tuple[int, Write, int, memoryview] | None, "ReadStore", list["Want"]]
-"""What is read in turn: a part of a copy (the number of its check, the part, its file and its buffer), or a band."""
+"""What is read in turn: a band, or a part of a copy (the number of its check, the part, its file and its buffer).
+
+A part of file `_REFERENCES` is what its copies are compared with, cast; it comes before they are read.
+"""
+
+_REFERENCES = -1
 
 
 class _Task:
@@ -310,22 +315,24 @@ class _Task:
         """Compare some rows of some tensors."""
         moves = {number: check.move for number, check in checks.items()}
         reader = BandReader(moves, self._comparison.paths, self._stores[0], self._comparison.band_bytes)
-        last = None
+        converted = memoryview(b"")
         for step in in_batches(self._steps(reader, checks, pieces)):
             if step is None:  # another band of the references is there
-                last = None
                 continue
             number, write, file, found = step
             check = checks[number]
-            if write is not last:
-                last, content = write, write.put_together()
-                converted = None
-            if file < self._comparison.sources:
-                expected = content
-            else:
-                converted = expected = converted or cast(content, check.move.dtype, check.move.target_dtype)
-            carrier = self._comparison.copy_dtype(check, file).carrier()
-            here, there = (np.frombuffer(some, carrier) for some in (found, expected))
+            if file == _REFERENCES:
+                converted = cast(write.put_together(), check.move.dtype, check.move.target_dtype)
+                continue
+            dtype = self._comparison.copy_dtype(check, file)
+            expected = write.content if dtype is check.move.dtype else converted
+            if expected is write.content and write.copies:
+                # The copy is where its columns would be put together: they are compared where they were read.
+                if all(np.array_equal(*columns) for columns in write.copies):
+                    continue
+                found = memoryview(bytes(found))
+                write.put_together()
+            here, there = (np.frombuffer(some, dtype.carrier()) for some in (found, expected))
             unequal = here != there
             if unequal.any():
                 yield number, self._mismatch(check, write.target, file, write.first, unequal, here, there)
@@ -338,8 +345,12 @@ class _Task:
             move = checks[number].move
             for write in band.writes:
                 elements = len(write.content) // move.dtype.itemsize
+                dtype = move.dtype
                 for copy in move.writes[write.target]:
-                    itemsize = self._comparison.copy_dtype(checks[number], copy.file).itemsize
+                    before, dtype = dtype, self._comparison.copy_dtype(checks[number], copy.file)
+                    if dtype is not before:
+                        yield (number, write, _REFERENCES, write.content), store, []
+                    itemsize = dtype.itemsize
                     found, of_copy, reading = self._reading(copy, write.first * itemsize, elements * itemsize)
                     yield (number, write, copy.file, found), of_copy, reading
 

@@ -14,7 +14,6 @@ from reshard.errors import SourceError, UsageError
 from reshard.formats import index_file
 from reshard.formats.entries import FileIndex
 from reshard.layout.block import shape_text
-from reshard.run.ledger import Checksums
 from reshard.source.headers import gaps
 from reshard.storage.crc32c import crc32c
 from reshard.storage.places import as_place, of_each
@@ -195,15 +194,17 @@ def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool 
     """Return the manifest of what a run wrote; with a path, write it file by file, and return its number of checksums.
 
     Raises:
-        UsageError: there are no checksums: of a run without them or without a journal, into a zarr store, or of files
+        UsageError: there are no checksums: of a run without them or without a ledger, into a zarr store, or of files
             that are encoded.
         SourceError: a block must be read for its sum, and cannot be.
         TargetError: the manifest exists, cannot be written, or is a target file or a source file.
     """
+    from reshard.run.ledger import Checksums  # a run has it; to verify takes none of its modules
+
     sums = report.checksums
     if not isinstance(sums, Checksums):
         raise UsageError(
-            f"{report.directory}: no checksums were made for a manifest; run with checksums=True and a journal, "
+            f"{report.directory}: no checksums were made for a manifest; run with checksums=True and a ledger, "
             "or read the files with reshard.make_manifest"
         )
     found = sums_of_files(sums.root, sums.files, sums)

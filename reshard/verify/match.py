@@ -55,7 +55,7 @@ class Matched:
 def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Checkpoint, Checkpoint, int | None]]:
     """Yield what is compared with what: the two checkpoints, or, where no strategy joins their ranks, rank by rank.
 
-    Next to them is the rank; None of the two checkpoints.
+    With each pair comes its rank; None with the two checkpoints.
     """
     if source.tensors and target.tensors:
         yield source, target, None

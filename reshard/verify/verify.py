@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import SourceError, UsageError, joined, names
+from reshard.errors import Option, SourceError, Text, UsageError, joined, names
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN
 from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
@@ -168,15 +168,15 @@ def verify(
     if manifest is not None:
         if isinstance(target, Checkpoint):
             raise UsageError("a manifest is of files: name the directory that they are in")
+        _refuse_idle(target, memory, client)
         found = _against_manifest(as_place(target), manifest, partial, threads, on_progress)
     elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
         found = _against_made(made, memory, threads, client, on_progress)
     else:
         checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy)
         selection = selection or Selection()
-        if against is None and client is not None:
-            raise UsageError(f"{checkpoint.root}: workers of a cluster compare with a source; expected one")
         if against is None:
+            _refuse_idle(checkpoint.root, memory, client)
             found = _structure(checkpoint, selection, deduplicated)
         else:
             source = against if isinstance(against, Checkpoint) else opened(against, source_strategy, what="source")
@@ -184,6 +184,14 @@ def verify(
                 checkpoint, source, selection, deduplicated, sample, seed, memory, threads, client, on_progress
             )
     return replace(found, seconds=time.perf_counter() - began)
+
+
+def _refuse_idle(target: AnyName, memory: int | None, client: Any) -> None:
+    """Refuse what only a comparison with a source obeys."""
+    for option, value in ((Option("memory"), memory), (Option("client"), client)):
+        if value is not None:
+            advice = " is of a comparison with a source; name a source, or leave it out"
+            raise UsageError(Text(f"{target}: ", option, advice))
 
 
 def _made(

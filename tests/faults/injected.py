@@ -1,6 +1,6 @@
 """`reshard` with a fault in it: `python injected.py '{"kind": "fails", …}' transform …`; `by-file` may come before.
 
-The fault is put in at the calls with which the store and the journal reach the disk, so that all that is above them is
+The fault is put in at the calls with which the store and the ledger reach the disk, so that all that is above them is
 the real thing. Work is cut fine, and receipts are noted at once, so that small tensors make many operations.
 
 What to do, as JSON:

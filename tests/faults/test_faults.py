@@ -344,14 +344,14 @@ def some_file(trial: Trial, pattern: str) -> Path | None:
     return trial.random.choice(found) if found else None
 
 
-def journal_cut(trial: Trial) -> None:
+def ledger_cut(trial: Trial) -> None:
     path = some_file(trial, ".reshard/*.jsonl")
     if path:
         os.truncate(path, late(trial, path.stat().st_size + 1))
     trial.may_need = ("--overwrite",)
 
 
-def journal_gone(trial: Trial) -> None:
+def ledger_gone(trial: Trial) -> None:
     shutil.rmtree(trial.target / ".reshard", ignore_errors=True)
     trial.may_need = ("--overwrite",)
 
@@ -385,12 +385,12 @@ FAULTS: dict[str, Any] = {
     "SIGINT": partial(signalled, signal.SIGINT),
     "disk full": partial(fails, errno.ENOSPC, {5}, ("pwrite",)),
     "no room for a file": partial(fails, errno.ENOSPC, {5}, ("posix_fallocate",)),
-    "journal cannot be written": partial(fails, errno.ENOSPC, {5}, ("write",)),
+    "ledger cannot be written": partial(fails, errno.ENOSPC, {5}, ("write",)),
     "read fails": partial(fails, errno.EIO, {4}, ("preadv",)),
     "read ends early": ends,
     "read comes short": partial(short, "preadv"),
     "write comes short": partial(short, "pwrite"),
-    "journal comes short": partial(short, "write"),
+    "ledger comes short": partial(short, "write"),
     "write fails": partial(fails, errno.EIO, {6}, ("pwrite",)),
     "fsync fails": partial(fails, errno.EIO, {0, 6}, ("fsync",)),
     "rename fails": partial(fails, errno.EIO, {6}, ("replace",)),
@@ -401,8 +401,8 @@ FAULTS: dict[str, Any] = {
     "source removed": partial(source_changes, "remove"),
     "source replaced": partial(source_changes, "replace"),
     "rank removed": rank_removed,
-    "journal truncated": partial(between, journal_cut),
-    "journal deleted": partial(between, journal_gone),
+    "ledger truncated": partial(between, ledger_cut),
+    "ledger deleted": partial(between, ledger_gone),
     "unfinished file spoiled": partial(between, partial_spoiled),
     "unfinished file has another name": partial(between, partial_shared),
 }
@@ -446,7 +446,7 @@ def mount(*words: str) -> None:
 @pytest.mark.parametrize("kind", LIES)
 def test_small_disks(world: World, kind: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     stopped = resumed = 0
-    sizes = [8, 16, 20, 24]  # kB; the target takes 16, and its journals a page each
+    sizes = [8, 16, 20, 24]  # kB; the target takes 16, and its ledgers a page each
     for size in sizes:
         trial = Trial(world, SCENARIOS[0], tmp_path / f"{size}", random.Random(size))  # noqa: S311
         trial.target.mkdir()

@@ -142,7 +142,7 @@ def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoin
     assert not (store / ".reshard").exists()
 
 
-def test_without_a_journal_nothing_of_an_unfinished_file_stays(source: reshard.Checkpoint, tmp_path: Path) -> None:
+def test_without_a_ledger_nothing_of_an_unfinished_file_stays(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, files=GROUPS["chunks"])  # of which some go beyond their tensor
     plan.run(tmp_path / "whole")
     for file in plan.files:
@@ -150,7 +150,7 @@ def test_without_a_journal_nothing_of_an_unfinished_file_stays(source: reshard.C
             path = tmp_path / "z" / unfinished_path(file.path, digest)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"x" * file.layout.size)
-    plan.run(tmp_path / "z", journal=False)
+    plan.run(tmp_path / "z", ledger=False)
     assert tree(tmp_path / "z") == tree(tmp_path / "whole")
 
 

@@ -174,7 +174,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, ...]]:
         if path.relative_to(directory).parts[0] not in {
             "out",
             ".reshard",
-        }:  # journals are next to a target that is a file
+        }:  # ledgers are next to a target that is a file
             status = path.lstat()
             found[str(path)] = (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns)
     return found

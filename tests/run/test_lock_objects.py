@@ -66,9 +66,9 @@ def test_runs_of_the_same_files_are_kept_apart(source: reshard.Checkpoint, root:
 
     def disturb(_: object) -> None:
         if not refused:
-            for journal in (True, False):
+            for ledger in (True, False):
                 with pytest.raises(TargetError, match="another run writes rank_1/.* wait for its end") as caught:
-                    reshard.plan(source, COLUMNS, ranks=[1]).run(f"{root}/out", journal=journal, overwrite=True)
+                    reshard.plan(source, COLUMNS, ranks=[1]).run(f"{root}/out", ledger=ledger, overwrite=True)
                 refused.append(caught.value)
             reshard.plan(source, COLUMNS, ranks=[2]).run(f"{root}/out")
             assert len(objects(f"{root}/out")) == 1

@@ -270,10 +270,10 @@ def test_an_older_index_goes_first_without_a_journal_too(
     root: str, source: reshard.Checkpoint, several_groups: None
 ) -> None:
     plan = reshard.plan(source, files=reshard.HuggingFaceSet(9000), format="safetensors")
-    plan.run(f"{root}/out", journal=False)
+    plan.run(f"{root}/out", ledger=False)
     (index,) = (file.path for file in plan.files if file.last)
     with pytest.raises(KeyboardInterrupt):
-        plan.run(f"{root}/out", scheduler="synchronous", journal=False, overwrite=True, progress=stop_after(1))
+        plan.run(f"{root}/out", scheduler="synchronous", ledger=False, overwrite=True, progress=stop_after(1))
     assert index not in get(f"{root}/out")
 
 

@@ -80,7 +80,7 @@ def test_elements_before_a_row(given_block: tuple[tuple[int, ...], Block], data:
 def test_only_what_is_not_there_is_written_again(
     tmp_path_factory: pytest.TempPathFactory, model: Model, data: st.DataObject
 ) -> None:
-    """Stop anywhere, spoil some of what was written, cut journals short; then the rest gives the same bytes."""
+    """Stop anywhere, spoil some of what was written, cut ledgers short; then the rest gives the same bytes."""
     root = tmp_path_factory.mktemp("run")
     full = numbers(model.shapes, "int16")
     checkpoint = reshard.open(write_ranks(root / "src", full, model.source), strategy=model.source)

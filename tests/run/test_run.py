@@ -342,7 +342,7 @@ def test_a_failed_unified_set_is_gone_on_with(
     monkeypatch.undo()
     report = made.run(tmp_path / "out")
     assert 0 < report.resumed < made.stats.bytes_written == report.bytes_written + report.resumed
-    made.run(tmp_path / "other", journal=False)
+    made.run(tmp_path / "other", ledger=False)
     assert tree(tmp_path / "out") == tree(tmp_path / "other")
 
 

@@ -134,7 +134,7 @@ def test_without_a_journal_there_are_locks(
 
     def disturb(_: object) -> None:
         with pytest.raises(TargetError, match="another run writes rank_0") as caught:
-            other.run(tmp_path / "out", journal=False, overwrite=True)
+            other.run(tmp_path / "out", ledger=False, overwrite=True)
         refused.append(caught.value)
 
     plan = reshard.plan(source, TARGET)
@@ -143,7 +143,7 @@ def test_without_a_journal_there_are_locks(
     assert refused
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
     stopped(plan, tmp_path / "begun")
-    other.run(tmp_path / "begun", journal=False)
+    other.run(tmp_path / "begun", ledger=False)
     other.run(tmp_path / "second")
     assert tree(tmp_path / "begun") == tree(tmp_path / "second")
 
@@ -191,7 +191,7 @@ def test_without_a_journal_locks_are_an_attempt(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "fcntl", fail_once(fcntl.fcntl, lambda *_: True, errno.ENOSYS))
-    reshard.plan(source, TARGET).run(tmp_path / "out", journal=False)
+    reshard.plan(source, TARGET).run(tmp_path / "out", ledger=False)
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "fcntl", fail_once(fcntl.fcntl, lambda *_: True, errno.ENOSYS))
         with pytest.raises(TargetError, match="cannot be locked"):

@@ -50,7 +50,7 @@ def tasks_of(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     return found
 
 
-@pytest.mark.parametrize("journal", [True, False])
+@pytest.mark.parametrize("ledger", [True, False])
 @pytest.mark.parametrize("partition", ["tensor", "file"])
 def test_a_task_of_a_lost_run_does_not_write_into_the_files_of_another(
     source: reshard.Checkpoint,
@@ -58,14 +58,14 @@ def test_a_task_of_a_lost_run_does_not_write_into_the_files_of_another(
     tmp_path: Path,
     tasks_of: list[Callable[[], object]],
     partition: str,
-    journal: bool,
+    ledger: bool,
 ) -> None:
     """As a worker of a cluster does, whose client was killed: locks ended with that."""
     other.run(tmp_path / "undisturbed", partition=partition)
     tasks_of.clear()
     out, finished = tmp_path / "out", []
     tasks = 4 if partition == "tensor" else 1
-    stopped(reshard.plan(source, TARGET), out, tasks, partition=partition, journal=journal)
+    stopped(reshard.plan(source, TARGET), out, tasks, partition=partition, ledger=ledger)
     lost = list(tasks_of)
     assert lost
 
@@ -76,7 +76,7 @@ def test_a_task_of_a_lost_run_does_not_write_into_the_files_of_another(
                     task()
             finished.append(progress)
 
-    other.run(out, restart=True, partition=partition, journal=journal, progress=disturb, threads=1)
+    other.run(out, restart=True, partition=partition, ledger=ledger, progress=disturb, threads=1)
     assert finished
     expected = tree(tmp_path / "undisturbed")
     assert {path: content for path, content in tree(out).items() if not path.endswith(PARTIAL)} == expected

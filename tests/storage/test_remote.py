@@ -47,8 +47,8 @@ def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> No
     reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(f"{root}/stored", scheduler="synchronous")
     assert get(f"{root}/stored") == tree(tmp_path / "out")
     with pytest.raises(TargetError, match=r"/out: has rank_0/checkpoint_0\.\w+, .* already; .* with overwrite=True"):
-        plan.run(f"{root}/out", journal=False)
-    plan.run(f"{root}/out", journal=False, overwrite=True)
+        plan.run(f"{root}/out", ledger=False)
+    plan.run(f"{root}/out", ledger=False, overwrite=True)
     assert get(f"{root}/out") == tree(tmp_path / "out")
     with pytest.raises(TargetError, match="is one of the source files"):
         reshard.plan(source, ROWS).run(f"{root}/src", overwrite=True)
@@ -117,17 +117,17 @@ def test_a_large_file_is_sent_in_parts(
     assert get(bucket) == tree(tmp_path / "out")
 
 
-@pytest.mark.parametrize("journal", [True, False])
+@pytest.mark.parametrize("ledger", [True, False])
 def test_a_failure_leaves_nothing_unfinished(
     root: str,
     asked: Requests,
     tmp_path: Path,
     several_groups: None,
-    journal: bool,
+    ledger: bool,
     faults: Faults,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither unfinished files nor parts of them that cost money; without a journal no complete ones either."""
+    """Neither unfinished files nor parts of them that cost money; without a ledger no complete ones either."""
     before, after = (Strategy.of({"w": Layout.of([ranks], [0, -1])}) for ranks in (4, 2))
     full = {"w": np.arange(4 << 20, dtype=np.float32).reshape(1024, 4096)}
     put(write_ranks(tmp_path / "src", full, before), f"{root}/src")
@@ -138,17 +138,17 @@ def test_a_failure_leaves_nothing_unfinished(
     # The first file is complete, five of the second file's eight MB are sent.
     faults.nth(8 + 6, raising(SourceError("the network is gone")), "read")
     with pytest.raises(SourceError, match="the network is gone") as caught:
-        plan.run(f"{root}/out", scheduler="synchronous", journal=journal)
-    assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == journal
+        plan.run(f"{root}/out", scheduler="synchronous", ledger=ledger)
+    assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == ledger
     total = plan.stats.bytes_written
     said = f"{total // 2} of {total} bytes are written and kept; the same command resumes (with restart=True "
-    assert getattr(caught.value, "__notes__", []) == journal * [f"{said}it starts over)"]
+    assert getattr(caught.value, "__notes__", []) == ledger * [f"{said}it starts over)"]
     if root.startswith("s3"):
         assert asked.operations.count("CompleteMultipartUpload") == asked.operations.count("AbortMultipartUpload") == 1
         fs = fsspec.filesystem("s3")
         assert not fs.list_multipart_uploads(root.removeprefix("s3://"))
     monkeypatch.undo()
-    assert plan.run(f"{root}/out").finished == journal
+    assert plan.run(f"{root}/out").finished == ledger
     plan.run(tmp_path / "out")
     assert get(f"{root}/out") == tree(tmp_path / "out")
 

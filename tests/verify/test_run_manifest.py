@@ -297,7 +297,7 @@ def test_without_checksums_there_is_none(folder: Path) -> None:
     plan = reshard.plan(reshard.open("src", strategy=SOURCE))
     reports: list[Report] = [
         plan.run("unsummed", fsync=False),
-        plan.run("unnoted", journal=False),
+        plan.run("unnoted", ledger=False),
         reshard.plan(plan.source, format="zarr", drop=["note"]).run("zarr"),
     ]
     for report in reports:

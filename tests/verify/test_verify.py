@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -145,6 +146,26 @@ def test_many_elements_are_counted(sides: tuple[Path, Path], small_bands: None) 
     (one,) = compared(source, target).differences
     assert one.count == 3
     assert one.index_in_block == (0, 7)
+
+
+@pytest.mark.parametrize("cast", [{}, {"float32": "float16"}])
+def test_every_copy_that_differs_is_named(tmp_path: Path, small_bands: None, cast: dict[str, str]) -> None:
+    """Columns, of which source and target have copies each, cast or not: a wrong one says nothing of the next."""
+    before = Strategy.of({"w": Layout.of([4, 2], [1, -1])})
+    after = Strategy.of({"w": Layout.of([3, 2], [-1, 1])})  # of columns that half the source's rows make
+    selection = Selection(cast=cast)
+    full = numbers({"w": (24, 36)})
+    source = write_ranks(tmp_path / "src", full, before)
+    plan = reshard.plan(reshard.open(source, strategy=before), after, selection=selection)
+    plan.run(tmp_path / "dst", fsync=False)
+    wrong = [rank_file(source, 3), *(rank_file(tmp_path / "dst", rank) for rank in (1, 2, 5))]
+    for path in wrong:
+        flip(path, "w", 70, bit=3)
+        flip(path, "w", 80, bit=3)
+    found = reshard.verify(
+        tmp_path / "dst", after, against=source, source_strategy=before, selection=selection
+    ).differences
+    assert sorted((one.path, one.count) for one in found) == sorted((str(path), 2) for path in wrong)
 
 
 def test_bits_are_compared_not_numbers(tmp_path: Path) -> None:
@@ -704,3 +725,17 @@ def test_a_state_whose_weight_is_in_another_stage_is_one(tmp_path: Path) -> None
     assert report.dropped == ("adam_m.w",)
     found = reshard.verify(tmp_path / "out", weights, against=source, partial=True)
     assert (found.differences, found.dropped) == ((), ("adam_m.w",))
+
+
+@pytest.mark.parametrize(
+    ("option", "word"), [({"memory": 1 << 30}, "memory=..."), ({"client": object()}, "client=...")]
+)
+@pytest.mark.parametrize("manifest", [True, False])
+def test_what_only_a_comparison_obeys_is_refused_elsewhere(
+    sides: tuple[Path, Path], option: dict[str, Any], word: str, manifest: bool
+) -> None:
+    _, target = sides
+    what = {"manifest": reshard.make_manifest(target)} if manifest else {"strategy": AFTER}
+    assert reshard.verify(target, **what)
+    with pytest.raises(UsageError, match=f"{re.escape(word)} is of a comparison with a source"):
+        reshard.verify(target, **what, **option)
