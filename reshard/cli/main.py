@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,7 @@ import click
 import reshard
 from reshard.cli.options import READ_PLACE, TARGET, json_option, source_options
 from reshard.cli.terminal import Border, called_as, print_json, say_warnings, width, wrote
+from reshard.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +35,27 @@ _HOMES = {
     "verify": "reshard.cli.verify:verify",
 }
 
+_RUNS_ON = (
+    "click", "cryptography", "dask", "distributed", "fsspec", "gcsfs", "google-crc32c", "ml_dtypes", "numpy",
+    "protobuf", "PyYAML", "rich", "s3fs", "safetensors", "zarr",
+)  # fmt: skip
+
+
+def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    """Print versions and exit: with --verbose, which is eager and so known, what it runs on as far as installed."""
+    if not value or ctx.resilient_parsing:
+        return
+    click.echo(f"reshard, version {reshard.__version__}")
+    if ctx.params["verbose"]:
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+
+        click.echo(f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}")
+        for name in _RUNS_ON:
+            with suppress(PackageNotFoundError):
+                click.echo(f"{name} {version(name)}")
+    ctx.exit()
+
 
 @click.group(
     name="reshard",
@@ -41,16 +64,27 @@ _HOMES = {
 To see it work on real MindSpore files, and what to type next:
 
   reshard demo
+
+To complete commands, options and paths with Tab, in bash, zsh or fish:
+
+  eval "$(_RESHARD_COMPLETE=bash_source reshard)"
+  eval "$(_RESHARD_COMPLETE=zsh_source reshard)"
+  _RESHARD_COMPLETE=fish_source reshard | source
 """,
     homes=_HOMES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(reshard.__version__, prog_name="reshard")
-def cli() -> None:
+@click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
+@click.option(
+    "--verbose", is_flag=True, is_eager=True, help="With --version: of Python and the libraries too, for bug reports."
+)
+def cli(verbose: bool) -> None:
     """Turn the sharded checkpoint of M devices into that of N devices, from the files alone.
 
     No framework and no accelerator is needed, and no tensor is ever whole in memory.
     """
+    if verbose:
+        raise UsageError("--verbose is about --version; leave it out")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
 
 
@@ -59,7 +93,8 @@ def cli() -> None:
 Example:
 
   reshard inspect src_checkpoints --source-strategy src_strategy.ckpt
-
+""",
+    details="""
 The object of --json has the keys source, ranks, files (rank, path, format,
 nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
 of_copies: what was looked at), unreadable, and tensors: name, dtype, shape,

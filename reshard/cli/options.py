@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from reshard.cli.terminal import INPUTS, OUTPUTS, STRATEGIES
+from reshard.cli.terminal import INPUTS, OUTPUTS, STRATEGIES, option
 from reshard.errors import Faults, UsageError
 from reshard.layout.block import LONGEST_NAME
 from reshard.plan.select import Selection
@@ -162,24 +162,40 @@ STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=Tru
 WRITE, WRITE_PLACE = PathType(OUTPUTS), PathType(OUTPUTS, remote=True)
 TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-source_strategy_option = click.option(
+json_option = option(
+    "--json",
+    "as_json",
+    under="Output",
+    first=True,
+    is_flag=True,
+    help="Print one JSON object; its keys: --help-all.",
+)
+source_strategy_option = option(
     "--source-strategy",
+    under="Source",
+    first=True,
     type=STRATEGY_PLACE,
     metavar="STRATEGY",
-    help="Strategy file of the source, or the directory of its ranks' strategy files.",
+    help="Strategy file of the source, or directory of its ranks' strategy files.",
 )
 
-memory_option = click.option(
-    "--memory", callback=size, metavar="SIZE", help="The most memory that a run may use, such as 8GB."
+memory_option = option(
+    "--memory",
+    under="Running",
+    first=True,
+    callback=size,
+    metavar="SIZE",
+    help="Most memory that a run may use, such as 8GB.",
 )
-suffix_option = click.option(
+suffix_option = option(
     "--suffix",
+    under="Source",
     metavar="SUFFIX",
     help="If a rank's directory has several checkpoints, take the one whose name ends with this.",
 )
-rank_pattern_option = click.option(
+rank_pattern_option = option(
     "--rank-pattern",
+    under="Source",
     metavar="PATTERN",
     default="rank_{rank}/*",
     show_default=True,
@@ -189,17 +205,24 @@ rank_pattern_option = click.option(
 
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say what the source is."""
-    for option in (
-        click.option("--partial", is_flag=True, help="The source may lack ranks, but not the blocks that are needed."),
-        click.option(
+    for add in (
+        option(
+            "--partial",
+            under="Source",
+            is_flag=True,
+            help="The source may lack ranks, but not the blocks that are needed.",
+        ),
+        option(
             "--stage",
+            under="Source",
             type=click.IntRange(min=0),
             metavar="N",
             help="Only this stage of a pipeline source; with --source-strategy of that stage or of all.",
         ),
-        click.option(
+        option(
             "--layout",
             "layouts",
+            under="Source",
             multiple=True,
             metavar="NAME=RULE",
             callback=layout_rules,
@@ -211,7 +234,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         rank_pattern_option,
         source_strategy_option,
     ):
-        command = option(command)
+        command = add(command)
     return command
 
 
@@ -224,46 +247,59 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, planning=asked | {"stage": given.pop("target_stage")}, **given)
 
     wrapped: Callable[..., Any] = planning
-    for option in (
+    for add in (
         memory_option,
-        click.option(
+        option(
             "--target-stage",
+            under="Target",
             type=click.IntRange(min=0),
             metavar="N",
             help="Only the ranks of this stage of a pipeline target; with --target-strategy of that stage or of all.",
         ),
-        click.option("--link-replicas", is_flag=True, help="Make equal target files links to one file."),
-        click.option(
-            "--remove-redundancy", is_flag=True, help="Store each block on one of the ranks that would hold it."
+        option("--link-replicas", under="Target", is_flag=True, help="Make equal target files links to one file."),
+        option(
+            "--remove-redundancy",
+            under="Target",
+            is_flag=True,
+            help="Store each block on one of the ranks that would hold it.",
         ),
-        click.option(
-            "--ranks", callback=rank_list, metavar="LIST", help="Only these ranks of the target, such as 0,3-5."
+        option(
+            "--ranks",
+            under="Target",
+            callback=rank_list,
+            metavar="LIST",
+            help="Only these ranks of the target, such as 0,3-5.",
         ),
-        click.option(
+        option(
             "--format",
+            under="Target",
+            first=True,
             type=click.Choice(["ckpt", "safetensors"]),
-            help="Format of the target files.  [default: the source's]",
+            help="Format of the files.  [default: the source's]",
         ),
-        click.option(
+        option(
             "--prefix",
+            under="Target",
             default="checkpoint_",
             show_default=True,
             help="Target files are rank_0/checkpoint_0.ckpt and so on.",
         ),
-        click.option(
+        option(
             "--target-strategy",
+            under="Target",
+            first=True,
             type=STRATEGY_PLACE,
             metavar="STRATEGY",
-            help="Strategy file of the target. Without it, the target is one rank of whole tensors.",
+            help="Strategy file of the target; without it, one rank of whole tensors.",
         ),
     ):
-        wrapped = option(wrapped)
+        wrapped = add(wrapped)
     return wrapped
 
 
 def drop_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the option that lets tensors be left out, with what it means for a command."""
-    return click.option("--drop", multiple=True, metavar="GLOB", help=text)
+    return option("--drop", under="Tensors", multiple=True, metavar="GLOB", help=text)
 
 
 def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,38 +321,58 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, selection=selection, **others)
 
     wrapped: Callable[..., Any] = selecting
-    for option in (
-        click.option(
-            "--allow-missing", multiple=True, metavar="GLOB", help="Weights that the source may lack. May be repeated."
+    for add in (
+        option(
+            "--allow-missing",
+            under="Tensors",
+            multiple=True,
+            metavar="GLOB",
+            help="Weights that the source may lack. May be repeated.",
         ),
         drop_option("Weights that the target may lack. May be repeated."),
-        click.option(
+        option(
             "--cast",
             "casts",
+            under="Tensors",
+            first=True,
             multiple=True,
             callback=_casts,
             metavar="OLD=NEW",
-            help="Convert one dtype to another, such as float32=bfloat16, rounded to nearest. May be repeated.",
+            help="Convert a dtype, such as float32=bfloat16. Values are rounded to nearest. May be repeated.",
         ),
-        click.option(
+        option(
             "--name-map",
+            under="Tensors",
+            first=True,
             type=READ,
             callback=_name_map,
             metavar="FILE",
             help='JSON object of old to new names: {"layers.*.wq": "model.*.q_proj"}. Optimizer states follow.',
         ),
-        click.option(
-            "--exclude", multiple=True, metavar="GLOB[@COUNT]", help="No tensors of these names. May be repeated."
-        ),
-        click.option(
-            "--include",
+        option(
+            "--exclude",
+            under="Tensors",
             multiple=True,
             metavar="GLOB[@COUNT]",
-            help="Only tensors of these names; with @COUNT, exactly that many. May be repeated.",
+            help="No tensors of these names. May be repeated.",
         ),
-        click.option("--weights-only", is_flag=True, help="No optimizer states, global_step and the like."),
+        option(
+            "--include",
+            under="Tensors",
+            first=True,
+            multiple=True,
+            metavar="GLOB[@COUNT]",
+            help="Only tensors of these names. With @COUNT, exactly that many. May be repeated.",
+        ),
+        option(
+            "--weights-only",
+            under="Tensors",
+            first=True,
+            is_flag=True,
+            help="No optimizer states, global_step and the like.",
+        ),
     ):
-        wrapped = option(wrapped)
+        wrapped = add(wrapped)
     return wrapped
 
 
@@ -358,52 +414,72 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, running=running, **others)
 
     wrapped: Callable[..., Any] = runs
-    for option in (
-        click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+    for add in (
+        option("-q", "--quiet", under="Output", first=True, is_flag=True, help="Print nothing but errors."),
         json_option,
-        click.option(
+        option(
             "--cluster",
+            under="Running",
             metavar="ADDRESS",
             callback=cluster_address,
             help="Run on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786; its workers "
             "reach SOURCE and TARGET by the same paths. Or local, local:4: worker processes of this machine.",
         ),
-        click.option(
+        option(
             "--scheduler",
+            under="Running",
             type=click.Choice(["threads", "synchronous"]),
             help="Scheduler of the dask graph.  [default: threads]",
         ),
-        click.option(
+        option(
             "--threads",
+            under="Running",
             type=click.IntRange(min=1),
             metavar="N",
             help="Number of threads; of a local cluster, in each worker.  [default: one per processor, at most 4]",
         ),
-        click.option(
+        option(
             "--fsync/--no-fsync",
+            under="Running",
             default=True,
             help="Sync each file to disk before it gets its name; without, there are no checksums.  [default: yes]",
         ),
-        click.option(
+        option(
             "--drop-cache/--no-drop-cache",
+            under="Running",
             default=None,
             help="Keep what is read and written out of the page cache.  [default: if source and target together are "
             "larger than memory]",
         ),
-        click.option(
+        option(
             "--write-manifest",
+            under="Output",
             type=WRITE_PLACE,
             metavar="FILE",
             help="Write checksums of the target files into FILE, for `reshard verify --manifest`; what is written now "
             "is not read again for it.",
         ),
-        click.option(
-            "--overwrite", is_flag=True, help="Replace target files that exist, and the FILE of --write-manifest."
+        option(
+            "--overwrite",
+            under="Running",
+            first=True,
+            is_flag=True,
+            help="Replace target files that exist. The FILE of --write-manifest, too.",
         ),
-        click.option(
-            "--restart", is_flag=True, help="Start over: forget what an earlier run left in TARGET, and replace it."
+        option(
+            "--restart",
+            under="Running",
+            first=True,
+            is_flag=True,
+            help="Start over: replace what an earlier run left. Without it, such a run is resumed.",
         ),
-        click.option("--dry-run", is_flag=True, help="Print what would be read and written, and write nothing."),
+        option(
+            "--dry-run",
+            under="Running",
+            first=True,
+            is_flag=True,
+            help="Only print what would be read and written.",
+        ),
     ):
-        wrapped = option(wrapped)
+        wrapped = add(wrapped)
     return wrapped

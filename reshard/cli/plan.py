@@ -20,7 +20,7 @@ from reshard.cli.options import (
     source_options,
     target_options,
 )
-from reshard.cli.terminal import Command, called_as, print_json, say, say_warnings, wrote
+from reshard.cli.terminal import Command, called_as, option, print_json, say, say_warnings, wrote
 from reshard.cli.write import KEYS, carry_out
 from reshard.errors import UsageError
 from reshard.storage.small import refuse_existing
@@ -35,27 +35,40 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Command,
-    epilog=f"""
+    epilog="""
 Example:
 
   reshard plan src_checkpoints --source-strategy src_strategy.ckpt \\
       --target-strategy dst_strategy.ckpt -o plan.json
-{KEYS}""",
+""",
+    details=KEYS,
     short_help="Show what a transformation would do, and save the plan.",
 )
 @click.argument("source", type=READ)
 @click.argument("target", type=TARGET, required=False)
-@click.option("-o", "--output", type=WRITE, metavar="FILE", help="Write the plan to this file, for `reshard run`.")
-@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@option(
+    "-o",
+    "--output",
+    under="Output",
+    first=True,
+    type=WRITE,
+    metavar="FILE",
+    help="Write the plan to this file, for `reshard run`.",
+)
+@option("--overwrite", under="Output", first=True, is_flag=True, help="Replace FILE if it exists.")
 @source_options
 @target_options
-@click.option(
+@option(
     "--style",
+    under="Target",
+    first=True,
     type=click.Choice(["mindspore", "huggingface"]),
     help="The target is a set of whole tensors, as `reshard unify` writes it.",
 )
-@click.option(
+@option(
     "--max-shard-size",
+    under="Target",
+    first=True,
     default="4GB",
     show_default=True,
     callback=size,
@@ -64,7 +77,7 @@ Example:
 )
 @selection_options
 @json_option
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@option("-q", "--quiet", under="Output", first=True, is_flag=True, help="Print nothing but errors.")
 def plan(
     source: Path,
     target: Path | None,
@@ -138,17 +151,20 @@ def _unified(
 
 @click.command(
     cls=Command,
-    epilog=f"""
+    epilog="""
 Example:
 
   reshard run plan.json dst_checkpoints --source /mnt/src_checkpoints
-{KEYS}""",
+""",
+    details=KEYS,
     short_help="Carry out a saved plan.",
 )
 @click.argument("plan_file", type=READ, metavar="PLAN")
 @click.argument("target", type=TARGET, required=False)
-@click.option(
+@option(
     "--source",
+    under="Source",
+    first=True,
     type=READ,
     metavar="SOURCE",
     help="Where the source is, if not where it was planned: a directory with the same files below it.",

@@ -8,7 +8,7 @@ import click
 
 import reshard
 from reshard.cli.options import READ, STRATEGY, WRITE, json_option, source_options
-from reshard.cli.terminal import Group, print_json, say, say_warnings, wrote
+from reshard.cli.terminal import Group, option, print_json, say, say_warnings, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.storage.small import refuse_existing, refuse_inputs
 
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
     from reshard.strategy.diff import Change, Diff
     from reshard.strategy.strategy import Strategy
 
-_output = click.option(
+_output = option(
     "-o",
     "--output",
+    under="Output",
+    first=True,
     type=WRITE,
     required=True,
     metavar="FILE",
     help="The file to write; JSON if its name ends with .json.",
 )
-_overwrite = click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+_overwrite = option("--overwrite", under="Output", first=True, is_flag=True, help="Replace FILE if it exists.")
 
 
 @click.group(cls=Group, name="strategy")
@@ -41,7 +43,8 @@ def strategy() -> None:
 Example:
 
   reshard strategy show src_strategy.ckpt
-
+""",
+    details="""
 The object of --json has the keys ranks, stages, devices_per_stage, merged, and
 tensors: name, stage, layout.
 """,
@@ -106,8 +109,10 @@ or, in place of mesh and rules, what the network's operators are given:
     short_help="Make a strategy file without compiling the network.",
 )
 @click.argument("rules", type=READ)
-@click.option(
+@option(
     "--like",
+    under="Source",
+    first=True,
     type=READ,
     required=True,
     metavar="CHECKPOINT",
@@ -116,7 +121,13 @@ or, in place of mesh and rules, what the network's operators are given:
 @source_options
 @_output
 @_overwrite
-@click.option("--predict", is_flag=True, help="Leave out optimizer states, which a network for prediction lacks.")
+@option(
+    "--predict",
+    under="Tensors",
+    first=True,
+    is_flag=True,
+    help="Leave out optimizer states, which a network for prediction lacks.",
+)
 def make_strategy(
     rules: Path,
     like: Path,
@@ -157,9 +168,11 @@ Example:
 
   reshard strategy diff src_strategy.ckpt dst_strategy.ckpt
 
-Exits with 0 if every rank holds the same blocks, and with 3 if not. The object
-of --json has the keys same, ranks_a, ranks_b, only_a, only_b (name, stage),
-blocks and fields (name, stage, a, b).
+Exits with 0 if every rank holds the same blocks, and with 3 if not.
+""",
+    details="""
+The object of --json has the keys same, ranks_a, ranks_b, only_a, only_b (name,
+stage), blocks and fields (name, stage, a, b).
 """,
     short_help="Compare two strategies.",
 )

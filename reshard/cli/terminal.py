@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -18,7 +19,7 @@ import threading
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import click
 
@@ -26,7 +27,7 @@ from reshard.cli import stop as stop_at_once
 from reshard.errors import BudgetError, ReshardError, Text, joined, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
     from reshard.errors import Words
@@ -64,6 +65,14 @@ OPTIONS: Words = {
 }
 """How the command line writes the options that texts refer to."""
 
+Heading = Literal["Source", "Target", "Tensors", "Running", "Output"]
+"""What the options of a command are about; its help has them in this order."""
+
+_MORE = re.compile(r"(?<=\.) (?=[A-Z]).*?(?=  \[|$)")
+"""What follows the first sentence about an option, up to its default."""
+
+_WIDE = 28  # columns for the names of options: longer ones have a line of their own
+_ALL = "reshard.all"
 _DEBUG = "reshard.debug"
 _WROTE = "reshard.wrote"
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
@@ -121,21 +130,60 @@ def wrote() -> None:
     click.get_current_context().meta[_WROTE] = True
 
 
-class Command(click.Command):
-    """A command that knows `--debug`, and whose epilog is shown as it is written: examples must not be wrapped."""
+class GroupedOption(click.Option):
+    """An option with its place in the help of a command.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        under: what it is about.
+        first: `--help` has it too, with the first sentence about it; `--help-all` has every option, in full.
+    """
+
+    def __init__(self, *args: Any, under: Heading, first: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.params.append(_debug_option())
+        self.under, self.first = under, first
+
+
+def option(*names: str, under: Heading, first: bool = False, **given: Any) -> Callable[[Any], Any]:
+    """Return the decorator that adds a `GroupedOption`."""
+    return click.option(*names, cls=GroupedOption, under=under, first=first, **given)
+
+
+class Command(click.Command):
+    """A command that knows `--debug`, and whose help has its options in groups.
+
+    Its epilog is shown as it is written: examples must not be wrapped.
+
+    Args:
+        details: what only `--help-all` has, below the epilog, such as the keys of `--json`.
+    """
+
+    def __init__(self, *args: Any, details: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.details = details
+        self.params += [_debug_option(), _help_all_option()]
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, unless a file that it writes is one that it reads; `refuse_to_write` knows of more."""
         refuse_to_write([path for path in ctx.meta.get(OUTPUTS, ()) if not path.is_dir()])  # which has its own error
         return super().invoke(ctx)
 
-    def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in their groups, those that matter first or all."""
+        groups: dict[Heading, list[tuple[str, str]]] = {heading: [] for heading in get_args(Heading)}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record and (_ALL in ctx.meta or getattr(param, "first", True)):  # click's own is -h
+                text = record[1] if _ALL in ctx.meta else _MORE.sub("", record[1])
+                groups[getattr(param, "under", "Output")].append((record[0], text))
+        for heading, rows in groups.items():
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl([(names.ljust(_WIDE), text) for names, text in rows], col_max=_WIDE)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the epilog below the options."""
         _write_lines(self.epilog, formatter)
+        _write_lines(self.details if _ALL in ctx.meta else None, formatter)
 
 
 class Group(click.Group):
@@ -171,17 +219,37 @@ def _write_lines(text: str | None, formatter: click.HelpFormatter) -> None:
         formatter.write(text.strip("\n") + "\n")
 
 
-def _debug_option() -> click.Option:
+def _debug_option() -> GroupedOption:
     def remember(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
         if value:
             ctx.meta[_DEBUG] = True
 
-    return click.Option(
+    return GroupedOption(
         ["--debug"],
+        under="Output",
         is_flag=True,
         expose_value=False,
         callback=remember,
         help="Show the traceback of an error, as RESHARD_DEBUG=1 does.",
+    )
+
+
+def _help_all_option() -> GroupedOption:
+    def show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    return GroupedOption(
+        ["--help-all"],
+        under="Output",
+        first=True,
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show every option, in full.",
     )
 
 
@@ -245,7 +313,8 @@ def _message(error: BaseException) -> tuple[str, int]:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         return f"error: {where}{error.strerror}", BudgetError.exit_code if full else 1
     kind = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"error: unexpected {kind} (internal error, please report; add --debug to see where)", 1
+    advice = "internal error, please report with `reshard --version --verbose`; add --debug to see where"
+    return f"error: unexpected {kind} ({advice})", 1
 
 
 def say(text: str) -> None:

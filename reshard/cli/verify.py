@@ -19,7 +19,7 @@ from reshard.cli.options import (
     size,
     source_options,
 )
-from reshard.cli.terminal import OPTIONS, Command, cluster_client, print_json, say, say_warnings, wrote
+from reshard.cli.terminal import OPTIONS, Command, cluster_client, option, print_json, say, say_warnings, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.select import Selection
@@ -62,24 +62,41 @@ def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, target_reading=target_reading, **options)
 
     wrapped: Callable[..., Any] = reading
-    for option in (
-        click.option("--target-partial", is_flag=True, help="TARGET may lack ranks, or files of the manifest."),
-        click.option("--target-stage", type=click.IntRange(min=0), metavar="N", help="As --stage, for TARGET."),
-        click.option(
-            "--target-layout", "target_layouts", multiple=True, metavar="NAME=RULE", callback=layout_rules,
+    for add in (
+        option(
+            "--target-partial", under="Target", is_flag=True, help="TARGET may lack ranks, or files of the manifest."
+        ),
+        option(
+            "--target-stage", under="Target", type=click.IntRange(min=0), metavar="N", help="As --stage, for TARGET."
+        ),
+        option(
+            "--target-layout",
+            "target_layouts",
+            under="Target",
+            multiple=True,
+            metavar="NAME=RULE",
+            callback=layout_rules,
             help="As --layout, for TARGET.",
         ),
-        click.option("--target-suffix", metavar="SUFFIX", help="As --suffix, for TARGET."),
-        click.option(
-            "--target-rank-pattern", metavar="PATTERN", default=RANK_PATTERN, show_default=True,
+        option("--target-suffix", under="Target", metavar="SUFFIX", help="As --suffix, for TARGET."),
+        option(
+            "--target-rank-pattern",
+            under="Target",
+            metavar="PATTERN",
+            default=RANK_PATTERN,
+            show_default=True,
             help="Where a rank's files are below TARGET.",
         ),
-        click.option(
-            "--target-strategy", type=STRATEGY_PLACE, metavar="STRATEGY",
+        option(
+            "--target-strategy",
+            under="Target",
+            first=True,
+            type=STRATEGY_PLACE,
+            metavar="STRATEGY",
             help="Strategy file of TARGET. Without it, TARGET is one rank of whole tensors.",
         ),
-    ):  # fmt: skip
-        wrapped = option(wrapped)
+    ):
+        wrapped = add(wrapped)
     return wrapped
 
 
@@ -88,6 +105,7 @@ def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     epilog="""
 Examples:
 
+  reshard verify dst_checkpoints
   reshard verify dst_checkpoints --target-strategy dst_strategy.ckpt
   reshard verify dst_checkpoints --target-strategy dst_strategy.ckpt \\
       --against src_checkpoints --source-strategy src_strategy.ckpt
@@ -96,6 +114,14 @@ Examples:
 
 Exits with 0 if all is as it should be, with 3 if something differs, and with 4
 if TARGET or SOURCE is incomplete or corrupt.
+""",
+    details="""
+Without a ledger, --against or --manifest only headers are read: every rank is
+there and has what the strategy gives it, every block is there and covers its
+tensor once, names and shapes are those of the strategy. With --against SOURCE
+every rank of TARGET is compared with what a conversion with the same options
+would make, whatever the two layouts and formats, and replicas with each other.
+Two directories of the same ranks need no strategies.
 
 The object of --json has the keys target, against, equal, ranks, files, tensors,
 copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
@@ -107,59 +133,81 @@ index_in_block, count, found, expected, reference.
     short_help="Check a checkpoint: structure, every bit, or checksums.",
 )
 @click.argument("target", type=READ_PLACE)
-@click.option(
+@option(
     "--against",
     "source",
+    under="Source",
+    first=True,
     type=READ_PLACE,
     metavar="SOURCE",
     help="The checkpoint that TARGET was made from, or is equal to.",
 )
 @_target_options
-@click.option(
+@option(
     "--deduplicated",
+    under="Target",
     is_flag=True,
     help="TARGET stores each replica once, on one of the ranks that share it; safetensors files say so themselves.",
 )
 @source_options
 @selection_options
-@click.option(
+@option(
     "--sample",
+    under="Running",
+    first=True,
     callback=_share,
     metavar="SHARE",
     help="Compare only this share of the rows, such as 5%, chosen at random; some of every tensor.",
 )
-@click.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the random choice.  [default: a new one]"
+@option(
+    "--seed",
+    under="Running",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Seed of the random choice.  [default: a new one]",
 )
-@click.option(
+@option(
     "--manifest",
+    under="Target",
+    first=True,
     type=READ_PLACE,
     metavar="FILE",
     help="Compare the files of TARGET with the sizes and checksums in FILE; needs no strategy.",
 )
-@click.option(
+@option(
     "--write-manifest",
+    under="Output",
+    first=True,
     type=WRITE_PLACE,
     metavar="FILE",
     help="Read the files of TARGET, and write their checksums into FILE.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--memory", callback=size, metavar="SIZE", help="The most memory that it may use, such as 512MB.")
-@click.option(
+@option("--overwrite", under="Output", first=True, is_flag=True, help="Replace FILE if it exists.")
+@option(
+    "--memory",
+    under="Running",
+    first=True,
+    callback=size,
+    metavar="SIZE",
+    help="The most memory that it may use, such as 512MB.",
+)
+@option(
     "--threads",
+    under="Running",
     type=click.IntRange(min=1),
     metavar="N",
     help="Number of threads.  [default: one per processor, at most 4]",
 )
-@click.option(
+@option(
     "--cluster",
+    under="Running",
     metavar="ADDRESS",
     callback=cluster_address,
     help="Compare on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786; its workers "
     "reach both by the same paths. Or local, local:4: worker processes of this machine.",
 )
 @json_option
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@option("-q", "--quiet", under="Output", first=True, is_flag=True, help="Print nothing but errors.")
 def verify(
     target: Place,
     source: Place | None,
@@ -185,10 +233,7 @@ def verify(
     Without other options, what reshard wrote is compared bit for bit with the source that the ledger in TARGET names;
     if that is gone, with the sizes and checksums in the ledger.
 
-    Without a ledger, --against or --manifest only headers are read: every rank is there and has what the strategy gives
-    it, every block is there and covers its tensor once, names and shapes are those of the strategy. With --against
-    SOURCE every rank of TARGET is compared with what a conversion with the same options would make, whatever the two
-    layouts and formats, and replicas with each other. Two directories of the same ranks need no strategies.
+    Without a ledger, --against or --manifest only headers are read, and the strategy is checked.
     """
     from reshard.verify.verify import opened
     from reshard.verify.verify import verify as verified

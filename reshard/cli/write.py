@@ -29,6 +29,7 @@ from reshard.cli.terminal import (
     Command,
     called_as,
     cluster_client,
+    option,
     print_json,
     refuse_to_write,
     say,
@@ -63,20 +64,22 @@ it.
 
 @click.command(
     cls=Command,
-    epilog=f"""
+    epilog="""
 Example:
 
   reshard transform src_checkpoints dst_checkpoints \\
       --source-strategy src_strategy.ckpt --target-strategy dst_strategy.ckpt
-{KEYS}""",
+""",
+    details=KEYS,
     short_help="Convert a checkpoint to another sharding strategy.",
 )
 @click.argument("source", type=READ_PLACE)
 @click.argument("target", type=TARGET_PLACE)
 @source_options
 @target_options
-@click.option(
+@option(
     "--via-zarr",
+    under="Target",
     type=TARGET_PLACE,
     metavar="STORE",
     help="Unify into this zarr store first, then make TARGET from it. A finished store of the same source is used as "
@@ -95,10 +98,11 @@ def transform(
     running: Running,
     **reading: Any,
 ) -> None:
-    """Convert the checkpoint SOURCE to another sharding strategy, and write it below TARGET.
+    """Convert the checkpoint SOURCE to another sharding strategy, below TARGET.
 
     SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a zarr store, or one file of whole tensors. Target
-    files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite.
+    files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite. To resume a
+    run that was stopped, type the same command again.
     """
     if via_zarr is not None:
         _check_apart(via_zarr, source, target, running.write_manifest)
@@ -115,53 +119,63 @@ def transform(
 
 @click.command(
     cls=Command,
-    epilog=f"""
+    epilog="""
 Example:
 
   reshard unify src_checkpoints weights --source-strategy src_strategy.ckpt \\
       --style huggingface --weights-only --cast float32=bfloat16
   reshard unify src_checkpoints model.zarr --format zarr \\
       --source-strategy src_strategy.ckpt
-{KEYS}""",
+""",
+    details=KEYS,
     short_help="Write whole tensors, in a few safetensors files and an index, or in a zarr store.",
 )
 @click.argument("source", type=READ_PLACE)
 @click.argument("target", type=TARGET_PLACE)
 @source_options
-@click.option(
+@option(
     "--format",
+    under="Target",
+    first=True,
     type=click.Choice(["safetensors", "zarr"]),
     default="safetensors",
     show_default=True,
-    help="Files and an index, or one zarr v3 group in the directory TARGET.",
+    help="Files and an index, or a zarr v3 group in the directory TARGET.",
 )
-@click.option(
+@option(
     "--style",
+    under="Target",
+    first=True,
     type=click.Choice(["mindspore", "huggingface"]),
-    show_default="mindspore",
-    help="Names of the files: part0.safetensors and param_name_map.json, or model-00001-of-00002.safetensors and "
-    "model.safetensors.index.json.",
+    help="Names of the files. In MindSpore's style part0.safetensors and param_name_map.json, and what the strategy "
+    "does not name goes into hyper_param.safetensors; in Hugging Face's model-00001-of-00002.safetensors and "
+    "model.safetensors.index.json.  [default: mindspore]",
 )
-@click.option(
+@option(
     "--max-shard-size",
-    show_default="4GB",
+    under="Target",
+    first=True,
     callback=size,
     metavar="SIZE",
-    help="The most bytes of tensors in a file, unless one tensor is larger.",
+    help="Most tensor bytes in a file. One tensor alone may have more.  [default: 4GB]",
 )
-@click.option(
+@option(
     "--chunk-size",
+    under="Target",
     callback=size,
     metavar="SIZE",
     help="zarr: the most bytes in a chunk, such as 16MB.  [default: chunks are the source's blocks]",
 )
-@click.option(
+@option(
     "--shard-size",
+    under="Target",
     callback=size,
     metavar="SIZE",
     help="zarr: the most bytes of chunks in a file; 0 for each chunk in its own.  [default: 64MiB if chunks are small]",
 )
-@click.option("--compression", metavar="CODEC", help="zarr: zstd, or zstd:LEVEL such as zstd:3.  [default: none]")
+@option(
+    "--compression", under="Target", metavar="CODEC", help="zarr: zstd, or zstd:LEVEL such as zstd:3.  [default: none]"
+)
 @memory_option
 @selection_options
 @run_options
@@ -180,10 +194,7 @@ def unify(
     running: Running,
     **reading: Any,
 ) -> None:
-    """Write the whole tensors of the checkpoint SOURCE into a few files in TARGET, with an index of them.
-
-    In MindSpore's style, what the strategy does not name goes into hyper_param.safetensors.
-    """
+    """Write the whole tensors of the checkpoint SOURCE into a few files in TARGET, with an index of them."""
     zarr_options = (chunk_size, shard_size, compression)
     for wrong, options in (("safetensors", zarr_options), ("zarr", (style, max_shard_size))):
         if format == wrong and any(option is not None for option in options):
@@ -206,17 +217,25 @@ def unify(
 
 @click.command(
     cls=Command,
-    epilog=f"""
+    epilog="""
 Example:
 
   reshard convert src_checkpoints src_safetensors --format safetensors
   reshard convert net.ckpt net.safetensors --format safetensors
-{KEYS}""",
+""",
+    details=KEYS,
     short_help="Convert every file to another format.",
 )
 @click.argument("source", type=READ_PLACE)
 @click.argument("target", type=TARGET_PLACE)
-@click.option("--format", type=click.Choice(["ckpt", "safetensors"]), required=True, help="Format of the target files.")
+@option(
+    "--format",
+    under="Target",
+    first=True,
+    type=click.Choice(["ckpt", "safetensors"]),
+    required=True,
+    help="Format of the target files.",
+)
 @rank_pattern_option
 @suffix_option
 @drop_option("Entries that may be left out because they cannot be converted. May be repeated.")
