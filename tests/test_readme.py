@@ -84,7 +84,8 @@ def test_the_figures_about_mindspore_are_those_recorded(mindspore_data: Path) ->
 
 def test_inline_commands_name_what_exists() -> None:
     help_text = run(
-        "for c in transform unify convert verify plan run 'strategy merge' 'strategy make'; do reshard $c --help; done",
+        "for c in transform unify convert verify plan run 'strategy merge' 'strategy make'; do reshard $c --help-all; "
+        "done; reshard --help",
         ROOT,
     )
     help_text += run(

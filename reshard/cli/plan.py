@@ -53,7 +53,7 @@ Example:
     first=True,
     type=WRITE,
     metavar="FILE",
-    help="Write the plan to this file, for `reshard run`.",
+    help="Write the plan to FILE, for `reshard run`.",
 )
 @option("--overwrite", under="Output", first=True, is_flag=True, help="Replace FILE if it exists.")
 @source_options
@@ -73,7 +73,7 @@ Example:
     show_default=True,
     callback=size,
     metavar="SIZE",
-    help="The most bytes of tensors in a file of such a set, unless one tensor is larger.",
+    help="Most tensor bytes in a file of such a set. One tensor alone may have more.",
 )
 @selection_options
 @json_option

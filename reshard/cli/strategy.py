@@ -89,11 +89,12 @@ def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
     epilog="""
 Example:
 
-  reshard strategy make rules.yaml --like src_checkpoints --source-strategy src_strategy.ckpt -o dst_strategy.ckpt
+  reshard strategy make rules.yaml -o dst_strategy.ckpt \\
+      --like src_checkpoints --source-strategy src_strategy.ckpt
 
 where rules.yaml is
 
-  mesh: {dp: 2, mp: 4}               # the devices of a stage, outermost axis first
+  mesh: {dp: 2, mp: 4}               # devices of a stage, outermost axis first
   rules:                             # globs of names; the first match counts
     "*.wq.weight": [mp]              # dimension 0 by mp, the others whole
     "*.wo.weight": [null, [dp, mp]]  # dimension 1 by both, dp major
@@ -247,7 +248,8 @@ def _diff_data(a: Strategy, b: Strategy, found: Diff) -> dict[str, object]:
 Example:
 
   reshard strategy check src_strategy.ckpt src_checkpoints
-  reshard strategy check dst_strategy.ckpt src_checkpoints --source-strategy src_strategy.ckpt
+  reshard strategy check dst_strategy.ckpt src_checkpoints \\
+      --source-strategy src_strategy.ckpt
 """,
     short_help="Check that a strategy fits a checkpoint.",
 )

@@ -71,7 +71,7 @@ Heading = Literal["Source", "Target", "Tensors", "Running", "Output"]
 _MORE = re.compile(r"(?<=\.) (?=[A-Z]).*?(?=  \[|$)")
 """What follows the first sentence about an option, up to its default."""
 
-_WIDE = 28  # columns for the names of options: longer ones have a line of their own
+_WIDE = 28  # columns for the names of options; longer ones have a line of their own
 _ALL = "reshard.all"
 _DEBUG = "reshard.debug"
 _WROTE = "reshard.wrote"

@@ -157,7 +157,7 @@ index_in_block, count, found, expected, reference.
     first=True,
     callback=_share,
     metavar="SHARE",
-    help="Compare only this share of the rows, such as 5%, chosen at random; some of every tensor.",
+    help="Compare only this share of the rows, such as 5%. They are chosen at random, some of every tensor.",
 )
 @option(
     "--seed",
@@ -172,7 +172,7 @@ index_in_block, count, found, expected, reference.
     first=True,
     type=READ_PLACE,
     metavar="FILE",
-    help="Compare the files of TARGET with the sizes and checksums in FILE; needs no strategy.",
+    help="Compare the files of TARGET with the sizes and checksums in FILE. Needs no strategy.",
 )
 @option(
     "--write-manifest",
@@ -189,7 +189,7 @@ index_in_block, count, found, expected, reference.
     first=True,
     callback=size,
     metavar="SIZE",
-    help="The most memory that it may use, such as 512MB.",
+    help="Most memory that it may use, such as 512MB.",
 )
 @option(
     "--threads",

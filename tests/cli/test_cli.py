@@ -103,7 +103,7 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
 
 
 def test_json_keys_are_documented() -> None:
-    text = " ".join(call("transform", "--help").stdout.split())
+    text = " ".join(call("transform", "--help-all").stdout.split())
     for key in (
         "read_amplification",
         "peak_memory",

@@ -113,7 +113,8 @@ def test_a_fault_of_our_own_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     result = call("strategy", "show", "x")
     assert result.exit_code == 1
     assert result.stderr == (
-        "error: unexpected RuntimeError: first line (internal error, please report; add --debug to see where)\n"
+        "error: unexpected RuntimeError: first line (internal error, please report with `reshard --version --verbose`; "
+        "add --debug to see where)\n"
     )
 
 
