@@ -111,9 +111,6 @@ Examples:
       --against src_checkpoints --source-strategy src_strategy.ckpt
   reshard verify dst_checkpoints --write-manifest dst.json
   reshard verify dst_checkpoints --manifest dst.json
-
-Exits with 0 if all is as it should be, with 3 if something differs, and with 4
-if TARGET or SOURCE is incomplete or corrupt.
 """,
     details="""
 Without a ledger, --against or --manifest only headers are read: every rank is
@@ -122,6 +119,9 @@ tensor once, names and shapes are those of the strategy. With --against SOURCE
 every rank of TARGET is compared with what a conversion with the same options
 would make, whatever the two layouts and formats, and replicas with each other.
 Two directories of the same ranks need no strategies.
+
+Exits with 0 if all is as it should be, with 3 if something differs, and with 4
+if TARGET or SOURCE is incomplete or corrupt.
 
 The object of --json has the keys target, against, equal, ranks, files, tensors,
 copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
@@ -140,7 +140,7 @@ index_in_block, count, found, expected, reference.
     first=True,
     type=READ_PLACE,
     metavar="SOURCE",
-    help="The checkpoint that TARGET was made from, or is equal to.",
+    help="The checkpoint that it was made from. Or one that it is equal to.",
 )
 @_target_options
 @option(
@@ -157,7 +157,7 @@ index_in_block, count, found, expected, reference.
     first=True,
     callback=_share,
     metavar="SHARE",
-    help="Compare only this share of the rows, such as 5%. They are chosen at random, some of every tensor.",
+    help="Compare only a share of the rows, such as 5%. They are chosen at random, some of every tensor.",
 )
 @option(
     "--seed",
@@ -172,7 +172,7 @@ index_in_block, count, found, expected, reference.
     first=True,
     type=READ_PLACE,
     metavar="FILE",
-    help="Compare the files of TARGET with the sizes and checksums in FILE. Needs no strategy.",
+    help="Compare its files with the checksums in FILE. Sizes are compared, too; no strategy is needed.",
 )
 @option(
     "--write-manifest",
@@ -180,7 +180,7 @@ index_in_block, count, found, expected, reference.
     first=True,
     type=WRITE_PLACE,
     metavar="FILE",
-    help="Read the files of TARGET, and write their checksums into FILE.",
+    help="Write checksums of its files into FILE. Every file of TARGET is read for them.",
 )
 @option("--overwrite", under="Output", first=True, is_flag=True, help="Replace FILE if it exists.")
 @option(
@@ -232,8 +232,6 @@ def verify(
 
     Without other options, what reshard wrote is compared bit for bit with the source that the ledger in TARGET names;
     if that is gone, with the sizes and checksums in the ledger.
-
-    Without a ledger, --against or --manifest only headers are read, and the strategy is checked.
     """
     from reshard.verify.verify import opened
     from reshard.verify.verify import verify as verified
