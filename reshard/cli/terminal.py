@@ -18,6 +18,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -72,9 +73,28 @@ _MORE = re.compile(r"(?<=\.) (?=[A-Z]).*?(?=  \[|$)")
 """What follows the first sentence about an option, up to its default."""
 
 _WIDE = 28  # columns for the names of options; longer ones have a line of their own
+_ADVICE = {
+    "check compare diff": "`reshard verify TARGET --against SOURCE` compares checkpoints, `reshard strategy diff` "
+    "strategies",
+    "combine gather join merge": "`reshard unify` merges shards into whole tensors, `reshard strategy merge` the "
+    "strategy files of a pipeline",
+    "continue resume": "type the same command again; it resumes what was begun",
+    "dtype": "--cast float32=bfloat16 converts one dtype to another",
+    "help": "`reshard --help` lists the commands, `reshard COMMAND --help` the options of one",
+    "info list ls show": "`reshard inspect` shows a checkpoint, `reshard strategy show` a strategy",
+    "make": "`reshard strategy make` makes a strategy file",
+    "reshard shard split": "`reshard transform` with --target-strategy cuts tensors",
+}
+_ADVICE_ON = {word: advice for words, advice in _ADVICE.items() for word in words.split()}
+"""What to type for commands and options of other tools."""
+
+_DESTRUCTIVE = frozenset({"--overwrite", "--restart"})  # not proposed to who typed something else
+_COLORS = {"auto": None, "always": True, "never": False}
 _ALL = "reshard.all"
 _DEBUG = "reshard.debug"
 _WROTE = "reshard.wrote"
+_NUMBER = re.compile(r"[0-9]+")
+_LABEL = re.compile(r"(error|warning):")
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
 
 
@@ -148,6 +168,20 @@ def option(*names: str, under: Heading, first: bool = False, **given: Any) -> Ca
     return click.option(*names, cls=GroupedOption, under=under, first=first, **given)
 
 
+class _Formatter(click.HelpFormatter):
+    """Writes help with its headings in bold."""
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        super().write_usage(prog, args, prefix or paint("Usage:", bold=True) + " ")
+
+    def write_heading(self, heading: str) -> None:
+        super().write_heading(paint(heading, bold=True))
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
 class Command(click.Command):
     """A command that knows `--debug`, and whose help has its options in groups.
 
@@ -157,10 +191,21 @@ class Command(click.Command):
         details: what only `--help-all` has, below the epilog, such as the keys of `--json`.
     """
 
+    context_class = _Context
+    allow_extra_args = True  # which click would refuse, and `parse_args` can say why
+
     def __init__(self, *args: Any, details: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.details = details
-        self.params += [_debug_option(), _help_all_option()]
+        self.params += [_debug_option(), _color_option(), _help_all_option()]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments of the command, and refuse what is too many."""
+        given = tuple(args)
+        extra = super().parse_args(ctx, args)
+        if extra and not ctx.resilient_parsing:
+            raise click.UsageError(_too_many(ctx, given, extra[0]), ctx)
+        return extra
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, unless a file that it writes is one that it reads; `refuse_to_write` knows of more."""
@@ -190,6 +235,14 @@ class Group(click.Group):
     """A group of such commands."""
 
     command_class = Command
+    context_class = _Context
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Return the command that is asked for; where there is none, the error says which one may be meant."""
+        if not ctx.resilient_parsing and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
+            meant = _meant(args[0], self.list_commands(ctx), ctx)
+            raise click.UsageError(f"{args[0]}: not a command of {ctx.command_path}; {meant}", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the epilog below the commands."""
@@ -253,6 +306,22 @@ def _help_all_option() -> GroupedOption:
     )
 
 
+def _color_option() -> GroupedOption:
+    def remember(ctx: click.Context | None, _param: click.Parameter, value: str | None) -> None:
+        while value and ctx:  # errors are reported in the context of the outermost group
+            ctx.color, ctx = _COLORS[value], ctx.parent
+
+    return GroupedOption(
+        ["--color"],
+        under="Output",
+        type=click.Choice(list(_COLORS)),
+        is_eager=True,
+        expose_value=False,
+        callback=remember,
+        help="Colour in what is printed.  [default: auto, in a terminal if NO_COLOR is not set]",
+    )
+
+
 class Border(Group):
     """The outermost group, behind which no traceback gets through.
 
@@ -265,7 +334,7 @@ class Border(Group):
     def __init__(self, *args: Any, homes: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.homes = homes
-        self.params.append(_debug_option())
+        self.params += [_debug_option(), _color_option()]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
@@ -278,10 +347,15 @@ class Border(Group):
             self.add_command(getattr(import_module(module), name))
         return super().get_command(ctx, cmd_name)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse what stands in front of the command."""
+        with _usage_reported():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; its errors become a sentence and an exit code."""
         try:
-            with _stopping():
+            with _stopping(), _usage_reported():
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click knows what to do with these
@@ -295,6 +369,64 @@ class Border(Group):
             message, code = _message(error)
             say(message)
             ctx.exit(code)
+
+
+@contextmanager
+def _usage_reported() -> Iterator[None]:
+    """Report wrong usage as every other error is; click would print a block of lines, and `Error:`."""
+    try:
+        yield
+    except click.UsageError as error:
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+            raise
+        say(f"error: {_usage_message(error)}")
+        raise click.exceptions.Exit(error.exit_code) from None
+
+
+def _usage_message(error: click.UsageError) -> str:
+    """Return what is wrong with a command, and what to type."""
+    if isinstance(error, click.BadOptionUsage):
+        return error.message.replace(f"Option {error.option_name!r} ", f"{error.option_name}: ").removesuffix(".")
+    ctx = error.ctx
+    if ctx is None:
+        return error.format_message()
+    if isinstance(error, click.NoSuchOption):
+        params = [param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option)]
+        known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
+        return f"{error.option_name}: not an option of {ctx.command_path}; {_meant(error.option_name, known, ctx)}"
+    param = error.param if isinstance(error, click.BadParameter) else None
+    if param is None:
+        return error.format_message()
+    name = max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
+    if isinstance(error, click.MissingParameter):
+        needed = (param.get_help_record(ctx) or [name])[0]
+        return f"{name}: is missing; expected {needed if isinstance(param, click.Option) else _usage(ctx)}"
+    return f"{name}: {error.message.removesuffix('.')}"
+
+
+def _usage(ctx: click.Context) -> str:
+    return " ".join([ctx.command_path, *ctx.command.collect_usage_pieces(ctx)])
+
+
+def _meant(word: str, known: Sequence[str], ctx: click.Context) -> str:
+    """Return what to do about a word that is not known: other tools have it, or it is nearly another."""
+    if advice := _ADVICE_ON.get(word.lstrip("-")):
+        return advice
+    from difflib import get_close_matches
+
+    bare = {name.lstrip("-"): name for name in known}
+    near = [bare[name] for name in get_close_matches(word.lstrip("-"), bare, n=2)]
+    safe = list(takewhile(lambda name: name not in _DESTRUCTIVE or name.startswith(word), near))
+    return f"did you mean {' or '.join(safe)}?" if safe else f"see {ctx.command_path} --help"
+
+
+def _too_many(ctx: click.Context, given: Sequence[str], extra: str) -> str:
+    """Return what is wrong where there are too many arguments: it may be that a shell made several of one glob."""
+    for one, two in pairwise(given):
+        glob = _NUMBER.sub("*", one)
+        if one < two and glob == _NUMBER.sub("*", two) and Path(one).is_file() and Path(two).is_file():
+            return f"{glob}: are several files; expected one; for a pipeline give the directory of its strategy files"
+    return f"{extra}: is one argument too many; expected {_usage(ctx)}"
 
 
 def _message(error: BaseException) -> tuple[str, int]:
@@ -323,7 +455,17 @@ def say(text: str) -> None:
 
     lines = spelled(text, OPTIONS).split("\n")
     lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines]
-    click.echo(printable("\n".join(lines), keep="\n"), err=True)
+    shown = printable("\n".join(lines), keep="\n")
+    if label := _LABEL.match(shown):
+        shown = paint(label[0], bold=True, fg="red" if label[1] == "error" else "yellow") + shown[label.end() :]
+    click.echo(shown, err=True)
+
+
+def paint(text: str, **style: Any) -> str:
+    """Return a text in a colour or in bold, which `click.echo` takes out again of what goes to a pipe or a file."""
+    ctx = click.get_current_context(silent=True)
+    unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if unwanted and not (ctx and ctx.color) else click.style(text, **style)
 
 
 def say_warnings(warnings: Sequence[str]) -> None:

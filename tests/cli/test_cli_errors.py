@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 def test_wrong_usage_is_2(arguments: list[str]) -> None:
     result = call(*arguments)
     assert result.exit_code == 2
-    assert "Error: " in result.stderr
+    assert result.stderr.startswith("error: ")
 
 
 def test_a_rank_outside_the_target_is_2(case: Case, tmp_path: Path) -> None:

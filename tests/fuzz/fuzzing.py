@@ -142,7 +142,7 @@ def reshard(*words: str | Path) -> Result:
 def error_of(result: Result) -> str:
     """Return what a command says is wrong."""
     lines = result.stderr.splitlines()
-    first = next((n for n, line in enumerate(lines) if line.startswith(("error: ", "Error: "))), len(lines))
+    first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), len(lines))
     return "\n".join(lines[first:])
 
 
