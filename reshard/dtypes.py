@@ -9,6 +9,7 @@ Sources: MindSpore 2.10 `train/serialization.py` (`tensor_to_ms_type`), safetens
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,7 @@ _TABLE = (
 )
 
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
+_BY_SHORT_NAME = {dtype.safetensors.lower(): dtype for dtype in _TABLE if dtype.safetensors}
 BY_MINDSPORE = {dtype.mindspore: dtype for dtype in _TABLE if dtype.mindspore}
 # A safetensors file says I8 for int4 too; its `__metadata__` says which (see formats/safetensors).
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
@@ -111,13 +113,14 @@ def _interned(name: str) -> DType:
 
 
 def by_name(name: str, error: type[ReshardError]) -> DType:
-    """Return the dtype of that name, or raise `error` naming the known ones.
+    """Return the dtype of a name that a user gives, also a short one, or raise `error` naming the known ones.
 
     >>> from reshard.errors import UsageError
-    >>> by_name("bfloat16", UsageError).itemsize
-    2
+    >>> [by_name(name, UsageError).name for name in ("bfloat16", "bf16", "FP32", "f8_e4m3")]
+    ['bfloat16', 'bfloat16', 'float32', 'float8_e4m3fn']
     """
-    try:
-        return BY_NAME[name]
-    except KeyError:
-        raise error(f"unknown dtype {name!r}; known are {', '.join(BY_NAME)}") from None
+    word = str(name).lower()
+    found = BY_NAME.get(word) or _BY_SHORT_NAME.get(re.sub("^fp", "f", word))
+    if found is None:
+        raise error(f"unknown dtype {name!r}; known are {', '.join(BY_NAME)}, and short names such as bf16 or fp32")
+    return found

@@ -195,11 +195,12 @@ class Faults:
         self.count = 0
         self._first: list[tuple[str, str]] = []  # no more than are shown: a hostile file has millions
 
-    def add(self, where: str, what: str) -> None:
-        """Remember one fault: `where` in the subject, and `what` is wrong there."""
+    def add(self, where: str, what: str | Callable[[], str]) -> None:
+        """Remember one fault: `where` in the subject, and `what` is wrong there, or what finds that out slowly."""
         self.count += 1
         if self.count <= _SHOWN_FAULTS:
-            self._first.append((where if where.isprintable() else repr(where), what))
+            said = what if isinstance(what, str) else what()
+            self._first.append((where if where.isprintable() else repr(where), said))
 
     def raise_if_any(self, kind: type[ReshardError], *, advice: str = "") -> None:
         """Raise `kind` with every fault, one a line, and `advice` behind them; return if there are none."""

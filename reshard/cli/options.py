@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+import reshard
 from reshard.cli.terminal import INPUTS, OUTPUTS, STRATEGIES, option
-from reshard.errors import Faults, UsageError
+from reshard.dtypes import by_name
+from reshard.errors import Faults, ReshardError, SourceError, UsageError
 from reshard.layout.block import LONGEST_NAME
 from reshard.plan.select import Selection
 from reshard.storage.places import as_place, is_url
-from reshard.storage.small import is_text, parse_json, read_small
+from reshard.storage.small import is_text, parse_json, pointed, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from reshard.storage.places import Place
+    from reshard.storage.places import AnyName, Place
 
 _MOST_RANKS = 1 << 20
 _PLANNING = ("prefix", "format", "ranks", "remove_redundancy", "link_replicas", "memory")
@@ -75,8 +79,9 @@ def _casts(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -
         old, equals, new = value.partition("=")
         if not (old and equals and new):
             raise click.BadParameter(f"{value!r}: expected OLD=NEW, e.g. float32=bfloat16", param=param)
-        if found.setdefault(old, new) != new:
-            raise click.BadParameter(f"{old} cannot become both {found[old]} and {new}", param=param)
+        before, after = by_name(old, UsageError).name, by_name(new, UsageError).name
+        if found.setdefault(before, after) != after:
+            raise click.BadParameter(f"{before} cannot become both {found[before]} and {after}", param=param)
     return found
 
 
@@ -104,6 +109,9 @@ def _name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -
     raw = read_small(path, "name map", _LARGEST_NAME_MAP, UsageError)
     try:
         content = parse_json(raw, repeated)
+    except json.JSONDecodeError as error:
+        shown = pointed(error.doc, error.lineno - 1, error.colno - 1)
+        raise UsageError(f"name map {path}: is not JSON: line {error.lineno}: {error.msg}{shown}") from None
     except ValueError as error:
         raise UsageError(f"name map {path}: is not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -119,6 +127,22 @@ def _name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -
             )
     faults.raise_if_any(UsageError)
     return content
+
+
+@contextmanager
+def noting_swap(
+    path: AnyName, strategy: AnyName | None, other: AnyName | None, reading: dict[str, Any]
+) -> Iterator[None]:
+    """Note on the error of a checkpoint that does not open with its strategy that it does with the other side's."""
+    try:
+        yield
+    except SourceError as error:
+        if strategy is not None and other is not None:
+            with suppress(ReshardError, OSError):
+                reshard.read_strategy(strategy)
+                reshard.open(path, strategy=other, **reading)
+                error.add_note(f"it fits {other}; are the two strategies swapped?")
+        raise
 
 
 def cluster_address(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -155,6 +179,17 @@ class PathType(click.Path):
         if ctx is not None and self.role is not None:
             ctx.meta.setdefault(self.role, []).append(place)
         return place
+
+
+class StyleType(click.Choice[str]):
+    """The style of a set of whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(["mindspore", "huggingface"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the style that a word means."""
+        return super().convert({"hf": "huggingface", "ms": "mindspore"}.get(value, value), param, ctx)
 
 
 READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)

@@ -13,7 +13,9 @@ from reshard.cli.options import (
     TARGET,
     WRITE,
     Running,
+    StyleType,
     json_option,
+    noting_swap,
     run_options,
     selection_options,
     size,
@@ -62,7 +64,7 @@ Example:
     "--style",
     under="Target",
     first=True,
-    type=click.Choice(["mindspore", "huggingface"]),
+    type=StyleType(),
     help="The target is a set of whole tensors, as `reshard unify` writes it.",
 )
 @option(
@@ -108,7 +110,8 @@ def plan(
         refuse_existing(output, overwrite=overwrite)
         if target is not None:
             plan_file.check_directory(str(target))
-    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    with noting_swap(source, source_strategy, target_strategy, reading):
+        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     if style is None:
         wanted = reshard.read_strategy(target_strategy) if target_strategy else None
         made = reshard.plan(checkpoint, wanted, selection=selection, **planning)

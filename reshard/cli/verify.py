@@ -15,6 +15,7 @@ from reshard.cli.options import (
     cluster_address,
     json_option,
     layout_rules,
+    noting_swap,
     selection_options,
     size,
     source_options,
@@ -255,9 +256,15 @@ def verify(
         elif not given:
             found = verified(target, memory=memory, threads=threads, client=client, progress=shown)
         else:
+            with noting_swap(target, target_strategy, source_strategy, target_reading):
+                checkpoint = opened(target, target_strategy, **target_reading)
+            against = None
+            if source is not None:
+                with noting_swap(source, source_strategy, target_strategy, reading):
+                    against = opened(source, source_strategy, what="source", **reading)
             found = verified(
-                opened(target, target_strategy, **target_reading),
-                against=None if source is None else opened(source, source_strategy, what="source", **reading),
+                checkpoint,
+                against=against,
                 selection=selection,
                 deduplicated=deduplicated,
                 sample=sample,

@@ -15,8 +15,10 @@ from reshard.cli.options import (
     READ_PLACE,
     TARGET_PLACE,
     Running,
+    StyleType,
     drop_option,
     memory_option,
+    noting_swap,
     rank_pattern_option,
     run_options,
     selection_options,
@@ -111,7 +113,8 @@ def transform(
             return
         source, source_strategy, reading = via_zarr, None, {}
         planning["format"] = planning["format"] or _format_before(via_zarr)
-    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    with noting_swap(source, source_strategy, target_strategy, reading):
+        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     wanted = reshard.read_strategy(target_strategy) if target_strategy else None
     plan = reshard.plan(checkpoint, wanted, selection=selection, threads=running.threads, **planning)
     carry_out(plan, target, running)
@@ -146,7 +149,7 @@ Example:
     "--style",
     under="Target",
     first=True,
-    type=click.Choice(["mindspore", "huggingface"]),
+    type=StyleType(),
     help="Names of the files. In MindSpore's style part0.safetensors and param_name_map.json, and what the strategy "
     "does not name goes into hyper_param.safetensors; in Hugging Face's model-00001-of-00002.safetensors and "
     "model.safetensors.index.json.  [default: mindspore]",

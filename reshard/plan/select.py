@@ -22,11 +22,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
-from reshard.strategy.names import is_training_state, matches, one_stage_advice, optimizer_states
+from reshard.strategy.names import is_training_state, matches, no_match, one_stage_advice, optimizer_states
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -51,7 +52,8 @@ class Selection:
         names: old name to new name, applied at once, so that two may be swapped. An old name may be a glob, whose
             stars stand in the new name too, in order; the first that matches counts, exact names before globs.
             Optimizer states follow their weights, unless a name or the beginning of a glob is the state's own.
-        cast: source dtype to target dtype, by name, as numpy's and ml_dtypes' `astype`: to nearest, ties to even.
+        cast: source dtype to target dtype, by name (`bfloat16` or `bf16`), as numpy's and ml_dtypes' `astype`: to
+            nearest, ties to even.
         drop: globs of weights that the target strategy may lack.
         allow_missing: globs of weights that the source may lack.
 
@@ -74,9 +76,14 @@ class Selection:
         for attribute in ("include", "exclude", "drop", "allow_missing"):
             object.__setattr__(self, attribute, globs(getattr(self, attribute)))
         faults = Faults("selection")
+        cast: dict[str, str] = {}
         for old, new in self.cast.items():
-            if fault := _cast_fault(by_name(old, UsageError), by_name(new, UsageError)):
+            before, after = by_name(old, UsageError), by_name(new, UsageError)
+            if fault := _cast_fault(before, after):
                 faults.add(f"cast {old}={new}", fault)
+            if (first := cast.setdefault(before.name, after.name)) != after.name:
+                faults.add(f"cast {old}={new}", f"{before} cannot become both {first} and {after}")
+        object.__setattr__(self, "cast", cast)
         for old, new in self.names.items():
             if new.count("*") > old.count("*"):
                 faults.add(f"name {old!r}", f"becomes {new!r}, which has more stars than the old name")
@@ -102,7 +109,7 @@ class Selection:
         found = {name: rename(name) for name in chosen}
         faults = Faults("name map")
         for old in rename.unused():
-            faults.add(f"name {old!r}", "is not a tensor of the source")
+            faults.add(f"name {old!r}", partial(no_match, old, rename.known))
         by_new: dict[str, list[str]] = {}
         for old, new in found.items():
             by_new.setdefault(new, []).append(old)
@@ -287,7 +294,7 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
     return chosen
 
 
-def _matched(every: Iterable[str], patterns: Iterable[str], option: Option, faults: Faults) -> set[str]:
+def _matched(every: Collection[str], patterns: Iterable[str], option: Option, faults: Faults) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
         counted = _COUNTED.match(pattern)
@@ -295,12 +302,12 @@ def _matched(every: Iterable[str], patterns: Iterable[str], option: Option, faul
         where = Text(option._replace(value=pattern))
         if counted and pattern in every:  # a name may end so
             some.add(pattern)
-        elif counted and len(some) != int(counted["count"]):
+        if not some:
+            faults.add(where, partial(no_match, pattern, every))
+        elif counted and pattern not in every and len(some) != int(counted["count"]):
             faults.add(
                 Text(option._replace(value=pattern)), f"matches {len(some)} tensors; expected {counted['count']}"
             )
-        elif not some:
-            faults.add(where, "matches no tensor of the source")
         found |= some
     return found
 

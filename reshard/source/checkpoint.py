@@ -7,7 +7,6 @@ only blocks and byte ranges.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats.entries import Extent, Where
 from reshard.storage.base import Status
+from reshard.strategy.names import no_match
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
     from reshard.view.groups import Groups
     from reshard.view.svg import Picture
-
-_NUMBER = re.compile("[0-9]+")
 
 
 class TensorSpec(NamedTuple):
@@ -246,15 +244,14 @@ class Checkpoint(Mapping[str, Any]):
             patterns: names of tensors, or globs; every one must match.
 
         Raises:
-            UsageError: a pattern matches no tensor; the nearest patterns are named.
+            UsageError: a pattern matches no tensor; the nearest is named.
         """
         every = {**self.tensors, **self.unreadable}
         chosen: set[str] = set()
         for pattern in patterns:
             some = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
             if not some:
-                alike = names(map(repr, _nearest(pattern, every)))
-                raise UsageError(f"{self.root}: no tensor matches {pattern!r}{f'; nearest are {alike}' * bool(alike)}")
+                raise UsageError(f"{self.root}: {pattern!r}: {no_match(pattern, every)}")
             chosen.update(some)
         wanted = {name for name in self.elsewhere if any(fnmatchcase(name, pattern) for pattern in patterns)}
         return replace(self.without(every.keys() - chosen), elsewhere=frozenset(wanted))
@@ -346,13 +343,3 @@ class Checkpoint(Mapping[str, Any]):
 
     def _repr_html_(self) -> str:
         return str(upward("html")(self))
-
-
-def _nearest(pattern: str, every: Iterable[str]) -> list[str]:
-    """Return the names most like a pattern, as patterns: stars stand for numbers.
-
-    >>> _nearest("layer.*.wq", ["layers.0.wq", "layers.1.wq", "layers.0.wk", "norm"])
-    ['layers.*.wq', 'layers.*.wk']
-    """
-    starred = dict.fromkeys(_NUMBER.sub("*", name) for name in every)
-    return get_close_matches(_NUMBER.sub("*", pattern), starred, n=3, cutoff=0.4)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.errors import ReshardError
     from reshard.storage.places import Place
 
+_COLUMNS, _COLUMNS_BEFORE = 72, 48  # of a line that is shown
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}  # two names of one thing
 
 
@@ -206,6 +207,20 @@ def parse_json(content: bytes, repeated: list[str]) -> Any:
         raise
     except ValueError:
         raise ValueError("it has a number of thousands of digits") from None
+
+
+def pointed(text: str, line: int, column: int) -> str:
+    r"""Return a line of a text, as lines of a message, with a caret below one of its columns; both count from 0.
+
+    >>> print("is wrong" + pointed("a: 1\nb: [2", 1, 5))
+    is wrong
+        b: [2
+             ^
+    """
+    first = max(0, column - _COLUMNS_BEFORE)
+    whole = dict(enumerate(text.splitlines())).get(line, "")  # the end of a text may be a line of its own
+    shown = "".join(char if char.isprintable() else " " for char in whole[first : first + _COLUMNS])
+    return "" if shown.isspace() or not shown else f"\n    {shown}\n    {' ' * (column - first)}^"
 
 
 def is_text(text: str) -> bool:

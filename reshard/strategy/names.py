@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
+
+from reshard.errors import names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
@@ -82,6 +85,27 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     True
     """
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+
+
+_NUMBER = re.compile(r"\d+")
+_OTHER_STARS = re.compile(r"(?:\\d|\[0-9\]|\.)[*+]|\\d")  # what regular expressions have for them
+_OTHER_SIGNS = re.compile(r"[\\^$()]")
+
+
+def no_match(pattern: str, every: Collection[str]) -> str:
+    r"""Return what to say of a pattern that matches no name: the nearest name, with stars for numbers.
+
+    >>> no_match("layer.0.wq", ["layers.0.wq", "layers.1.wq", "norm"])
+    "matches no tensor; nearest is 'layers.*.wq'"
+    >>> no_match(r"layers\.(\d+)\.w", ["layers.0.wq", "layers.1.wq", "norm"])
+    "matches no tensor; nearest is 'layers.*.wq'; * stands for any text, regular expressions are not known"
+    """
+    plain = _OTHER_SIGNS.sub("", _OTHER_STARS.sub("*", pattern))
+    starred = dict.fromkeys(_NUMBER.sub("*", name) for name in every)
+    alike = get_close_matches(_NUMBER.sub("*", plain), starred, n=1, cutoff=0.4)
+    what = f"nearest is {alike[0]!r}" if alike else f"there are {names(every)}"
+    is_glob = "*" in pattern or plain != pattern
+    return f"matches no tensor; {what}" + "; * stands for any text, regular expressions are not known" * is_glob
 
 
 _INTEGER = re.compile(r"([0-9]{1,18})")  # longer runs of digits are cut, because int() of a huge one is slow

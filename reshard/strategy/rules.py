@@ -27,13 +27,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from reshard.dtypes import DType, by_name
 from reshard.errors import Faults, LayoutError, UsageError, names
 from reshard.layout.layout import MOST_DEVICES, Layout, whole
-from reshard.strategy.names import optimizer_states
+from reshard.strategy.names import no_match, optimizer_states
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -277,13 +278,11 @@ def _first_matches(
     used = set(found.values())
     for glob in (glob for glob in patterns if glob not in used):
         matched = [name for name in every if fnmatchcase(name, glob)]
-        what = f"matches no tensor; there are {names(every)}"
-        if matched:
-            what = (
-                f"is never used: what it matches ({names(matched)}) is taken by a pattern before it (the first match "
-                "counts), or is an optimizer state, which goes with its weight"
-            )
-        faults.add(_at(key, glob), what)
+        used_up = (
+            f"is never used: what it matches ({names(matched)}) is taken by a pattern before it (the first match "
+            "counts), or is an optimizer state, which goes with its weight"
+        )
+        faults.add(_at(key, glob), used_up if matched else partial(no_match, glob, every))
     return found
 
 

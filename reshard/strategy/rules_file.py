@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, LayoutError, UsageError, names
-from reshard.storage.small import read_small
+from reshard.storage.small import pointed, read_small
 from reshard.strategy.operators import OPERATORS, OperatorStrategy
 from reshard.strategy.rules import OPTIONS, from_operators, from_rules
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
 
 _LARGEST_FILE = 1 << 20  # PyYAML takes some 10 s for so much
+_ALIAS = "has an alias; write out what it stands for, and put a name that begins with * in quotes"
 _LONGEST_SCALAR = 2000  # also keeps numbers below 4,300 digits, which is as many as Python writes
 
 
@@ -92,9 +93,9 @@ def _load(path: Path, faults: Faults) -> dict[str, Any]:
             event: Any = self.peek_event()  # type: ignore[no-untyped-call]
             mark: Any = event.start_mark
             if isinstance(event, yaml.AliasEvent):
-                raise yaml.YAMLError(f"line {mark.line + 1} has the alias *{event.anchor}; write it out")
+                raise yaml.MarkedYAMLError(problem=_ALIAS, problem_mark=mark)
             if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_SCALAR:
-                raise yaml.YAMLError(f"line {mark.line + 1} has a text of {len(event.value)} characters")
+                raise yaml.MarkedYAMLError(problem=f"has a text of {len(event.value)} characters", problem_mark=mark)
             return super().compose_node(parent, index)
 
     content = read_small(path, "rules file", _LARGEST_FILE, UsageError)
@@ -103,8 +104,12 @@ def _load(path: Path, faults: Faults) -> dict[str, Any]:
         loader = Loader(content)
         node = loader.get_single_node()
         for key in _repeated(node):
-            faults.add(f"line {key.start_mark.line + 1}", f"has the key {key.value!r} a second time")
+            mark = key.start_mark
+            shown = pointed(content.decode(errors="replace"), mark.line, mark.column)
+            faults.add(f"line {mark.line + 1}", f"has the key {key.value!r} a second time{shown}")
         top = loader.construct_document(node) if node else None
+    except yaml.MarkedYAMLError as error:
+        raise UsageError(f"{path}: is not YAML: {_where(error, content.decode(errors='replace'))}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -117,6 +122,17 @@ def _load(path: Path, faults: Faults) -> dict[str, Any]:
     if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
         raise UsageError(f"{path}: is a YAML {type(top).__name__}; expected a mapping with the keys mesh and rules")
     return top
+
+
+def _where(error: Any, text: str) -> str:
+    """Return the line of an error of PyYAML, what is wrong there, and the line itself with a caret below it."""
+    mark, begun = error.problem_mark, error.context_mark
+    if error.context == "while scanning an alias":
+        problem, mark = _ALIAS, begun
+    else:
+        since = f" that begins in line {begun.line + 1}" if begun and begun.line != mark.line else ""
+        problem = f"{error.context}{since}, {error.problem}" if error.context else error.problem
+    return f"line {mark.line + 1}: {problem}{pointed(text, mark.line, mark.column)}"
 
 
 def _repeated(node: Any) -> Iterator[Any]:

@@ -185,7 +185,7 @@ def test_a_collision_with_a_tensor_that_is_left_out_is_none(source: reshard.Chec
 
 
 def test_names_that_are_not_there_are_reported() -> None:
-    with pytest.raises(UsageError, match="(?s)name 'gone': is not a tensor of the source.*name 'x.*': is not a tensor"):
+    with pytest.raises(UsageError, match="(?s)name 'gone': matches no tensor.*name 'x.*': matches no tensor"):
         renamed({"gone": "a", "x.*": "y.*"})
 
 
@@ -323,8 +323,9 @@ def test_only_the_named_dtype_is_cast(source: reshard.Checkpoint, tmp_path: Path
 @pytest.mark.parametrize(
     ("cast", "told"),
     [
-        ({"float32": "bf16"}, "unknown dtype 'bf16'"),
-        ({"fp32": "bfloat16"}, "unknown dtype 'fp32'"),
+        ({"float32": "bf17"}, "unknown dtype 'bf17'"),
+        ({"fp33": "bfloat16"}, "unknown dtype 'fp33'"),
+        ({"float32": "bf16", "fp32": "fp16"}, "float32 cannot become both bfloat16 and float16"),
         ({"float32": "str"}, "text is not a number"),
         ({"float32": "int32"}, "int cannot hold what float can"),
         ({"complex64": "float32"}, "float cannot hold what complex can"),
