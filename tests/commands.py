@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import signal
 from dataclasses import dataclass
@@ -17,9 +16,6 @@ from reshard.cli.main import cli
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-# click before 8.2 mixes stderr into stdout unless it is told not to.
-_SEPARATE = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ def case(mindspore_data: Path) -> Case:
 
 
 def call(*arguments: str | Path) -> Result:
-    return CliRunner(**_SEPARATE).invoke(cli, [str(argument) for argument in arguments], prog_name="reshard")
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="reshard")
 
 
 def done(*arguments: str | Path) -> Result:

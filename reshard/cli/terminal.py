@@ -93,6 +93,7 @@ _COLORS = {"auto": None, "always": True, "never": False}
 _ALL = "reshard.all"
 _DEBUG = "reshard.debug"
 _WROTE = "reshard.wrote"
+_EXAMPLE = re.compile(r"^Examples?:$", re.MULTILINE)
 _NUMBER = re.compile(r"[0-9]+")
 _LABEL = re.compile(r"(error|warning):")
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
@@ -269,7 +270,7 @@ def refuse_to_write(outputs: Sequence[Any]) -> None:
 def _write_lines(text: str | None, formatter: click.HelpFormatter) -> None:
     if text:
         formatter.write_paragraph()
-        formatter.write(text.strip("\n") + "\n")
+        formatter.write(_EXAMPLE.sub(lambda found: paint(found[0], bold=True), text.strip("\n") + "\n"))
 
 
 def _debug_option() -> GroupedOption:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 from typing import TYPE_CHECKING
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
+from click.testing import CliRunner
 from commands import Case, call, done
 
 import reshard
 import reshard.mindspore as ms
 from reshard import Layout, Strategy
+from reshard.cli.main import cli
 from reshard.errors import SourceError, StrategyError, UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +52,100 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
     result = call(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("split", "split: not a command of reshard; `reshard transform` with --target-strategy cuts tensors"),
+        (
+            "ls a",
+            "ls: not a command of reshard; `reshard inspect` shows a checkpoint, `reshard strategy show` a strategy",
+        ),
+        ("help", "help: not a command of reshard; `reshard --help` lists the commands, `reshard COMMAND --help` the"),
+        ("pickle", "pickle: not a command of reshard; see reshard --help"),
+        ("strategy mrege", "mrege: not a command of reshard strategy; did you mean merge?"),
+        ("--debgu", "--debgu: not an option of reshard; did you mean --debug?"),
+        (
+            "transform a b --restart-all",
+            "--restart-all: not an option of reshard transform; see reshard transform --help",
+        ),
+        ("transform a b --overwrit", "--overwrit: not an option of reshard transform; did you mean --overwrite?"),
+        ("transform a b --resume", "--resume: not an option of reshard transform; type the same command again"),
+        ("transform a b --threads", "--threads: requires an argument"),
+        ("transform a b --dry-run=no", "--dry-run: does not take a value"),
+        ("transform a b --threads two", "--threads: 'two' is not a valid integer range"),
+        ("transform a b c d", "c: is one argument too many; expected reshard transform [OPTIONS] SOURCE TARGET"),
+        ("convert a b", "--format: is missing; expected --format [ckpt|safetensors]"),
+        ("unify a b --cast fp32=bf16 --cast float32=fp16", "--cast: float32 cannot become both bfloat16 and float16"),
+        ("unify a b --style tf", "--style: 'tf' is not one of 'mindspore', 'huggingface'"),
+    ],
+)
+def test_slips_are_understood(words: str, said: str) -> None:
+    result = call(*words.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {said}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_files_that_a_shell_made_of_a_glob_are_recognised(tmp_path: Path) -> None:
+    paths = [tmp_path / f"strategy_{number}.ckpt" for number in range(3)]
+    words = ("transform", "a", "b", "--source-strategy", *paths)
+    assert "c: is one argument" not in call(*words).stderr
+    assert f"{paths[1]}: is one argument too many" in call(*words).stderr  # they are no files
+    for path in paths:
+        path.touch()
+    assert call(*words).stderr == (
+        f"error: {re.sub('[0-9]+', '*', str(paths[0]))}: are several files; expected one; for a pipeline give the "
+        "directory of its strategy files\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["transform", "plan", "verify"])
+def test_swapped_strategies_are_recognised(case: Case, tmp_path: Path, command: str) -> None:
+    source = [case.source, "--source-strategy", case.target_strategy]
+    target = ["--target-strategy", case.source_strategy]
+    words = {
+        "transform": [*source, *target, tmp_path / "out"],
+        "plan": [*source, *target],
+        "verify": [case.source, *target, "--against", *source],
+    }
+    result = call(command, *words[command])
+    assert result.exit_code == 4
+    assert result.stderr.endswith(f"; it fits {case.source_strategy}; are the two strategies swapped?\n")
+    gone = call("transform", case.source, tmp_path / "out", "--source-strategy", tmp_path / "gone", *target)
+    assert "two strategies" not in gone.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "terminal", "colored"),
+    [
+        ("inspect nothing", {}, True, True),
+        ("inspect nothing", {}, False, False),
+        ("inspect nothing", {"NO_COLOR": "1"}, True, False),
+        ("--nothing", {"NO_COLOR": "1"}, True, False),
+        ("inspect nothing", {"TERM": "dumb"}, True, False),
+        ("inspect nothing --color never", {}, True, False),
+        ("inspect nothing --color always", {"NO_COLOR": "1"}, False, True),
+        ("--color always inspect nothing", {}, False, True),
+        ("inspect --help", {}, True, True),
+        ("inspect --help", {}, False, False),
+        ("inspect --color never --help", {}, True, False),
+    ],
+)
+def test_color(
+    words: str, environment: dict[str, str], terminal: bool, colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert ("\x1b[" in CliRunner().invoke(cli, words.split(), color=terminal).output) is colored
+
+
+def test_json_has_no_color(case: Case) -> None:
+    found = CliRunner().invoke(cli, ["inspect", str(case.source), "--json", "--color", "always"])
+    assert "\x1b[" not in found.stdout
+    assert "\x1b[" in found.stderr  # a warning
 
 
 def test_a_rank_outside_the_target_is_2(case: Case, tmp_path: Path) -> None:
