@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
@@ -87,6 +87,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
+_MOST_ALIKE, _LONGEST_ALIKE = 1000, 300  # names that are compared with one that is not there, which is slow
 _NUMBER = re.compile(r"\d+")
 _OTHER_STARS = re.compile(r"(?:\\d|\[0-9\]|\.)[*+]|\\d")  # what regular expressions have for them
 _OTHER_SIGNS = re.compile(r"[\\^$()]")
@@ -101,8 +102,8 @@ def no_match(pattern: str, every: Collection[str]) -> str:
     "matches no tensor; nearest is 'layers.*.wq'; * stands for any text, regular expressions are not known"
     """
     plain = _OTHER_SIGNS.sub("", _OTHER_STARS.sub("*", pattern))
-    starred = dict.fromkeys(_NUMBER.sub("*", name) for name in every)
-    alike = get_close_matches(_NUMBER.sub("*", plain), starred, n=1, cutoff=0.4)
+    starred = dict.fromkeys(_NUMBER.sub("*", name) for name in every if len(name) <= _LONGEST_ALIKE)
+    alike = get_close_matches(_NUMBER.sub("*", plain), islice(starred, _MOST_ALIKE), n=1, cutoff=0.4)
     what = f"nearest is {alike[0]!r}" if alike else f"there are {names(every)}"
     is_glob = "*" in pattern or plain != pattern
     return f"matches no tensor; {what}" + "; * stands for any text, regular expressions are not known" * is_glob
