@@ -91,7 +91,6 @@ def test_slips_are_understood(words: str, said: str) -> None:
 def test_files_that_a_shell_made_of_a_glob_are_recognised(tmp_path: Path) -> None:
     paths = [tmp_path / f"strategy_{number}.ckpt" for number in range(3)]
     words = ("transform", "a", "b", "--source-strategy", *paths)
-    assert "c: is one argument" not in call(*words).stderr
     assert f"{paths[1]}: is one argument too many" in call(*words).stderr  # they are no files
     for path in paths:
         path.touch()
