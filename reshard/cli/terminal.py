@@ -397,7 +397,8 @@ def _usage_message(error: click.UsageError) -> str:
         return f"{error.option_name}: not an option of {ctx.command_path}; {_meant(error.option_name, known, ctx)}"
     param = error.param if isinstance(error, click.BadParameter) else None
     if param is None:
-        return error.format_message()
+        said = error.format_message()
+        return f"{said[0].lower()}{said[1:-1]}; see {ctx.command_path} --help" if said.endswith(".") else said
     name = max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
     if isinstance(error, click.MissingParameter):
         needed = (param.get_help_record(ctx) or [name])[0]

@@ -65,6 +65,7 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
         ("help", "help: not a command of reshard; `reshard --help` lists the commands, `reshard COMMAND --help` the"),
         ("pickle", "pickle: not a command of reshard; see reshard --help"),
         ("strategy mrege", "mrege: not a command of reshard strategy; did you mean merge?"),
+        ("--debug", "missing command; see reshard --help"),
         ("--debgu", "--debgu: not an option of reshard; did you mean --debug?"),
         (
             "transform a b --restart-all",
