@@ -28,6 +28,7 @@ from reshard.source.open import made_at, read_headers
 from reshard.source.open import open as open_checkpoint
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
+from reshard.upward import upward
 from reshard.verify.difference import Difference
 from reshard.verify.manifest import Manifest, read_manifest
 from reshard.verify.manifest_files import check_files, sum_files
@@ -102,6 +103,9 @@ class Verification:
         found = f"{len(self.differences)} differences" if self.differences else "as it should be"
         against = f" against {self.against}" if self.against else ""
         return f"<Verification of {self.target}{against}: {found}, {self.tensors} tensors, {self.bytes_read} bytes>"
+
+    def _repr_html_(self) -> str:
+        return str(upward("html")(self))
 
 
 def verify(

@@ -2,7 +2,7 @@
 
 1. Two axes are drawn, those that are cut before others; where more are cut, every slice of the rest is a panel.
 2. A block is a rectangle in the colour of the first rank that holds it, hatched where other ranks hold it too.
-3. Next to a source, the target shows by dashes where the source is cut.
+3. Next to a source, the target has colours of its own, and shows by dashes where the source is cut.
 4. Of very fine grids, neighbouring blocks are drawn as one, so that a picture of thousands of ranks stays small.
 """
 
@@ -59,6 +59,11 @@ class Side:
     blocks: tuple[Block, ...]
     ranks: tuple[tuple[int, ...], ...]
     rule: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Whether it is the `source` or the `target` of a picture of both."""
+        return self.title.partition(" ")[0]
 
 
 def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | None = None) -> Picture:
@@ -168,12 +173,14 @@ def thumbnail(layout: Layout) -> Markup:
 def draw(sides: Sequence[Side], title: str) -> Picture:
     """Draw layouts of one tensor side by side, the first as the source of the others."""
     frame = _Frame.of(sides)
-    firsts = sorted({ranks[0] for side in sides for ranks in side.ranks if ranks})
-    colours = {rank: colour(number, len(firsts)) for number, rank in enumerate(firsts)}
+    fills: dict[str, dict[int, tuple[str, str]]] = {}
+    for kind in {side.kind for side in sides}:
+        firsts = sorted({ranks[0] for side in sides if side.kind == kind for ranks in side.ranks if ranks})
+        fills[kind] = {rank: colour(number, len(firsts), kind) for number, rank in enumerate(firsts)}
     cuts = _edges(sides[0], frame) if len(sides) > 1 else ((), ())
     parts = [
-        _side(side, frame, colours, cuts if number and side.title.startswith("target") else ((), ()))
-        for number, side in enumerate(sides[:_MOST_SIDES])
+        _side(side, frame, fills[side.kind], cuts if side.kind == "target" else ((), ()))
+        for side in sides[:_MOST_SIDES]
     ]
     drawing, width, height = wrapped(parts, 900, 44)
     remarks = []
@@ -397,7 +404,7 @@ def _label(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]]) -
     around: dict[str, str | float] = {
         "fill": ink,
         "stroke": fill,
-        "stroke_width": 3,
+        "stroke_width": 7,  # as wide as a space, or a dashed line comes through between words
         "paint_order": "stroke",
         "stroke_linejoin": "round",
     }

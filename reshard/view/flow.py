@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.strategy.names import group_members, ranges_text
-from reshard.view.svg import Markup, Picture, colour, join, label, tag, text_width
-from reshard.view.text import bytes_text, count_text, printable, shortened
+from reshard.view.svg import Markup, Picture, colour, cut, join, label, tag, text_width
+from reshard.view.text import bytes_text, count_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,10 +31,12 @@ _MOST_MIDDLES = 14
 _MOST_MEETINGS = 200_000
 """The most pairs of a run of rows and a block that are looked at: of a huge grid, only the first rows are drawn."""
 
-_MOST_LETTERS = 34
-_HEIGHT, _GAP, _LEAST = 340.0, 5.0, 26.0
-_BAR, _REACH, _MIDDLE = 14.0, 150.0, 250.0
-"""Widths in pixels: of a file's bar, of the ribbons, of a box in the middle."""
+_HEIGHT, _GAP, _LEAST = 340.0, 4.0, 29.0
+_WIDTH, _BAR, _REACH, _MOST_END, _LEAST_MIDDLE = 960.0, 14.0, 140.0, 210.0, 180.0
+"""Widths in pixels: of a page at most, of a file's bar, of ribbons, of labels at the ends, of boxes in the middle."""
+
+_NAME, _REMARK = 10.5, 9.0
+"""Sizes of letters."""
 
 Flows = Counter[tuple[int, int]]
 """Bytes from a thing of one column to a thing of the next, by their numbers."""
@@ -256,35 +258,46 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 def draw(flow: Flow, title: str) -> Picture:
     """Draw three columns and the ribbons between them."""
-    ends = [*flow.sources, *flow.targets]
-    longest = min(max((len(text) for node in ends for text in (node.name, node.remark)), default=0), _MOST_LETTERS)
-    side = max(12 + 6.5 * longest, *(text_width(title, 12) for title in flow.titles))
+    left, right = (
+        max(text_width(title, 12) - _BAR, 8 + min(_wide(nodes), _MOST_END))
+        for title, nodes in ((flow.titles[0], flow.sources), (flow.titles[2], flow.targets))
+    )
+    spare = _WIDTH - left - right - 2 * (_BAR + _REACH)
+    middle = max(_LEAST_MIDDLE, text_width(flow.titles[1], 12), min(spare, 16 + _wide(flow.middles)))
     columns = [_placed(nodes) for nodes in (flow.sources, flow.middles, flow.targets)]
     height = max(at + tall for column in columns for at, tall in column or [(0.0, 0.0)])
     columns = [_centred(column, height) for column in columns]
-    x = [side, side + _BAR + _REACH, side + _BAR + 2 * _REACH + _MIDDLE]
-    ranks = sorted({node.rank for node in ends})
-    fills = [[colour(ranks.index(node.rank), len(ranks))[0] for node in some] for some in (flow.sources, flow.targets)]
+    x = [left, left + _BAR + _REACH, left + _BAR + 2 * _REACH + middle]
+    fills = [_fills(flow.sources, "source"), _fills(flow.targets, "target")]
     ribbons = [
         *_ribbons(flow.read, columns[0], columns[1], x[0] + _BAR, x[1], fills[0], by_source=True),
-        *_ribbons(flow.written, columns[1], columns[2], x[1] + _MIDDLE, x[2], fills[1], by_source=False),
+        *_ribbons(flow.written, columns[1], columns[2], x[1] + middle, x[2], fills[1], by_source=False),
     ]
     boxes = [
         *_bars(flow.sources, columns[0], x[0], fills[0], x[0] - 6, "end"),
-        *_middle_boxes(flow.middles, columns[1], x[1]),
+        *_middle_boxes(flow.middles, columns[1], x[1], middle),
         *_bars(flow.targets, columns[2], x[2], fills[1], x[2] + _BAR + 6, "start"),
     ]
     heads = [
         label(at, 14, text, anchor=anchor, font_weight=600)
         for at, text, anchor in (
             (x[0] + _BAR, flow.titles[0], "end"),
-            (x[1] + _MIDDLE / 2, flow.titles[1], "middle"),
+            (x[1] + middle / 2, flow.titles[1], "middle"),
             (x[2], flow.titles[2], "start"),
         )
     ]
-    width = x[2] + _BAR + side
     body = tag("g", *ribbons, *boxes, transform="translate(0 26)")
-    return Picture(title, width, height + 34, join([*heads, body]))
+    return Picture(title, x[2] + _BAR + right, height + 34, join([*heads, body]))
+
+
+def _wide(nodes: Sequence[Node]) -> float:
+    """Return how wide the labels of some boxes are."""
+    return max((max(text_width(n.name, _NAME), text_width(n.remark, _REMARK)) for n in nodes), default=0.0)
+
+
+def _fills(nodes: Sequence[Node], side: str) -> list[str]:
+    ranks = sorted({node.rank for node in nodes})
+    return [colour(ranks.index(node.rank), len(ranks), side)[0] for node in nodes]
 
 
 Column = list[tuple[float, float]]
@@ -343,24 +356,24 @@ def _bars(
         parts += [
             tag("rect", tag("title", node.tip or node.name), x=x, y=at, width=_BAR, height=tall, rx=2,
                 fill=fill if node.nbytes else "none", stroke="currentColor", stroke_opacity=0.4),
-            *_two_lines(node, text_x, at + tall / 2, anchor, _MOST_LETTERS, faint),
+            *_two_lines(node, text_x, at + tall / 2, anchor, _MOST_END, faint),
         ]  # fmt: skip
     return parts
 
 
-def _middle_boxes(nodes: Sequence[Node], column: Column, x: float) -> list[Markup]:
+def _middle_boxes(nodes: Sequence[Node], column: Column, x: float, width: float) -> list[Markup]:
     parts = []
     for node, (at, tall) in zip(nodes, column, strict=True):
         parts += [
-            tag("rect", tag("title", node.name), x=x, y=at, width=_MIDDLE, height=tall, rx=3,
+            tag("rect", tag("title", node.name), x=x, y=at, width=width, height=tall, rx=3,
                 fill="currentColor", fill_opacity=0.08, stroke="currentColor", stroke_opacity=0.3),
-            *_two_lines(node, x + _MIDDLE / 2, at + tall / 2, "middle", 38, 1.0),
+            *_two_lines(node, x + width / 2, at + tall / 2, "middle", width - 8, 1.0),
         ]  # fmt: skip
     return parts
 
 
-def _two_lines(node: Node, x: float, y: float, anchor: str, most: int, opacity: float) -> list[Markup]:
+def _two_lines(node: Node, x: float, y: float, anchor: str, room: float, opacity: float) -> list[Markup]:
     return [
-        label(x, y - 1.5, shortened(printable(node.name), most), size=10.5, anchor=anchor, opacity=opacity),
-        label(x, y + 9.5, shortened(printable(node.remark), most), size=9, anchor=anchor, opacity=0.66 * opacity),
+        label(x, y - 2.5, cut(node.name, room, _NAME), size=_NAME, anchor=anchor, opacity=opacity),
+        label(x, y + 10, cut(node.remark, room, _REMARK), size=_REMARK, anchor=anchor, opacity=0.66 * opacity),
     ]

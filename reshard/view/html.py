@@ -1,4 +1,4 @@
-"""What a notebook shows of checkpoints, strategies, layouts, plans and reports: their `_repr_html_`.
+"""What a notebook shows of checkpoints, strategies, layouts, plans, reports and verifications: their `_repr_html_`.
 
 However large a thing is, its page stays small: layers are folded, long lists end with how many more there are, and
 pictures are drawn coarser.
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import LayoutError
+from reshard.errors import PYTHON, LayoutError, spelled
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members, group_names, ranges_text
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
 from reshard.view.data import groups_of, layouts_of
 from reshard.view.flow import plan_picture
-from reshard.view.svg import Markup, colour, join, page, tag
-from reshard.view.text import LEGEND, bytes_text, count_text, layout_text, shards_text
+from reshard.view.svg import Markup, colour, details, heading, join, page, table, tag, tiles
+from reshard.view.text import LEGEND, below, bytes_text, conclusion, count_text, layout_text, shards_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
@@ -31,41 +31,9 @@ if TYPE_CHECKING:
     from reshard.run.tasks import Receipt
     from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
+    from reshard.verify.verify import Verification
     from reshard.view.groups import Groups
     from reshard.view.svg import Picture
-
-
-def heading(kind: str, title: str, *also: str) -> Markup:
-    """Return the first line: what it is, its name, and facts next to it."""
-    facts = [tag("span", fact, class_="fact") for fact in also]
-    return tag("div", tag("span", kind, class_="kind"), tag("span", title, class_="title"), *facts, class_="head")
-
-
-def tiles(*items: tuple[str, str, str]) -> Markup:
-    """Return numbers side by side: what each is, how much, and a remark (or an empty one)."""
-    return tag(
-        "div",
-        *(
-            tag("div", tag("div", what, class_="what"), tag("b", much), tag("div", more, class_="more"), class_="tile")
-            for what, much, more in items
-        ),
-        class_="tiles",
-    )
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> Markup:
-    """Return a table; columns whose titles are in `right` hold numbers."""
-    sides = ["n" if title in set(right) else "t" for title in header]
-    head = tag("tr", *(tag("th", title, class_=side) for title, side in zip(header, sides, strict=True)))
-    body = [tag("tr", *(tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True))) for row in rows]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
-
-
-def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
-    """Return a part that is folded away, with a remark next to its title."""
-    attributes = {"open": "open"} if opened else {}
-    summary = tag("summary", tag("span", title), " ", tag("span", more, class_="more"))
-    return tag("details", summary, *children, **attributes)
 
 
 _MOST_ROWS = 240
@@ -136,7 +104,7 @@ class _Branch:
     """A part of names with what is below it."""
 
     below: dict[str, _Branch] = field(default_factory=dict)
-    tensors: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    tensors: list[tuple[str, list[Tensor]]] = field(default_factory=list)
     count: int = 0
     nbytes: int = 0
 
@@ -144,17 +112,14 @@ class _Branch:
 def _tree(checkpoint: Checkpoint) -> Markup:
     """Show the tensors by the parts of their names, folded layers as one."""
     known: dict[Sharding, str] = {}
-    rows = group_members(
-        (name, (t.spec.dtype, t.spec.shape, t.sharding, t.listed)) for name, t in checkpoint.tensors.items()
-    )
+    rows = group_members((name, _said(checkpoint, tensor, known)) for name, tensor in checkpoint.tensors.items())
     root = _Branch()
     for name, _, members in rows[:_MOST_ROWS]:
-        tensor = checkpoint.tensors[members[0]]
         *parents, last = _PARTS.split(name)
         branch = root
         for part in parents:
             branch = branch.below.setdefault(part, _Branch())
-        branch.tensors.append((last, tensor, len(members)))
+        branch.tensors.append((last, [checkpoint.tensors[member] for member in members]))
     _add_up(root)
     lines = _branch(checkpoint, root, 0, known, opened=len(rows) <= 40)
     titles = [("name", "name"), ("dtype", ""), ("shape", ""), ("size", "size"), ("layout", ""), ("blocks x copies", "")]
@@ -174,8 +139,8 @@ def _add_up(branch: _Branch) -> None:
     for child in branch.below.values():
         _add_up(child)
     below = branch.below.values()
-    branch.count = sum(count for _, _, count in branch.tensors) + sum(child.count for child in below)
-    branch.nbytes = sum(t.spec.nbytes * count for _, t, count in branch.tensors) + sum(c.nbytes for c in below)
+    branch.count = sum(len(some) for _, some in branch.tensors) + sum(child.count for child in below)
+    branch.nbytes = sum(t.spec.nbytes for _, some in branch.tensors for t in some) + sum(c.nbytes for c in below)
 
 
 def _branch(
@@ -189,8 +154,8 @@ def _branch(
             ((more, node),) = node.below.items()
             name += f".{more}"
         if not node.below and len(node.tensors) == 1:
-            ((more, tensor, count),) = node.tensors
-            lines.append(_leaf(checkpoint, f"{name}.{more}", tensor, count, depth, known))
+            ((more, some),) = node.tensors
+            lines.append(_leaf(checkpoint, f"{name}.{more}", some, depth, known))
             continue
         summary = tag(
             "summary",
@@ -209,16 +174,23 @@ def _branch(
                 **attributes,
             )
         )
-    return lines + [_leaf(checkpoint, name, tensor, count, depth, known) for name, tensor, count in branch.tensors]
+    return lines + [_leaf(checkpoint, name, some, depth, known) for name, some in branch.tensors]
+
+
+def _said(checkpoint: Checkpoint, tensor: Tensor, known: dict[Sharding, str]) -> Hashable:
+    """Return what the row of a tensor says but for its stage: tensors of which it says the same may share theirs."""
+    layouts = tuple(layout for _, layout in layouts_of(checkpoint, tensor))
+    return tensor.spec.dtype, tensor.spec.shape, tensor.text is None, layouts, shards_text(tensor, known)
 
 
 def _leaf(
-    checkpoint: Checkpoint, name: str, tensor: Tensor, count: int, depth: int, known: dict[Sharding, str]
+    checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: int, known: dict[Sharding, str]
 ) -> Markup:
-    layouts = layouts_of(checkpoint, tensor)
-    rule = str(layouts[0][1]) if layouts else "whole"
-    if layouts and checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1:
-        rule = f"stage {ranges_text([stage for stage, _ in layouts])}: {rule}"
+    tensor, count = tensors[0], len(tensors)
+    places = [place for each in tensors for place in layouts_of(checkpoint, each)]
+    rule = str(places[0][1]) if places else "whole"
+    if places and checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1:
+        rule = f"stage {ranges_text(sorted({stage for stage, _ in places}))}: {rule}"
     shape = shape_text(tensor.spec.shape) if tensor.text is None else "text"
     times = [tag("span", f"  x {count:,}", class_="count")] if count > 1 else []
     return tag(
@@ -265,7 +237,7 @@ def layout_html(layout: Layout) -> str:
         picture = layout_picture(layout)
     except LayoutError as error:
         return page(heading("Layout", str(layout)), _note(f"not possible: {error}"))
-    return page(heading("Layout", str(layout), layout_text(layout).rpartition(": ")[2]), picture.svg())
+    return page(heading("Layout", str(layout), layout_text(layout).rpartition(": ")[2]), picture.html())
 
 
 def strategy_html(strategy: Strategy) -> str:
@@ -312,7 +284,7 @@ def _names(folded: Sequence[str]) -> list[Markup]:
     return [Markup(f"{', ' * (number > 0)}{name}") for number, name in enumerate(shown)]
 
 
-# --- plans, reports, graphs -------------------------------------------------------------------------------------
+# --- plans, reports, verifications, graphs ----------------------------------------------------------------------
 
 
 def plan_html(plan: Plan) -> str:
@@ -331,7 +303,7 @@ def plan_html(plan: Plan) -> str:
             ("tasks", f"{stats.tasks:,}", f"bands of up to {bytes_text(plan.band_bytes)}"),
             ("memory", bytes_text(stats.peak_memory), f"at the peak, {count_text(plan.threads, 'thread')}"),
         ),
-        details("What goes where", plan_picture(plan).svg(), opened=True),
+        details("What goes where", plan_picture(plan).html(), opened=True),
         details("Tensors", _moves(plan), more=f"{stats.tensors:,}"),
         details("Target files", _target_files(plan), more=f"{len(plan.files):,}"),
         _listing("Dropped", plan.dropped, "in the source, not in the target"),
@@ -422,13 +394,50 @@ def report_html(report: Report) -> str:
     )  # fmt: skip
 
 
+def verification_html(found: Verification) -> str:
+    """Show what was verified, and each thing that is not as it should be."""
+    many = len(found.differences)
+    rate = bytes_text(found.bytes_read / found.seconds) + "/s" if found.seconds and found.bytes_read else ""
+    sample = f"a sample of {bytes_text(found.total_bytes)}" if found.sample is not None else "of both sides"
+    rows = [
+        (
+            one.name or below(one.path or "", found.target),
+            spelled(one.text, PYTHON),
+            "" if one.index is None else shape_text(one.index),
+            one.side if one.rank is None else f"{one.side}, rank {one.rank}",
+            below(one.path or "", found.against if one.side == "source" else found.target),
+        )
+        for one in found.differences[:_MOST_FILES]
+    ]
+    header = ("tensor or file", "difference", "first at", "where", "file")
+    differences = [table(header, rows), *_more(many, _MOST_FILES, "difference")]
+    absent = (
+        ("Dropped", found.dropped, "in the source, not in the target"),
+        ("Left out", found.left_out, "in the target, and not asked for"),
+    )
+    return page(
+        heading("Verification", found.target, conclusion(found)),
+        tiles(
+            ("differences", f"{many:,}" if many else "none", ""),
+            ("tensors", f"{found.tensors:,}", f"{count_text(found.copies, 'block')} in files"),
+            ("files", f"{found.files:,}", f"ranks {ranges_text(found.ranks)}" if found.ranks else ""),
+            ("read", bytes_text(found.bytes_read), sample if found.against and found.ranks else ""),
+            ("time", f"{found.seconds:.2f} s", rate),
+        ),
+        *([details("Differences", *differences, more=f"{many:,}", opened=True)] if many else []),
+        *(_listing(title, some, meaning) for title, some, meaning in absent if some),
+        *([_note(f"not looked at: {'; '.join(found.unchecked)}")] if found.unchecked else []),
+        *_warnings(found.warnings),
+    )
+
+
 def graph_html(graph: Graph) -> str:
     """Show a graph: how many tasks of which kind it has, and how to run it."""
     kinds = graph.kinds()
     return page(
         heading("Graph", graph.directory, f"writes {count_text(len(graph.plan.files), 'file')} when it is computed"),
         table(("task", "count"), [(kind, f"{count:,}") for kind, count in kinds.items()], right=("count",)),
-        details("What goes where", plan_picture(graph.plan).svg()),
+        details("What goes where", plan_picture(graph.plan).html()),
     )
 
 
@@ -484,6 +493,7 @@ _HTML: dict[str, Callable[[Any], str]] = {
     "Plan": plan_html,
     "Report": report_html,
     "Strategy": strategy_html,
+    "Verification": verification_html,
 }
 _PICTURES: dict[str, Callable[..., Picture]] = {
     "Checkpoint": checkpoint_picture,
@@ -494,7 +504,7 @@ _PICTURES: dict[str, Callable[..., Picture]] = {
 
 
 def html(subject: object) -> str:
-    """Return what a notebook shows of a checkpoint, graph, groups, layout, plan, report or strategy."""
+    """Return what a notebook shows of a checkpoint, graph, groups, layout, plan, report, strategy or verification."""
     return _HTML[type(subject).__name__](subject)
 
 

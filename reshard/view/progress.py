@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from reshard.run.run import Progress, Report
 
 _PAUSE = 0.1  # seconds between two pictures of a notebook's bar
+# What has no number of an output begins 12 pixels further left in the HTML that a notebook is exported to.
+_STYLE = "padding: 4px 0 4px 12px; font: 13px var(--jp-ui-font-family, system-ui, sans-serif)"
 
 
 def run(
@@ -73,10 +75,13 @@ class _Bar:
         return f"{'syncing' if self.state.written >= self.state.total else 'writing'}: {pace}"
 
     def _repr_html_(self) -> str:
+        from reshard.view.svg import tag  # no terminal needs it
+
         part = 1.0 if self.done else 0.0
         if self.state and self.state.total:
             part = self.state.written / self.state.total
-        return f'<progress value="{part:.3f}" max="1"></progress> {self!r}'
+        bar = tag("progress", value=f"{part:.3f}", max="1")
+        return tag("div", bar, f" {self!r}", style=_STYLE)
 
 
 def _in_notebook() -> bool:

@@ -21,7 +21,7 @@ from reshard.view.text import printable, shortened
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 _LONGEST = 300
@@ -83,10 +83,48 @@ def page(*children: Markup) -> str:
     return tag("div", _style(), *children, class_="reshard")
 
 
+def heading(kind: str, title: str, *also: str) -> Markup:
+    """Return the first line: what it is, its name, and facts next to it."""
+    facts = [tag("span", fact, class_="fact") for fact in also]
+    return tag("div", tag("span", kind, class_="kind"), tag("span", title, class_="title"), *facts, class_="head")
+
+
+def tiles(*items: tuple[str, str, str]) -> Markup:
+    """Return numbers side by side: what each is, how much, and a remark (or an empty one)."""
+    return tag(
+        "div",
+        *(
+            tag("div", tag("div", what, class_="what"), tag("b", much), tag("div", more, class_="more"), class_="tile")
+            for what, much, more in items
+        ),
+        class_="tiles",
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> Markup:
+    """Return a table; columns whose titles are in `right` hold numbers."""
+    sides = ["n" if title in set(right) else "t" for title in header]
+    head = tag("tr", *(tag("th", title, class_=side) for title, side in zip(header, sides, strict=True)))
+    body = [tag("tr", *(tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True))) for row in rows]
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
+
+
+def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
+    """Return a part that is folded away, with a remark next to its title."""
+    attributes = {"open": "open"} if opened else {}
+    summary = tag("summary", tag("span", title), " ", tag("span", more, class_="more"))
+    return tag("details", summary, *children, **attributes)
+
+
 # Paul Tol's "light" scheme (personal.sron.nl/~pault), made for filled cells with dark labels.
 _FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#dddddd")
 # Stops of the upper part of viridis: even steps to the eye, in any kind of colour vision.
 _MANY = ((59, 82, 139), (44, 113, 142), (33, 145, 140), (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37))
+# Where source and target stand side by side: cool and warm, from dark to light, as rank 0 here is not rank 0 there.
+_SIDES = {
+    "source": ((62, 103, 168), (66, 148, 184), (68, 181, 160), (146, 208, 126)),
+    "target": ((164, 66, 128), (220, 98, 104), (240, 146, 84), (250, 208, 100)),
+}
 _DARK_INK, _LIGHT_INK = "#1a1a1a", "#ffffff"
 
 _ALONE = """\
@@ -130,24 +168,36 @@ class Picture:
         """Write the picture to an SVG file, which looks right on light and dark screens."""
         FilePath(path).write_text(self.svg(alone=True), encoding="utf-8")
 
+    def html(self) -> Markup:
+        """Return the picture as a part of a page: where there is little room it shrinks a little, and then scrolls."""
+        return tag("div", self.svg(), class_="scroll")
+
     def _repr_html_(self) -> str:
-        return page(self.svg())
+        return page(self.html())
 
     def __repr__(self) -> str:
         return f"<Picture {self.width:.0f} x {self.height:.0f}: {printable(self.title)}>"
 
 
-def colour(number: int, count: int) -> tuple[str, str]:
+def colour(number: int, count: int, side: str = "") -> tuple[str, str]:
     """Return the fill of one of several things, and the colour of a label on it.
+
+    Args:
+        number: of the thing, from 0.
+        count: how many there are.
+        side: `source` or `target` where both are in a picture; each has colours of its own.
 
     >>> colour(0, 4), colour(0, 64), colour(63, 64)
     (('#77aadd', '#1a1a1a'), ('#3b528b', '#ffffff'), ('#fde725', '#1a1a1a'))
+    >>> colour(0, 4, "source"), colour(0, 4, "target")
+    (('#3e67a8', '#ffffff'), ('#a44280', '#ffffff'))
     """
-    if count <= len(_FEW):
+    stops = _SIDES.get(side, _MANY)
+    if stops is _MANY and count <= len(_FEW):
         return _FEW[number], _DARK_INK
-    place = number / (count - 1) * (len(_MANY) - 1)
-    low = min(int(place), len(_MANY) - 2)
-    rgb = [round(a + (b - a) * (place - low)) for a, b in zip(_MANY[low], _MANY[low + 1], strict=True)]
+    place = number / max(count - 1, 1) * (len(stops) - 1)
+    low = min(int(place), len(stops) - 2)
+    rgb = [round(a + (b - a) * (place - low)) for a, b in zip(stops[low], stops[low + 1], strict=True)]
     light = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
     return "#{:02x}{:02x}{:02x}".format(*rgb), _DARK_INK if light > 118 else _LIGHT_INK
 
@@ -161,6 +211,15 @@ def label(x: float, y: float, text: str, *, size: float = 11, anchor: str = "sta
 def text_width(text: str, size: float = 11) -> float:
     """Return about how wide a label is, in pixels: fonts differ, so rather more."""
     return len(text) * size * 0.6
+
+
+def cut(text: str, room: float, size: float = 11) -> str:
+    """Return text for a label, cut in its middle where it has too little room.
+
+    >>> cut("model.layers.0.wq", 120), cut("model.layers.0.wq", 80)
+    ('model.layers.0.wq', 'mode...0.wq')
+    """
+    return shortened(printable(text), int(room / text_width(" ", size)))
 
 
 def fitting(choices: Iterable[str], room: float, size: float = 11) -> str:

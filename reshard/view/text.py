@@ -442,7 +442,7 @@ def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`
         words: how options are written.
         every_one: where more differences are than are shown.
     """
-    lines = [f"{printable(found.target)}: {_conclusion(found)}"]
+    lines = [f"{printable(found.target)}: {conclusion(found)}"]
     files = count_text(found.files, "file")
     ranks = f" of {count_text(len(found.ranks), 'rank')} ({ranges_text(found.ranks)})" if found.ranks else ""
     blocks = "copies of blocks compared with others" if found.ranks and found.against else "blocks of them"
@@ -483,7 +483,8 @@ def summary(found: Verification) -> str:
     return f"{found.target} is not what {found.against} says: {', '.join([count, *where])}"
 
 
-def _conclusion(found: Verification) -> str:
+def conclusion(found: Verification) -> str:
+    """Return in a few words what was found."""
     against = printable(found.against or "")
     if found.differences:
         return f"DIFFERS from {against}: {count_text(len(found.differences), 'difference')}"
@@ -496,19 +497,19 @@ def _conclusion(found: Verification) -> str:
 
 
 def _difference_lines(one: Difference, found: Verification, words: Words) -> Iterable[str]:
-    subject = f"tensor {printable(one.name)}" if one.name is not None else _below(one.path or "", found.target)
+    subject = f"tensor {printable(one.name)}" if one.name is not None else below(one.path or "", found.target)
     yield f"  {subject}: {printable(spelled(one.text, words))}"
     if one.path is not None and one.name is not None:
         root = found.against if one.side == "source" else found.target
         rank = "" if one.rank is None else f"rank {one.rank}, "
-        yield f"    {one.side}, {rank}{_below(one.path, root)}"
+        yield f"    {one.side}, {rank}{below(one.path, root)}"
     if one.index is not None and one.block is not None:
         yield (
             f"    first at {shape_text(one.index)} of the tensor, {shape_text(one.index_in_block or ())} of its block "
-            f"{one.block}; compared with {_below(one.reference or '', found.against)}"
+            f"{one.block}; compared with {below(one.reference or '', found.against)}"
         )
 
 
-def _below(path: str, root: str | None) -> str:
+def below(path: str, root: str | None) -> str:
     """Return a path as it is below a directory, where it is."""
     return printable(path.removeprefix(f"{Path(root).absolute()}/") if root else path)
