@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import pairwise
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,10 @@ _MOST_PANELS = 12
 _MOST_SIDES = 8
 _LONG, _SHORT = 220.0, 84.0
 """The longer side of a panel, and the least of the shorter one, in pixels."""
+
+
+_Cuts = tuple["Sequence[float]", "Sequence[float]"]
+"""Where rows and columns are cut, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +260,7 @@ class _Cell:
     replicated: bool
 
 
-def _side(
-    side: Side, frame: _Frame, colours: Mapping[int, tuple[str, str]], cuts: tuple[Sequence[int], Sequence[int]]
-) -> Drawn:
+def _side(side: Side, frame: _Frame, colours: Mapping[int, tuple[str, str]], cuts: _Cuts) -> Drawn:
     panels: dict[tuple[tuple[int, int], ...], list[_Cell]] = {}
     cells = _cells(side, frame)
     for cell in cells:
@@ -332,20 +335,16 @@ def _panel(
     key: tuple[tuple[int, int], ...],
     cells: Sequence[_Cell],
     colours: Mapping[int, tuple[str, str]],
-    cuts: tuple[Sequence[int], Sequence[int]],
+    cuts: _Cuts,
 ) -> Drawn:
     """Draw one panel with the indices of its cuts."""
     width, height = frame.width, frame.height
     elements = [_rectangle(frame, cell, colours) for cell in cells]
-    for axis, pixels, edges in ((frame.rows, height, cuts[0]), (frame.columns, width, cuts[1])):
-        if axis is not None:
-            for edge in edges:
-                at = edge * pixels / frame.shape[axis]
-                line = f"M0 {at:.2f}H{width:.6g}" if axis == frame.rows else f"M{at:.2f} 0V{height:.6g}"
-                elements.append(
-                    tag("path", d=line, stroke="#1a1a1a", stroke_width=1.4, stroke_dasharray="3 3", class_="cut")
-                )
-    elements += [_label(frame, cell, colours) for cell in cells]
+    lines = [*(f"M0 {at:.2f}H{width:.6g}" for at in cuts[0]), *(f"M{at:.2f} 0V{height:.6g}" for at in cuts[1])]
+    elements += [
+        tag("path", d=line, stroke="#1a1a1a", stroke_width=1.4, stroke_dasharray="3 3", class_="cut") for line in lines
+    ]
+    elements += [_label(frame, cell, colours, cuts) for cell in cells]
     left = 4.0
     top = 14.0 if frame.columns is not None else 0.0
     ticks: list[Markup] = []
@@ -361,10 +360,10 @@ def _panel(
         inside = ", ".join(
             f"{spans[axis][0]}:{spans[axis][1]}" if axis in spans else ":" for axis in range(len(frame.shape))
         )
-        ticks.append(label(0, height + 14, f"[{inside}]"))
+        ticks.append(label(0, height + 16, f"[{inside}]"))
     margin = 4 + text_width(str(frame.shape[frame.columns]), 9) / 2 if frame.columns is not None else 4
     body = tag("g", *elements, *ticks, transform=f"translate({left:.6g} {top:.6g})")
-    return body, left + width + margin, top + height + (18 if frame.others else 6)
+    return body, left + width + margin, top + height + (20 if frame.others else 6)
 
 
 def _who(cell: _Cell) -> str:
@@ -392,10 +391,10 @@ def _rectangle(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]
     return join([rectangle, hatch(x0, y0, x1 - x0, y1 - y0)]) if hatched else rectangle
 
 
-def _label(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]]) -> Markup:
+def _label(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]], cuts: _Cuts) -> Markup:
     """Name the ranks of a rectangle as far as there is room; the edge in the fill's colour keeps off what is below."""
-    x0, x1 = frame.span(cell.block, frame.columns, frame.width)
-    y0, y1 = frame.span(cell.block, frame.rows, frame.height)
+    x0, x1 = _widest(frame.span(cell.block, frame.columns, frame.width), cuts[1])
+    y0, y1 = _widest(frame.span(cell.block, frame.rows, frame.height), cuts[0])
     choices = [_who(cell)]
     if cell.ranks:
         choices += [ranges_text(cell.ranks), f"{cell.ranks[0]} +{len(cell.ranks) - 1}", f"{cell.ranks[0]}"]
@@ -404,12 +403,22 @@ def _label(frame: _Frame, cell: _Cell, colours: Mapping[int, tuple[str, str]]) -
     around: dict[str, str | float] = {
         "fill": ink,
         "stroke": fill,
-        "stroke_width": 7,  # as wide as a space, or a dashed line comes through between words
+        "stroke_width": 3,
         "paint_order": "stroke",
         "stroke_linejoin": "round",
     }
     x, y = (x0 + x1) / 2, (y0 + y1) / 2 + 3.5
     return label(x, y, caption, anchor="middle", size=10, **around) if caption else Markup("")
+
+
+def _widest(span: tuple[float, float], cuts: Sequence[float]) -> tuple[float, float]:
+    """Return the first of the widest parts of a span that no cut crosses.
+
+    >>> _widest((0, 60), [20, 60]), _widest((0, 60), [30])
+    ((20, 60), (0, 30))
+    """
+    edges = [span[0], *(at for at in cuts if span[0] < at < span[1]), span[1]]
+    return max(pairwise(edges), key=lambda part: round(part[1] - part[0], 3))
 
 
 def _colour(cell: _Cell, colours: Mapping[int, tuple[str, str]]) -> tuple[str, str]:
@@ -428,10 +437,10 @@ def _ticks(cells: Sequence[_Cell], frame: _Frame, axis: int, pixels: float, apar
     return [*found, (pixels, str(extent))]
 
 
-def _edges(side: Side, frame: _Frame) -> tuple[Sequence[int], Sequence[int]]:
+def _edges(side: Side, frame: _Frame) -> _Cuts:
     """Return where a side is cut along the rows and the columns; nothing where that is too fine to be drawn."""
-    found: list[Sequence[int]] = []
+    found: list[Sequence[float]] = []
     for axis, pixels in ((frame.rows, frame.height), (frame.columns, frame.width)):
-        edges = [] if axis is None else sorted({block.start[axis] for block in side.blocks} - {0})
+        edges = sorted({frame.span(block, axis, pixels)[0] for block in side.blocks} - {0.0})
         found.append(edges if len(edges) < pixels / _LEAST else ())
     return found[0], found[1]

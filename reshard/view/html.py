@@ -237,7 +237,7 @@ def layout_html(layout: Layout) -> str:
         picture = layout_picture(layout)
     except LayoutError as error:
         return page(heading("Layout", str(layout)), _note(f"not possible: {error}"))
-    return page(heading("Layout", str(layout), layout_text(layout).rpartition(": ")[2]), picture.html())
+    return page(heading("Layout", ""), picture.html())  # which says the rest
 
 
 def strategy_html(strategy: Strategy) -> str:
@@ -397,6 +397,7 @@ def report_html(report: Report) -> str:
 def verification_html(found: Verification) -> str:
     """Show what was verified, and each thing that is not as it should be."""
     many = len(found.differences)
+    both = found.against is not None and bool(found.ranks)
     rate = bytes_text(found.bytes_read / found.seconds) + "/s" if found.seconds and found.bytes_read else ""
     sample = f"a sample of {bytes_text(found.total_bytes)}" if found.sample is not None else "of both sides"
     rows = [
@@ -410,7 +411,7 @@ def verification_html(found: Verification) -> str:
         for one in found.differences[:_MOST_FILES]
     ]
     header = ("tensor or file", "difference", "first at", "where", "file")
-    differences = [table(header, rows), *_more(many, _MOST_FILES, "difference")]
+    differences = [table(header, rows, wrap="difference"), *_more(many, _MOST_FILES, "difference")]
     absent = (
         ("Dropped", found.dropped, "in the source, not in the target"),
         ("Left out", found.left_out, "in the target, and not asked for"),
@@ -419,9 +420,9 @@ def verification_html(found: Verification) -> str:
         heading("Verification", found.target, conclusion(found)),
         tiles(
             ("differences", f"{many:,}" if many else "none", ""),
-            ("tensors", f"{found.tensors:,}", f"{count_text(found.copies, 'block')} in files"),
+            ("tensors", f"{found.tensors:,}", f"{count_text(found.copies, 'block')} {'compared' if both else 'in files'}"),
             ("files", f"{found.files:,}", f"ranks {ranges_text(found.ranks)}" if found.ranks else ""),
-            ("read", bytes_text(found.bytes_read), sample if found.against and found.ranks else ""),
+            ("read", bytes_text(found.bytes_read), sample if both else ""),
             ("time", f"{found.seconds:.2f} s", rate),
         ),
         *([details("Differences", *differences, more=f"{many:,}", opened=True)] if many else []),

@@ -101,9 +101,9 @@ def tiles(*items: tuple[str, str, str]) -> Markup:
     )
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> Markup:
-    """Return a table; columns whose titles are in `right` hold numbers."""
-    sides = ["n" if title in set(right) else "t" for title in header]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = (), wrap: str = "") -> Markup:
+    """Return a table; columns whose titles are in `right` hold numbers, that whose title is `wrap` takes many lines."""
+    sides = ["n" if title in set(right) else "wrap" if title == wrap else "t" for title in header]
     head = tag("tr", *(tag("th", title, class_=side) for title, side in zip(header, sides, strict=True)))
     body = [tag("tr", *(tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True))) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
@@ -122,8 +122,8 @@ _FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc
 _MANY = ((59, 82, 139), (44, 113, 142), (33, 145, 140), (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37))
 # Where source and target stand side by side: cool and warm, from dark to light, as rank 0 here is not rank 0 there.
 _SIDES = {
-    "source": ((62, 103, 168), (66, 148, 184), (68, 181, 160), (146, 208, 126)),
-    "target": ((164, 66, 128), (220, 98, 104), (240, 146, 84), (250, 208, 100)),
+    "source": ((96, 140, 208), (92, 176, 208), (92, 198, 176), (164, 218, 140)),
+    "target": ((192, 98, 158), (230, 122, 126), (244, 162, 104), (252, 216, 120)),
 }
 _DARK_INK, _LIGHT_INK = "#1a1a1a", "#ffffff"
 
@@ -190,7 +190,7 @@ def colour(number: int, count: int, side: str = "") -> tuple[str, str]:
     >>> colour(0, 4), colour(0, 64), colour(63, 64)
     (('#77aadd', '#1a1a1a'), ('#3b528b', '#ffffff'), ('#fde725', '#1a1a1a'))
     >>> colour(0, 4, "source"), colour(0, 4, "target")
-    (('#3e67a8', '#ffffff'), ('#a44280', '#ffffff'))
+    (('#608cd0', '#1a1a1a'), ('#c0629e', '#1a1a1a'))
     """
     stops = _SIDES.get(side, _MANY)
     if stops is _MANY and count <= len(_FEW):
