@@ -101,8 +101,9 @@ class Verification:
 
     def __repr__(self) -> str:
         found = f"{len(self.differences)} differences" if self.differences else "as it should be"
-        against = f" against {self.against}" if self.against else ""
-        return f"<Verification of {self.target}{against}: {found}, {self.tensors} tensors, {self.bytes_read} bytes>"
+        against = f" against {names([self.against])}" if self.against else ""
+        of = f"{names([self.target])}{against}"
+        return f"<Verification of {of}: {found}, {self.tensors} tensors, {self.bytes_read} bytes>"
 
     def _repr_html_(self) -> str:
         return str(upward("html")(self))

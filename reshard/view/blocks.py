@@ -270,18 +270,22 @@ def _side(side: Side, frame: _Frame, colours: Mapping[int, tuple[str, str]], cut
     drawings = [_panel(frame, key, panels[key], colours, cuts) for key in shown]
     drawing, width, height = wrapped(drawings, 4 * (frame.width + 50), 14)
     lines = [line for line in (side.title, side.rule, _summary(side)) if line]
+    remarks = []
     if len(cells) < len(side.blocks):
         most = max(cell.count for cell in cells)
-        lines.append(f"drawn coarser: up to {most} blocks as one" if most > 1 else f"the first {len(cells):,} blocks")
+        remarks.append(f"drawn coarser: up to {most} blocks as one" if most > 1 else f"the first {len(cells):,} blocks")
     if len(panels) > len(shown):
-        lines.append(f"the first {len(shown)} of {len(panels)} panels")
-    head = [
-        label(0, 13 + 16 * n, line, **({"font_weight": 600} if line == side.title else {"opacity": 0.8}))
-        for n, line in enumerate(lines)
-    ]
+        remarks.append(f"the first {len(shown)} of {len(panels)} panels")
     top = 16.0 * len(lines) + 6
-    width = max([width, *(text_width(line) for line in lines)])
-    return join([*head, tag("g", drawing, transform=f"translate(0 {top:.6g})")]), width, top + height
+    below = top + height
+    texts = [
+        *(label(0, 13 + 16 * n, t, **({"font_weight": 600} if t == side.title else {"opacity": 0.8}))
+          for n, t in enumerate(lines)),
+        *(label(0, below + 11 + 16 * n, text, opacity=0.66) for n, text in enumerate(remarks)),
+    ]  # fmt: skip
+    width = max([width, *map(text_width, lines + remarks)])
+    body = tag("g", drawing, transform=f"translate(0 {top:.6g})")
+    return join([*texts, body]), width, below + 16.0 * len(remarks)
 
 
 def _summary(side: Side) -> str:

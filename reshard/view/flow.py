@@ -93,7 +93,7 @@ def _of_plan(plan: Plan) -> Flow:
     """Return the bytes between source files, folded tensors and target files."""
     source_of, target_of = _shared(len(plan.source.files)), _shared(len(plan.files))
     labelled = [(label.name, move) for move, label in zip(plan.moves, plan.labels, strict=True)]
-    folded = group_members((name, (move.recipe.shape, move.recipe)) for name, move in labelled)
+    folded = group_members((name, move.recipe.shape) for name, move in labelled)
     middle_of, tensors = _middles(plan, folded)
     alike: Counter[tuple[int, int, int, int]] = Counter()
     ways: dict[Way, int] = {}

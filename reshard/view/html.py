@@ -420,7 +420,11 @@ def verification_html(found: Verification) -> str:
         heading("Verification", found.target, conclusion(found)),
         tiles(
             ("differences", f"{many:,}" if many else "none", ""),
-            ("tensors", f"{found.tensors:,}", f"{count_text(found.copies, 'block')} {'compared' if both else 'in files'}"),
+            (
+                "tensors",
+                f"{found.tensors:,}",
+                f"{count_text(found.copies, 'block')} {'compared' if both else 'in files'}",
+            ),
             ("files", f"{found.files:,}", f"ranks {ranges_text(found.ranks)}" if found.ranks else ""),
             ("read", bytes_text(found.bytes_read), sample if both else ""),
             ("time", f"{found.seconds:.2f} s", rate),

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import checkpoints
 import dask
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from test_show import large
 
 import reshard
@@ -27,9 +29,11 @@ from reshard.run.run import Report
 from reshard.run.tasks import Receipt
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.strategy.strategy import Strategy
+from reshard.verify.difference import Difference
+from reshard.verify.verify import Verification
 from reshard.view import flow
 from reshard.view.blocks import Side, draw
-from reshard.view.svg import Markup, tag
+from reshard.view.svg import Markup, tag, text_width
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,7 +105,7 @@ def test_everything_of_the_demo_is_shown(source: Checkpoint, target: Strategy, p
         source, source.sel("net.*"), source.groups(), source.groups("dtype"), layout, source.strategy, target, plan,
         report, plan.graph("elsewhere"), plan.picture(), plan.picture("net.layer1.weight"), layout.picture(),
         layout.picture((8, 6), Layout.of([3], [-1, 0])), source.picture("net.layer1.weight", target),
-        target.picture("net.layer3.weight"),
+        target.picture("net.layer3.weight"), reshard.verify(tmp_path / "out"), reshard.verify(tmp_path / "out", target),
     ]  # fmt: skip
     for each in shown:
         parsed(each)
@@ -118,6 +122,39 @@ def test_what_is_shown_of_a_checkpoint(source: Checkpoint) -> None:
     branches = [[*next(d.iter("summary")).itertext()] for d in root.iter("details") if d.get("class") == "branch"]
     layer = ["layer3", "  2 tensors", "1.1 kB"]
     assert branches == [["net", "  6 tensors", "7.5 kB"], layer, ["moments.net", "  6 tensors", "7.5 kB"], layer]
+
+
+def test_tensors_of_which_a_row_says_the_same_share_it(tmp_path: Path) -> None:
+    whole = Layout.of([2], [-1, -1])
+    stages = Strategy.of({f"layers.{n}.w": {n // 2: whole} for n in range(4)})
+    for rank in range(4):
+        (tmp_path / f"src/rank_{rank}").mkdir(parents=True)
+        some = {f"layers.{n}.w": np.ones((4, 4), np.float32) for n in range(4) if n // 2 == rank // 2}
+        save_file(some, tmp_path / f"src/rank_{rank}/checkpoint_{rank}.safetensors")
+    source = reshard.open(tmp_path / "src", strategy=stages)
+    reshard.plan(source, format="zarr").run(tmp_path / "zarr")
+    for each, rule in ((source, "stage 0-1: [2] map [-1, -1]"), (reshard.open(tmp_path / "zarr"), "whole")):
+        (row,) = (list(row.itertext()) for row in parsed(each).iter("div") if row.get("class") == "row leaf")
+        assert row[:2] == ["layers.{0-3}.w", "  x 4"]
+        assert rule in row
+    assert "layers.{0-3}.w" in texts(parsed(reshard.plan(source, Strategy.of(dict.fromkeys(source, whole))).picture()))
+
+
+def test_what_is_shown_of_a_verification(source: Checkpoint, target: Strategy, plan: Plan, tmp_path: Path) -> None:
+    plan.run(tmp_path / "out")
+    root = parsed(reshard.verify(tmp_path / "out", target, against=source))
+    assert [tile[1].text for tile in root.iter("div") if tile.get("class") == "tile"][:3] == ["none", "15", "4"]
+    assert f"equal to {source.root}, bit for bit" in texts(root)
+    assert not list(root.iter("table"))
+    path = tmp_path / "out/rank_2/checkpoint_2.safetensors"
+    contents = bytearray(path.read_bytes())
+    contents[-1] ^= 1
+    path.write_bytes(contents)
+    root = parsed(reshard.verify(tmp_path / "out", target, against=source))
+    (row,) = ([cell.text for cell in row] for row in root.iter("tr") if row[0].tag == "td")
+    assert row[0] in source
+    assert str(row[1]).startswith("1 of ")
+    assert row[3:] == ["target, rank 2", "rank_2/checkpoint_2.safetensors"]
 
 
 def test_the_tree_adds_up(mindspore_data: Path) -> None:
@@ -169,9 +206,11 @@ def test_names_are_never_markup() -> None:
     name = next(iter(checkpoint))
     receipts = (Receipt("move 0", 1, 1, 0.1),)
     report = Report(HOSTILE, (HOSTILE,), 1, 1, 0.1, receipts, 1, 1, 1, 0, 0, (HOSTILE,), (HOSTILE,), 1)
+    difference = Difference("text", HOSTILE, HOSTILE, rank=1, path=HOSTILE)
+    verification = Verification(HOSTILE, HOSTILE, (1,), 1, 1, 1, differences=(difference,), unchecked=(HOSTILE,))
     shown: list[Any] = [
         checkpoint, checkpoint.groups(), strategy, plan, plan.picture(), plan.picture(name), plan.graph(HOSTILE),
-        report, checkpoint.picture(name, strategy), strategy.picture(name),
+        report, checkpoint.picture(name, strategy), strategy.picture(name), verification,
     ]  # fmt: skip
     for each in shown:
         root = parsed(each)
@@ -344,8 +383,42 @@ def test_source_and_target_stand_side_by_side(source: Checkpoint, target: Strate
         "rank 0: [0:4, 0:32]", "rank 2: [4:8, 0:32]", "rank 1: [8:12, 0:32]", "rank 3: [12:16, 0:32]",
     ]  # fmt: skip
     assert [part.get("d") for part in root.iter("path") if part.get("class") == "cut"] == ["M110.00 0V110"]
-    fills = {part[0].text: part.get("fill") for part in root.iter("rect")}
-    assert fills["rank 0: [0:4, 0:32]"] == fills["ranks 0-1,4-5: [0:16, 0:16]"], "a rank has one colour"
+
+
+def test_source_and_target_have_colours_of_their_own(source: Checkpoint, target: Strategy, plan: Plan) -> None:
+    for each in (source.picture("net.layer1.weight", target), plan.picture(), plan.picture("net.layer1.weight")):
+        bars = [part for part in parsed(each).iter("rect") if part.get("fill", "").startswith("#")]
+        fills = [part.get("fill") for part in bars]
+        assert len(fills) == len(set(fills)) == 6, "ranks 0 and 2 of the source, 0 to 3 of the target"
+
+
+def test_no_dashes_cross_a_label(source: Checkpoint, target: Strategy) -> None:
+    pictures = [
+        source.picture("net.layer1.weight", target),
+        Layout.of([4, 4], [1, 0]).picture((4096, 11008), Layout.of([2, 8], [1, 0])),
+        Layout.of([16], [0, -1]).picture((11008, 4096), Layout.of([4, 2], [0, 1])),
+    ]
+    for each in pictures:
+        (panel,) = (g for g in parsed(each).iter("g") if any(child.get("class") == "cut" for child in g))
+        cuts = [child.get("d", "") for child in panel if child.get("class") == "cut"]
+        labels = [child for child in panel if child.tag == "text" and child.get("stroke")]
+        assert cuts
+        assert labels
+        for text in labels:
+            x, y = float(text.get("x", "")), float(text.get("y", ""))
+            half = text_width(text.text or "", 10) / 2
+            for cut in cuts:
+                at = float(cut[1:].replace("H", " ").replace("V", " ").split()[1 if "H" in cut else 0])
+                assert not y - 7 < at < y if "H" in cut else not x - half < at < x + half, (text.text, cut)
+
+
+def test_names_are_whole_where_there_is_room() -> None:
+    name = "language_model.encoder.layers.0.self_attention.projection"
+    checkpoint = large(8, 4)
+    selection = reshard.Selection(include=("h.0.wa",), names={"h.0.wa": name})
+    picture = reshard.plan(checkpoint, Strategy.of({name: Layout.of([2], [0, -1])}), selection=selection).picture()
+    assert texts(parsed(picture)).count(name) == 2, "a label and its tip"
+    assert picture.width <= 960
 
 
 def test_replicas_are_hatched_and_others_are_not() -> None:
