@@ -110,7 +110,7 @@ def test_few_conveniences_look_upward() -> None:
         assert home in MODULES
     users = {name for name, path in MODULES.items() if "reshard.upward.upward" in imports(path)}
     assert users == {
-        "layout.layout", "strategy.strategy", "source.checkpoint", "plan.plan", "run.graph", "run.run",
+        "layout.layout", "strategy.strategy", "source.checkpoint", "plan.plan", "run.graph", "run.run", "verify.verify",
     }  # fmt: skip
     text = "".join(MODULES[name].read_text() for name in users)
     for name in HOMES:

@@ -45,6 +45,7 @@ def test_what_is_stored_was_run_and_is_small(name: str) -> None:
     assert counts == list(range(1, len(counts) + 1))
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     assert path.stat().st_size < 200_000
+    assert notebook.cells[-1].source.startswith("## Next\n"), "it ends with what to do next"
 
 
 @pytest.mark.parametrize("name", ENDS)
