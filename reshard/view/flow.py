@@ -259,11 +259,11 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 def draw(flow: Flow, title: str) -> Picture:
     """Draw three columns and the ribbons between them."""
     left, right = (
-        max(text_width(title, 12) - _BAR, 8 + min(_wide(nodes), _MOST_END))
+        ceil(max(text_width(title, 12) - _BAR, 8 + min(_wide(nodes), _MOST_END)))
         for title, nodes in ((flow.titles[0], flow.sources), (flow.titles[2], flow.targets))
     )
     spare = _WIDTH - left - right - 2 * (_BAR + _REACH)
-    middle = max(_LEAST_MIDDLE, text_width(flow.titles[1], 12), min(spare, 16 + _wide(flow.middles)))
+    middle = ceil(max(_LEAST_MIDDLE, text_width(flow.titles[1], 12), min(spare, 16 + _wide(flow.middles))))
     columns = [_placed(nodes) for nodes in (flow.sources, flow.middles, flow.targets)]
     height = max(at + tall for column in columns for at, tall in column or [(0.0, 0.0)])
     columns = [_centred(column, height) for column in columns]
@@ -286,7 +286,7 @@ def draw(flow: Flow, title: str) -> Picture:
             (x[2], flow.titles[2], "start"),
         )
     ]
-    body = tag("g", *ribbons, *boxes, transform="translate(0 26)")
+    body = tag("g", tag("g", *ribbons, fill_opacity=0.5), *boxes, transform="translate(0 26)")
     return Picture(title, x[2] + _BAR + right, height + 34, join([*heads, body]))
 
 
@@ -339,11 +339,10 @@ def _ribbons(
         done_left[a] += nbytes
         done_right[b] += nbytes
         path = (
-            f"M{x0:.1f} {y0:.1f}C{middle:.1f} {y0:.1f} {middle:.1f} {z0:.1f} {x1:.1f} {z0:.1f}V{z1:.1f}"
-            f"C{middle:.1f} {z1:.1f} {middle:.1f} {y1:.1f} {x0:.1f} {y1:.1f}Z"
+            f"M{x0:.0f} {y0:.1f}C{middle:.0f} {y0:.1f} {middle:.0f} {z0:.1f} {x1:.0f} {z0:.1f}V{z1:.1f}"
+            f"C{middle:.0f} {z1:.1f} {middle:.0f} {y1:.1f} {x0:.0f} {y1:.1f}Z"
         )
-        fill = fills[a if by_source else b]
-        ribbons.append(tag("path", tag("title", bytes_text(nbytes)), d=Markup(path), fill=fill, fill_opacity=0.5))
+        ribbons.append(tag("path", tag("title", bytes_text(nbytes)), d=Markup(path), fill=fills[a if by_source else b]))
     return ribbons
 
 
