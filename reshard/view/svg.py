@@ -161,6 +161,8 @@ class Picture:
         }
         if alone:
             attributes["xmlns"] = "http://www.w3.org/2000/svg"
+        else:  # smaller than this it could not be read, and scrolls
+            attributes["style"] = f"max-width: max(100%, {0.75 * self.width:.0f}px)"
         style = [Markup(_ALONE)] if alone else []
         return tag("svg", tag("title", self.title), *style, self.drawing, **attributes)
 
@@ -169,7 +171,7 @@ class Picture:
         FilePath(path).write_text(self.svg(alone=True), encoding="utf-8")
 
     def html(self) -> Markup:
-        """Return the picture as a part of a page: where there is little room it shrinks a little, and then scrolls."""
+        """Return the picture as a part of a page, which scrolls where there is little room."""
         return tag("div", self.svg(), class_="scroll")
 
     def _repr_html_(self) -> str:
