@@ -26,10 +26,10 @@ PYTHON: Words = {
     "client": ("client=...",),
     "deduplicated": ("deduplicated=True",),
     "drop": ("drop={!r}",),
-    "exclude": ("exclude={!r}",),
-    "include": ("include={!r}",),
+    "exclude": ("exclude", "exclude={!r}"),
+    "include": ("include", "include={!r}"),
     "layout": ("layouts={{{!r}: {!r}}}",),
-    "memory": ("memory=...",),
+    "memory": ("memory=...", "memory={:_}"),
     "name_map": ("names=...",),
     "overwrite": ("overwrite=True",),
     "partial": ("partial=True",),
@@ -47,6 +47,7 @@ PYTHON: Words = {
     "target_stage": ("stage={}",),
     "target_strategy": ("strategy=...",),
     "target_suffix": ("suffix=...", "suffix={!r}"),
+    "weights_only": ("weights_only",),
 }
 """As arguments of the public functions; those of the target, and of the source next to one, are `verify`'s."""
 
@@ -57,7 +58,7 @@ class Option(NamedTuple):
     Attributes:
         name: as in the tables of words.
         value: what it is given; None where a text names the option alone, or it has no value.
-        rule: of the tensors that `layout` names in its value.
+        rule: of the tensors that `layout` names in its value; how people write the size that `memory` has.
     """
 
     name: str
@@ -217,6 +218,21 @@ class Faults:
         if advice:
             lines.append(Text("  ", advice))
         raise kind(joined("\n", [f"{self.subject} has {self.count} faults:", *lines]))
+
+
+def bytes_text(nbytes: float) -> str:
+    """Write a size in decimal units, as disks and networks are sold by.
+
+    >>> bytes_text(0), bytes_text(999), bytes_text(1_500_000), bytes_text(999_999), bytes_text(2e15)
+    ('0 B', '999 B', '1.5 MB', '1.0 MB', '2000.0 TB')
+    """
+    size = float(nbytes)
+    unit = "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.5 or (unit != "B" and size < 999.95):
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def names(items: Iterable[object], *, most: int = 5) -> str:

@@ -18,7 +18,7 @@ import click
 
 import reshard
 from reshard.cli.options import READ_PLACE, TARGET, json_option, source_options
-from reshard.cli.terminal import Border, called_as, print_json, say_warnings, width, wrote
+from reshard.cli.terminal import Border, called_as, print_json, print_text, say_warnings, width, wrote
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -123,19 +123,19 @@ def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
     known = found_by == {"rank_pattern": RANK_PATTERN, "suffix": None} and is_made(source)
     if unruled and not known and has_several_ranks(source, **found_by):
-        files, ranks, warnings = read_headers(source, **found_by)
+        files, ranks, warnings, step = read_headers(source, **found_by)
         say_warnings([*warnings, "these are the shapes of parts; give --source-strategy to see whole tensors"])
         if as_json:
-            print_json(rank_files_data(str(source), files, ranks))
+            print_json(rank_files_data(str(source), files, ranks, step))
         else:
-            click.echo(rank_files_text(str(source), files, ranks, width=width()))
+            print_text(rank_files_text(str(source), files, ranks, step, width=width()))
         return
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     say_warnings(checkpoint.warnings)
     if as_json:
         print_json(checkpoint_data(checkpoint))
     else:
-        click.echo(checkpoint_text(checkpoint, width=width()))
+        print_text(checkpoint_text(checkpoint, width=width()))
 
 
 @cli.command(

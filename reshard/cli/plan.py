@@ -22,7 +22,7 @@ from reshard.cli.options import (
     source_options,
     target_options,
 )
-from reshard.cli.terminal import Command, called_as, option, print_json, say, say_warnings, wrote
+from reshard.cli.terminal import Command, called_as, option, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.write import KEYS, carry_out
 from reshard.errors import UsageError
 from reshard.storage.small import refuse_existing
@@ -126,7 +126,7 @@ def plan(
     if as_json:
         print_json(report_data(made, directory))
     elif not quiet:
-        click.echo(plan_text(made, directory))
+        print_text(plan_text(made, directory))
         if output is not None:
             words = ["run", str(output), *([] if target else ["TARGET"])]
             say(f"saved; to run it: {called_as()} {shlex.join(words)}")

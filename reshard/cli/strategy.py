@@ -269,7 +269,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     wanted = reshard.read_strategy(strategy_file)
     own: Strategy | Path | None = source_strategy
     if source_strategy is None:
-        _, ranks, _ = read_headers(checkpoint, suffix=reading["suffix"], rank_pattern=reading["rank_pattern"])
+        ranks = read_headers(checkpoint, suffix=reading["suffix"], rank_pattern=reading["rank_pattern"]).ranks
         own = wanted if len(set(ranks)) > 1 else None
     opened = reshard.open(checkpoint, strategy=own, **reading)
     say_warnings([*opened.warnings, *check(wanted, opened)])

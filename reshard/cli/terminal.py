@@ -42,10 +42,10 @@ OPTIONS: Words = {
     "client": ("--cluster",),
     "deduplicated": ("--deduplicated",),
     "drop": ("--drop '{}'",),
-    "exclude": ("--exclude {}",),
-    "include": ("--include {}",),
+    "exclude": ("--exclude", "--exclude {}"),
+    "include": ("--include", "--include {}"),
     "layout": ("--layout '{}={}'",),
-    "memory": ("--memory",),
+    "memory": ("--memory", "--memory {1}"),
     "name_map": ("--name-map",),
     "overwrite": ("--overwrite",),
     "partial": ("--partial",),
@@ -63,6 +63,7 @@ OPTIONS: Words = {
     "target_stage": ("--target-stage {}",),
     "target_strategy": ("--target-strategy",),
     "target_suffix": ("--target-suffix", "--target-suffix {}"),
+    "weights_only": ("--weights-only",),
 }
 """How the command line writes the options that texts refer to."""
 
@@ -474,6 +475,11 @@ def say_warnings(warnings: Sequence[str]) -> None:
     """Report on stderr what a user should know though it is not an error."""
     for warning in warnings:
         say(Text("warning: ", warning))
+
+
+def print_text(text: str) -> None:
+    """Write a result to stdout, with the options that it names as the command line writes them."""
+    click.echo(spelled(text, OPTIONS))
 
 
 def print_json(data: dict[str, object]) -> None:

@@ -320,7 +320,7 @@ def _make(
 
     refuse_existing(path, overwrite=overwrite)  # before everything is read
     if path.is_there() or as_place(f"{path}.partial").is_there():
-        files, _, _ = read_headers(target, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"])
+        files = read_headers(target, rank_pattern=reading["rank_pattern"], suffix=reading["suffix"]).files
         advice = "choose another name for the manifest"
         refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
     with progress(quiet=quiet, words=("reading", "reading", "read")) as shown:

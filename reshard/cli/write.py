@@ -33,6 +33,7 @@ from reshard.cli.terminal import (
     cluster_client,
     option,
     print_json,
+    print_text,
     refuse_to_write,
     say,
     say_warnings,
@@ -393,7 +394,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     if running.as_json:
         print_json(report_data(plan, str(target), done, verify, check))
         return
-    click.echo(report_text(plan, done, verify, manifest, check))
+    print_text(report_text(plan, done, verify, manifest, check))
     if is_known:
         say(f"to look at it: {_command('inspect', place)}")
 
@@ -423,7 +424,7 @@ def _report_plan(plan: Plan, target: Place, running: Running) -> None:
     if running.as_json:
         print_json(report_data(plan, str(target)))
     else:
-        click.echo(plan_text(plan, str(target)))
+        print_text(plan_text(plan, str(target)))
 
 
 def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import PARTS, RUNS, refuse_directory, refuse_one_of_several
@@ -29,11 +29,42 @@ _STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
 _PART = re.compile(r"_part\d+$")
 _RANK_DIRECTORY = re.compile(r"rank_(\d+)")
 
+
+class Step(NamedTuple):
+    """Which of the checkpoints of a training run is read.
+
+    Attributes:
+        name: its epoch and step, as names of files have them.
+        older: those that every rank has too, newest first.
+
+    >>> str(Step("1_100", ("1_50",)).text()), str(Step("1_50").text())
+    ('step 1_100 (the newest of 2; suffix=... takes another)', 'step 1_50')
+    """
+
+    name: str
+    older: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, paths: Iterable[Place], older: tuple[str, ...] = ()) -> Self | None:
+        """Return the step that files are of, by their names; None where these do not say one."""
+        steps = {match and f"{match['epoch']}_{match['step']}" for match in map(_step, paths)}
+        return cls(name, older) if len(steps) == 1 and (name := steps.pop()) else None
+
+    def text(self, side: str = "source") -> Text:
+        """Return in words what was taken, and how another is, of the `source` or the `target` of a call."""
+        if not self.older:
+            return Text(f"step {self.name}")
+        newest = f"step {self.name} (the newest of {len(self.older) + 1}; "
+        return Text(newest, Option("suffix").of(side), " takes another)")
+
+
 _Family = tuple[str, tuple[int, int] | None, str]  # the name common to all ranks, epoch and step, extension
 
 
-def rank_files(root: Place, rank_pattern: str, suffix: str | None, warnings: list[str]) -> dict[int, list[Place]]:
-    """Return the files to read for each rank: one checkpoint, of the newest step that every rank has.
+def rank_files(
+    root: Place, rank_pattern: str, suffix: str | None, warnings: list[str]
+) -> tuple[dict[int, list[Place]], Step | None]:
+    """Return the files to read for each rank: one checkpoint, of the newest step that every rank has; and which it is.
 
     Args:
         root: a directory of rank directories, or one file.
@@ -47,7 +78,7 @@ def rank_files(root: Place, rank_pattern: str, suffix: str | None, warnings: lis
     is_directory = root.is_dir()
     if not is_directory and root.is_there():
         refuse_one_of_several(root)
-        return {0: [root]}
+        return {0: [root]}, Step.of([root])
     if not is_directory:
         raise SourceError(f"{root}: is not there; expected a directory of rank directories, or one checkpoint file")
     found = every_file(root, rank_pattern)
@@ -68,7 +99,7 @@ def rank_files(root: Place, rank_pattern: str, suffix: str | None, warnings: lis
         )
     if suffix is not None:
         found = {
-            rank: [p for p in paths if p.name.endswith(suffix) or _PART.sub("", p.stem).endswith(suffix)]
+            rank: [p for p in paths if p.name.endswith(suffix) or _stem(p).endswith(suffix)]
             for rank, paths in found.items()
         }
         without = [rank for rank, paths in found.items() if not paths]
@@ -76,10 +107,10 @@ def rank_files(root: Place, rank_pattern: str, suffix: str | None, warnings: lis
             raise SourceError(
                 Text(f"{root}: no file of rank {names(without)} ends with {suffix!r}; give another ", Option("suffix"))
             )
-    chosen = _same_checkpoint(root, found, warnings)
+    chosen, older = _same_checkpoint(root, found, warnings)
     if not by_rank and len(chosen[0]) == 1:
         refuse_one_of_several(chosen[0][0])
-    return chosen
+    return chosen, Step.of((path for paths in chosen.values() for path in paths), older)
 
 
 def rank_of(path: Place) -> tuple[int, list[int]] | None:
@@ -180,8 +211,13 @@ def is_checkpoint_name(path: Place, *, any_extension: bool = False) -> bool:
     return not path.name.startswith(".") and (any_extension or path.suffix in EXTENSIONS)
 
 
-def _same_checkpoint(root: Place, found: dict[int, list[Place]], warnings: list[str]) -> dict[int, list[Place]]:
-    """Of the files of every rank, take those of one checkpoint that every rank has, and of those the newest."""
+def _same_checkpoint(
+    root: Place, found: dict[int, list[Place]], warnings: list[str]
+) -> tuple[dict[int, list[Place]], tuple[str, ...]]:
+    """Of the files of every rank, take those of one checkpoint that every rank has, and of those the newest.
+
+    The steps of the others are returned too, newest first.
+    """
     families: dict[_Family, dict[int, list[Place]]] = {}
     for rank, paths in found.items():
         for path in paths:
@@ -222,14 +258,23 @@ def _same_checkpoint(root: Place, found: dict[int, list[Place]], warnings: list[
             f"step {max(later)[0]}_{max(later)[1]} is not in every rank; {newest[0]}_{newest[1]} is the newest that is"
         )
     family = next(iter(by_files[steps[newest]]))
-    return families[family]
+    older = sorted((step for step in steps if step and step != newest), reverse=True)
+    return families[family], tuple(f"{epoch}_{number}" for epoch, number in older)
+
+
+def _stem(path: Place) -> str:
+    """Return the name of a file without extension and stage."""
+    return _PART.sub("", path.stem)
+
+
+def _step(path: Place) -> re.Match[str] | None:
+    return _STEP.match(_stem(path))
 
 
 def _families(path: Place, rank: int) -> set[_Family]:
     """Return the names under which a file may be the same checkpoint as files of other ranks."""
-    stem = _PART.sub("", path.stem)
-    match = _STEP.match(stem)
-    name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (stem, None)
+    match = _step(path)
+    name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (_stem(path), None)
     own_number = re.compile(rf"(?<!\d){rank}(?!\d)")
     variants = {name, own_number.sub("{rank}", name)}
     for found in own_number.finditer(name):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from reshard.errors import BudgetError
+from reshard.errors import BudgetError, Option, Text, bytes_text
 from reshard.formats.zarr import NAME as ZARR
 from reshard.plan.bands import VIEWS
 from reshard.storage.places import can
@@ -107,10 +107,13 @@ class Budget(NamedTuple):
             band = min(BAND_BYTES, int((memory - taken) / ((self.buffers + VIEWS) * fewer)))
             if band >= (BAND_BYTES if fewer > 1 else LEAST_BAND_BYTES):
                 return self._replace(threads=fewer, band_bytes=band)
-        least = taken + thread_bytes(LEAST_BAND_BYTES, self.buffers)
+        megabytes = ceil((taken + thread_bytes(LEAST_BAND_BYTES, self.buffers)) / 1e6)
         raise BudgetError(
-            f"{memory} bytes of memory are too little; the least that works is {least}: {taken} for {what}, and the "
-            f"rest to hold a band of {band_of}"
+            Text(
+                f"{bytes_text(memory)} of memory are too little; ",
+                Option("memory", megabytes * 1_000_000, f"{megabytes}MB"),
+                f" works: {bytes_text(taken)} for {what}, and the rest to hold a band of {band_of}",
+            )
         )
 
     def shares(self, tasks: int, band: int) -> tuple[Share, ...]:

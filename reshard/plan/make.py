@@ -127,6 +127,7 @@ def plan(
         made,
         dropped=selected.dropped,
         missing=selected.missing,
+        left_out=selected.left_out,
         warnings=(*source.warnings, *selected.warnings, *warnings),
         request=Request(asked, made.format, files, ranks, selection, remove_redundancy, link_replicas, memory, stage),
     )
@@ -199,12 +200,12 @@ def plan_convert(
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind:
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
-    files, ranks, warnings = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
+    files, ranks, warnings, step = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
     if name is not None:
         NamedFile(name).shard_files([], "")  # refuses what is not a name
     extension = by_name(format).EXTENSION
     return plan_files(
-        Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings)),
+        Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), step=step),
         [name or f"{_below(path, file)}{extension}" for file in files],
         format,
         selections=[Selection(drop=globs(drop))] * len(files),

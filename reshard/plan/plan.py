@@ -227,6 +227,7 @@ class Plan:
         threads: the most threads that a run has, which the prediction of memory is for.
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
+        left_out: names in the source that the selection does not choose.
         texts: target name to value of the `str` entries, which every rank gets.
         warnings: warnings for the user.
         request: what was asked for; None where the plan was put together from others.
@@ -249,6 +250,7 @@ class Plan:
     threads: int
     dropped: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     request: Request | None = None

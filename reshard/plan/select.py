@@ -190,12 +190,14 @@ class Selected(NamedTuple):
         kept: source name and target name of the tensors that are converted or copied, in the order of the files.
         dropped: source names that the target does not get.
         missing: target names that the source does not have.
+        left_out: source names that the selection does not choose.
         warnings: what a user should know of the choice though it is not an error.
     """
 
     kept: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...]
     missing: tuple[str, ...]
+    left_out: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
 
@@ -239,16 +241,17 @@ def select(source: Checkpoint, target: Strategy | None, selection: Selection) ->
     absent = [name for name in expected if name not in had and _may_be_asked_for(name, selection, states)]
     missing = _missing(source, absent, states, selection, faults)
     faults.raise_if_any(SourceError, advice=_advice(target, set(renamed.values()), states))
-    left_out = set(dropped)
+    without = set(dropped)
     kept = [
         (name, renamed[name])
         for name in _in_message_order(source, {old for old, new in renamed.items() if new in wanted})
-        if name in renamed and name not in left_out
+        if name in renamed and name not in without
     ]
     if chosen and not kept:
         raise UsageError("selection: leaves no tensor for the target; all that is chosen is dropped")
     taken = [name for name in source.tensors if selection.weights_only and name in states and name not in chosen]
-    return Selected(tuple(kept), tuple(dropped), tuple(missing), _of_states(taken, states))
+    left_out = tuple(name for name in (*source.tensors, *source.unreadable) if name not in chosen)
+    return Selected(tuple(kept), tuple(dropped), tuple(missing), left_out, _of_states(taken, states))
 
 
 def _advice(target: Strategy | None, known: Collection[str], states: Collection[str]) -> str:

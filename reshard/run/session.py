@@ -18,7 +18,7 @@ from glob import escape
 from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, names
+from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, bytes_text, names
 from reshard.plan.partition import bytes_left, covers, merged, remaining
 from reshard.plan.plan import changes_digest, file_digests
 from reshard.plan.select import Selection, selection_data
@@ -37,7 +37,7 @@ from reshard.run.tasks import unfinished
 from reshard.source.made import VERSION, small_strategy, source_data
 from reshard.source.records import Record
 from reshard.storage.crc32c import crc_of_range
-from reshard.storage.local import local_store
+from reshard.storage.local import free_bytes, local_store
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
 from reshard.storage.remote import REQUESTS, remote_store
@@ -201,12 +201,9 @@ class Session:
             if note := self._how_to_start_over(error, changed, known):
                 error.add_note(note)
         elif kept:
-            error.add_note(
-                Text(
-                    f"{kept} of {self._whole.stats.bytes_written} bytes are written and kept; the same command "
-                    "resumes (with ", Option("restart"), " it starts over)",
-                )
-            )  # fmt: skip
+            written = f"{bytes_text(kept)} of {bytes_text(self._whole.stats.bytes_written)}"
+            resumes = f"{written} are written and kept; the same command resumes (with "
+            error.add_note(Text(resumes, Option("restart"), " it starts over)"))
         elif isinstance(error, KeyboardInterrupt):
             error.add_note("unfinished files are removed; the same command starts from the beginning")
 
@@ -344,21 +341,17 @@ class Session:
         self.ledger.add(records)
 
     def _check_space(self) -> None:
-        place = self._root
-        while not os.path.isdir(place):
-            place = os.path.dirname(place)
-        status = os.statvfs(place)
         needed = 0
         for number in self._left:
             file = self.plan.files[number]
             if file.link is None and not self.plan.encoded(file):  # how large an encoded one is, is not known
                 # What is of no use in its unfinished files makes room for it.
                 needed += file.layout.size - sum(map(_allocated, self._seen[file.path].unfinished))
-        free = status.f_bavail * status.f_frsize
+        free = free_bytes(self._root)
         if needed > free:
             raise BudgetError(
-                f"{self._root}: the target files take {needed} bytes more, and {free} are free; free space or choose "
-                "another target"
+                f"{self._root}: the target files need {bytes_text(needed)} more, and {bytes_text(free)} are free; free "
+                f"{bytes_text(needed - free)} or choose another target"
             )
 
     def _each(self, function: Callable[[int], T], numbers: Sequence[int]) -> list[T]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from reshard.dtypes import DType
     from reshard.formats.entries import FileIndex, Runs
+    from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Block, Shape
     from reshard.plan.plan import Plan
     from reshard.plan.select import Selection
@@ -188,6 +189,7 @@ class Checkpoint(Mapping[str, Any]):
         looked: how much of the contents was looked at when it was opened; None where nothing was.
         lone_rank: why its tensors, which are taken as whole ones, seem to be the blocks of one rank; else empty.
         elsewhere: where `part` is one stage of a pipeline, names that only others have, as far as is known.
+        step: which of the checkpoints of a training run it is; None where the names of its files do not say.
     """
 
     root: str
@@ -205,6 +207,7 @@ class Checkpoint(Mapping[str, Any]):
     looked: Looked | None = None
     lone_rank: str = ""
     elsewhere: frozenset[str] = frozenset()
+    step: Step | None = None
 
     def require_whole(self) -> None:
         """Check that nothing says that its tensors, opened as whole ones, are the blocks of one rank.
@@ -336,8 +339,9 @@ class Checkpoint(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         count = len(self.tensors)
+        titles = [names([self.root]), *([self.step.text()] if self.step else [])]
         return (
-            f"<Checkpoint {names([self.root])}: {count} tensor{'s' * (count != 1)}, "
+            f"<Checkpoint {', '.join(titles)}: {count} tensor{'s' * (count != 1)}, "
             f"{self.nbytes} bytes in {len(self.files)} file{'s' * (len(self.files) != 1)}>"
         )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import Faults, LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats import index_file
 from reshard.formats.directories import PARTS, is_later_part, refuse_blocks, refuse_directory, refuse_one_of_several
 from reshard.formats.entries import FileIndex
-from reshard.formats.rank_dirs import RANK_PATTERN, rank_files, rank_of
+from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files, rank_of
 from reshard.formats.sets import SET_FILES, read_index
 from reshard.formats.zarr_files import is_store
 from reshard.layout.layout import Layout
@@ -86,7 +86,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         found = None if isinstance(path, Mapping) else _as_made(as_place(path), cipher, contents)
         if found is not None:
             return found
-    files, ranks, warnings = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
+    files, ranks, warnings, step = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
@@ -124,6 +124,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         partial,
         lone_rank=lone_rank,
         elsewhere=frozenset(elsewhere),
+        step=step,
     )
     return compare_contents(checkpoint, ruled, contents=contents)
 
@@ -136,7 +137,7 @@ def made_at(path: AnyName) -> Made | None:
         return made
     try:
         unified = read_index(root)
-        found = {0: unified[0]} if unified else rank_files(root, RANK_PATTERN, None, [])
+        found = {0: unified[0]} if unified else rank_files(root, RANK_PATTERN, None, [])[0]
     except SourceError:  # several checkpoints in one directory; or ranks lack, of which the files say which
         return None
     known = {f"{made.root}/{file}" for file in made.records}
@@ -208,7 +209,7 @@ def reopen(
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     return Checkpoint(
         root, tensors, files, ranks, strategy, part, tuple(warnings), unreadable, cipher, partial,
-        elsewhere=frozenset(elsewhere),
+        elsewhere=frozenset(elsewhere), step=Step.of(path for of_rank in paths.values() for path in of_rank),
     )  # fmt: skip
 
 
@@ -231,7 +232,16 @@ def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix
     root = as_place(path)
     if is_store(root) or (root.is_dir() and read_index(root)):
         return False
-    return len(rank_files(root, rank_pattern, suffix, [])) > 1
+    return len(rank_files(root, rank_pattern, suffix, [])[0]) > 1
+
+
+class Read(NamedTuple):
+    """The files of a checkpoint, indexed; the rank of each; warnings; and which of several steps they are of."""
+
+    files: tuple[SourceFile, ...]
+    ranks: tuple[int, ...]
+    warnings: list[str]
+    step: Step | None = None
 
 
 @reading(SourceError)
@@ -241,8 +251,8 @@ def read_headers(
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
     cipher: Cipher | None = None,
-) -> tuple[tuple[SourceFile, ...], tuple[int, ...], list[str]]:
-    """Return the files of a checkpoint, the rank of each, and what was noticed; no strategy is needed for that.
+) -> Read:
+    """Return what the files of a checkpoint are and say of themselves; no strategy is needed for that.
 
     Raises:
         SourceError: no files, no step that every rank has, a file that is not valid.
@@ -254,17 +264,20 @@ def read_headers(
             if len(chosen) == 1:
                 refuse_one_of_several(file)
             refuse_directory(file.parent, [file.name], besides=[PARTS])
-        return *indexed({rank: [file] for rank, file in chosen.items()}, cipher), warnings
+        return Read(
+            *indexed({rank: [file] for rank, file in chosen.items()}, cipher), warnings, Step.of(chosen.values())
+        )
     root = as_place(path)
     root.refresh()
     if is_store(root):
         from reshard.source.zarr import open_store  # likewise
 
         store = open_store(root)
-        return store.files, store.ranks, list(store.warnings)
+        return Read(store.files, store.ranks, list(store.warnings))
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
-        return *indexed(rank_files(root, rank_pattern, suffix, warnings), cipher), warnings
+        found, step = rank_files(root, rank_pattern, suffix, warnings)
+        return Read(*indexed(found, cipher), warnings, step)
     paths, weight_map = unified
     files, ranks = indexed({0: paths}, cipher)
     held = {paths[number].name: file.index.entries for number, file in enumerate(files)}
@@ -280,7 +293,7 @@ def read_headers(
         if len(file_names) > 1:  # one of them may be of an older set
             faults.add(f"tensor {name!r}", f"is in {names(file_names)}; expected in one file of the set")
     faults.raise_if_any(SourceError)
-    return files, ranks, warnings
+    return Read(files, ranks, warnings)
 
 
 def _lone_rank(

@@ -21,7 +21,7 @@ from functools import lru_cache
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-from reshard.errors import BudgetError, GoneError, SourceError, TargetError
+from reshard.errors import BudgetError, GoneError, SourceError, TargetError, bytes_text
 from reshard.storage.base import (
     PARTIAL,
     Capabilities,
@@ -466,11 +466,20 @@ def _share_blocks(original: str, path: str) -> bool:
         return True
 
 
+def free_bytes(path: str) -> int:
+    """Return how many bytes may be written where a file or directory is, or will be."""
+    while path and not os.path.isdir(path):
+        path = os.path.dirname(path)
+    status = os.statvfs(path or ".")
+    return status.f_bavail * status.f_frsize
+
+
 def write_error(path: str, error: OSError, nbytes: int, done: str = "written") -> BudgetError | TargetError:
     """Return the error that so many bytes cannot be written to a file, or that it cannot be `done` something else."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return BudgetError(
-            f"{path}: no room for {nbytes} more bytes ({error.strerror}); free space or choose another target"
+            f"{path}: no room for {bytes_text(nbytes)} more ({error.strerror}; {bytes_text(free_bytes(path))} are "
+            "free); free space or choose another target"
         )
     return TargetError(f"{path}: cannot be {done}: {error.strerror}")
 

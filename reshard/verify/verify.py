@@ -39,6 +39,7 @@ from reshard.verify.sums import thread_count
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reshard.formats.rank_dirs import Step
     from reshard.run.run import Progress
     from reshard.source.made import Made
     from reshard.storage.places import AnyName, Place
@@ -72,6 +73,8 @@ class Verification:
         warnings: warnings; not differences.
         seconds: how long it took.
         unchecked: what of the files was not looked at, and could be anything.
+        step: which of the checkpoints of a training run the target is; None where the names of its files do not say.
+        against_step: likewise of the source.
     """
 
     target: str
@@ -90,6 +93,8 @@ class Verification:
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
     unchecked: tuple[str, ...] = ()
+    step: Step | None = None
+    against_step: Step | None = None
 
     @property
     def equal(self) -> bool:
@@ -257,7 +262,7 @@ def make_manifest(
         UsageError: it is a zarr store.
     """
     on_progress = _on_progress(progress, time.perf_counter())
-    files, _, _ = read_headers(target, rank_pattern=rank_pattern, suffix=suffix)
+    files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
     if files[0].index.format == ZARR:
         raise UsageError(f"{target}: is a zarr store; a manifest is of checkpoint files; compare it with its source")
     place = as_place(target)
@@ -287,10 +292,12 @@ def opened(
     try:
         if strategy is None and not reading.get("layouts") and reading.get("stage") is None:
             some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix"}}
-            files, ranks, warnings = read_headers(path, **some)
+            files, ranks, warnings, step = read_headers(path, **some)
             if len(set(ranks)) > 1:
                 unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-                return Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable)
+                return Checkpoint(
+                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable, step=step
+                )
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
         text = error.text.map(lambda option: option.of(what))
@@ -319,6 +326,7 @@ def _structure(target: Checkpoint, selection: Selection, deduplicated: bool) -> 
         sum(len(file.index.entries) for file in target.files),
         warnings=(*warnings, *leftovers(as_place(target.root))),
         unchecked=("contents", *unnamed, "notes (__metadata__)", _NEVER),
+        step=target.step,
     )
 
 
@@ -389,6 +397,8 @@ def _against_source(
         seed if sample is not None else None,
         (*dict.fromkeys(warnings), *leftovers(as_place(target.root))),
         unchecked=("the note `format`" if compares_notes(source, target) else "notes (__metadata__)", _NEVER),
+        step=target.step,
+        against_step=source.step,
     )
 
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from reshard.formats.entries import Entry
+    from reshard.formats.rank_dirs import Step
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
@@ -64,7 +65,7 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
     ranks = checkpoint.ranks
     replicas: dict[Sharding, list[dict[str, object]]] = {}
     return {
-        **_files_data(checkpoint.root, checkpoint.files, ranks),
+        **_files_data(checkpoint.root, checkpoint.files, ranks, checkpoint.step),
         "nbytes": checkpoint.nbytes,
         "warnings": list(checkpoint.warnings),
         "sampled": checkpoint.looked and checkpoint.looked._asdict(),
@@ -96,9 +97,10 @@ def _shards_data(
     return known[sharding]
 
 
-def _files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> dict[str, object]:
+def _files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None) -> dict[str, object]:
     return {
         "source": title,
+        "step": _step_data(step),
         "ranks": sorted(set(ranks)),
         "files": [
             {"rank": rank, "path": file.path, "format": file.index.format, "nbytes": file.nbytes}
@@ -107,10 +109,16 @@ def _files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -
     }
 
 
-def rank_files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> dict[str, object]:
+def _step_data(step: Step | None) -> dict[str, object] | None:
+    return step and step._asdict()
+
+
+def rank_files_data(
+    title: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None = None
+) -> dict[str, object]:
     """Return what each rank's files hold, as plain data."""
     return {
-        **_files_data(title, files, ranks),
+        **_files_data(title, files, ranks, step),
         "groups": [
             {
                 "ranks": alike,
@@ -158,6 +166,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
     return {
         "dry_run": report is None,
         "source": plan.source.root,
+        "step": _step_data(plan.source.step),
         "target": directory,
         "format": plan.format,
         "ranks": list(plan.ranks),
@@ -167,6 +176,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "seconds": None if report is None else report.seconds,
         "dropped": list(plan.dropped),
         "missing": list(plan.missing),
+        "left_out": list(plan.left_out),
         "warnings": list(plan.warnings),
         "sampled": plan.source.looked and plan.source.looked._asdict(),
         "files": [{"rank": file.rank, "path": file.path, "nbytes": file.layout.size} for file in plan.files],
@@ -206,6 +216,8 @@ def verdict_data(found: Verification) -> dict[str, object]:
     return {
         "target": found.target,
         "against": found.against,
+        "step": _step_data(found.step),
+        "against_step": _step_data(found.against_step),
         "equal": found.equal,
         "ranks": list(found.ranks),
         "files": found.files,

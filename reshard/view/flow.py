@@ -14,11 +14,12 @@ from itertools import islice
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
+from reshard.errors import bytes_text
 from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.strategy.names import group_members, ranges_text
 from reshard.view.svg import Markup, Picture, colour, cut, join, label, tag, text_width
-from reshard.view.text import bytes_text, count_text
+from reshard.view.text import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.errors import UsageError, names
+from reshard.errors import UsageError, bytes_text, names
 from reshard.source.checkpoint import Checkpoint
 from reshard.strategy.names import group_members
-from reshard.view.text import bytes_text, printable, table_lines
+from reshard.view.text import printable, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

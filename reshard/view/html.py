@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import PYTHON, LayoutError, spelled
+from reshard.errors import PYTHON, LayoutError, bytes_text, spelled
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members, group_names, ranges_text
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
 from reshard.view.data import groups_of, layouts_of
 from reshard.view.flow import plan_picture
 from reshard.view.svg import Markup, colour, details, heading, join, page, table, tag, tiles
-from reshard.view.text import LEGEND, below, bytes_text, conclusion, count_text, layout_text, shards_text
+from reshard.view.text import LEGEND, below, conclusion, count_text, layout_text, shards_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence

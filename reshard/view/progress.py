@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from reshard.view.text import bytes_text
+from reshard.errors import bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

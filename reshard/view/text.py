@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import PYTHON, LayoutError, Option, Text, names, spelled
+from reshard.errors import PYTHON, LayoutError, Option, Text, bytes_text, joined, names, spelled
+from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_names, ranges_text
 from reshard.view.data import groups_of, layouts_of, ranks_alike
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.errors import Words
+    from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
@@ -47,21 +50,6 @@ def printable(text: object, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def bytes_text(nbytes: float) -> str:
-    """Write a size in decimal units, as disks and networks are sold by.
-
-    >>> bytes_text(0), bytes_text(999), bytes_text(1_500_000), bytes_text(999_999), bytes_text(2e15)
-    ('0 B', '999 B', '1.5 MB', '1.0 MB', '2000.0 TB')
-    """
-    size = float(nbytes)
-    unit = "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 999.5 or (unit != "B" and size < 999.95):
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def count_text(number: int, noun: str) -> str:
@@ -196,15 +184,44 @@ def strategy_text(strategy: Strategy, title: str) -> str:
     return "\n".join([*lines, "", *LEGEND.splitlines()])
 
 
-def files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int]) -> str:
-    """Write what files a checkpoint has, on one line."""
-    formats = sorted({file.index.format for file in files})
+def kinds_text(formats: Iterable[str], *, index: bool = False) -> str:
+    """Write how many files of which formats there are; those of a zarr store as one.
+
+    >>> kinds_text(["ckpt", "ckpt"]), kinds_text(["safetensors"], index=True), kinds_text(["zarr"] * 31)
+    ('2 ckpt files', '1 safetensors file and its index', 'a zarr store of 31 files')
+    """
+    counted = Counter(formats)
+    if counted.keys() == {ZARR}:
+        return f"a zarr store of {count_text(counted[ZARR], 'file')}"
+    files = " and ".join(count_text(count, f"{kind} file") for kind, count in sorted(counted.items()))
+    its = "its" if counted.total() == 1 else "their"
+    return f"{files} and {its} index" if index else files
+
+
+def of_ranks(before: str, ranks: Iterable[int]) -> str:
+    """Write whose files there are, behind how many; nothing of rank 0 alone, who has whole tensors.
+
+    >>> of_ranks(", ", [0, 1, 1, 2]), of_ranks(" for ", [3]), of_ranks(" for ", [0])
+    (', 3 ranks (0-2)', ' for rank 3', '')
+    """
     distinct = sorted(set(ranks))
-    return (
-        f"{printable(title)}: {count_text(len(files), 'file')} ({', '.join(formats)}), "
-        f"{count_text(len(distinct), 'rank')} ({ranges_text(distinct)}), "
-        f"{bytes_text(sum(file.nbytes for file in files))}"
-    )
+    if len(distinct) == 1:
+        return f"{before}rank {distinct[0]}" if distinct[0] else ""
+    return f"{before}{count_text(len(distinct), 'rank')} ({ranges_text(distinct)})"
+
+
+def source_lines(title: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None) -> list[str]:
+    """Write what a checkpoint is read from: which of several, and the files that it has."""
+    nbytes = bytes_text(sum(file.nbytes for file in files))
+    kinds = f"{kinds_text(file.index.format for file in files)}{of_ranks(', ', ranks)}, {nbytes}"
+    title = f"{printable(title)}: "
+    return [Text(title, kinds)] if step is None else [Text(title, step.text()), kinds]
+
+
+def _written_text(plan: Plan) -> str:
+    """Write what files a plan writes."""
+    kinds = [plan.format for file in plan.files if plan.exclusive or not file.last]
+    return kinds_text(kinds, index=len(kinds) < len(plan.files))
 
 
 def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
@@ -238,7 +255,7 @@ def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
         for header, index in distinct.items()
     }
     stored = sum(sizes[file.index.header] for file in checkpoint.files)
-    lines = [files_text(checkpoint.root, checkpoint.files, checkpoint.ranks), ""]
+    lines = [*source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.step), ""]
     lines += [*table_lines(header, table, width, below=2), ""]
     if checkpoint.strategy is not None:
         lines += [*LEGEND.splitlines(), ""]
@@ -250,7 +267,7 @@ def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
     )
     for name, reason in checkpoint.unreadable.items():
         lines.append(f"not readable: {printable(name)}: {printable(reason)}")
-    return "\n".join(lines)
+    return joined("\n", lines)
 
 
 def looked_text(looked: Looked | None) -> str | None:
@@ -299,9 +316,16 @@ def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
     return known[sharding]
 
 
-def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int], *, width: int | None = None) -> str:
+def rank_files_text(
+    title: str,
+    files: Sequence[SourceFile],
+    ranks: Sequence[int],
+    step: Step | None = None,
+    *,
+    width: int | None = None,
+) -> str:
     """Write what each rank's files hold, where no strategy gives the whole tensors; ranks that hold the same as one."""
-    lines = [files_text(title, files, ranks)]
+    lines = source_lines(title, files, ranks, step)
     for alike, entries in ranks_alike(files, ranks):
         found = [(name, (entry.dtype.name, entry.shape, entry.nbytes)) for name, entry in entries.items()]
         total = sum(entry.nbytes for entry in entries.values())
@@ -318,7 +342,7 @@ def rank_files_text(title: str, files: Sequence[SourceFile], ranks: Sequence[int
             for name, (dtype, shape, nbytes), count in group_names(found)
         ]
         lines += table_lines(("tensor", "count", "dtype", "shape in the file", "bytes"), table, width)
-    return "\n".join(lines)
+    return joined("\n", lines)
 
 
 _MOST_FILES = 8
@@ -327,28 +351,20 @@ _MOST_FILES = 8
 def plan_text(plan: Plan, directory: str) -> str:
     """Write what a plan would do."""
     stats = plan.stats
+    source, needed = plan.source, stats.read_amplification
+    first, *more = source_lines(source.root, source.files, source.ranks, source.step)
+    more_than_needed = f", {needed:.2f} x what is needed" if needed > 1 else ""
     rows = [
-        ("from", files_text(plan.source.root, plan.source.files, plan.source.ranks)),
-        (
-            "to",
-            (
-                f"{printable(directory)}: {count_text(stats.target_files, 'file')} ({plan.format}), "
-                f"{count_text(len(plan.ranks), 'rank')} ({ranges_text(plan.ranks)})"
-            ),
-        ),
+        ("from", first),
+        *(("", line) for line in more),
+        ("to", f"{printable(directory)}: {_written_text(plan)}{of_ranks(', ', plan.ranks)}"),
         ("tensors", f"{stats.tensors:,}"),
-        (
-            "read",
-            (
-                f"{bytes_text(stats.bytes_read)} from {count_text(stats.source_files, 'file')}, "
-                f"{stats.read_amplification:.2f} x what is needed"
-            ),
-        ),
+        ("read", f"{bytes_text(stats.bytes_read)} from {count_text(stats.source_files, 'file')}{more_than_needed}"),
         ("write", f"{bytes_text(stats.target_bytes)} to {count_text(stats.target_files, 'file')}"),
         ("tasks", f"{stats.tasks:,}{', each of which writes whole files' if plan.by_file else ''}"),
         ("memory", f"about {bytes_text(stats.peak_memory)} at the peak"),
-        ("dropped", list_text(plan.dropped) if plan.dropped else "none"),
-        ("missing", list_text(plan.missing) if plan.missing else "none"),
+        *(("left out", text) for text in _left_out(plan)),
+        *((title, list_text(some)) for title, some in (("dropped", plan.dropped), ("missing", plan.missing)) if some),
     ]
     if looked := looked_text(plan.source.looked):
         rows.append(("sampled", looked))
@@ -357,7 +373,17 @@ def plan_text(plan: Plan, directory: str) -> str:
         rows.append(("" if number else "files", f"{path}  {bytes_text(file.layout.size)}"))
     if len(plan.files) > _MOST_FILES:
         rows.append(("", f"and {len(plan.files) - _MOST_FILES:,} more"))
-    return "\n".join(f"{title:<8} {text}" for title, text in rows)
+    return joined("\n", [Text(f"{title:<8} ", text) for title, text in rows])
+
+
+def _left_out(plan: Plan) -> list[Text]:
+    """Write by which options how many tensors of the source are left out, if any are."""
+    if not (plan.left_out and plan.request):
+        return []
+    asked = plan.request.selection
+    given = {"weights_only": asked.weights_only, "include": asked.include, "exclude": asked.exclude}
+    options = [Text(Option(name)) for name, value in given.items() if value]
+    return [Text("by ", joined(", ", options), f": {list_text(plan.left_out)}")]
 
 
 def report_text(
@@ -377,36 +403,41 @@ def report_text(
         *([f"to verify it: {printable(verify)}"] if verify else []),
         *([f"to check it against the manifest: {printable(check)}"] if check else []),
     ]
+    source = plan.source
+    taken = [Text(f"from {printable(source.root)}: ", source.step.text())] if source.step else []
     rate = report.bytes_written / report.seconds if report.seconds else 0
     if report.finished == len(report.files):
         done = (
-            f"nothing is left to do: {count_text(len(report.files), 'file')} ({plan.format}) in "
-            f"{printable(report.directory)}, finished by an earlier run"
+            f"nothing is left to do: {_written_text(plan)} in {printable(report.directory)}, finished by an earlier run"
         )
-        return "\n".join([done, _unread_text(report, verify), *commands])
+        return joined("\n", [*taken, done, _unread_text(report, verify), *commands])
     wrote = bytes_text(report.bytes_written if report.resumed or report.finished else report.target_bytes)
     looked = looked_text(plan.source.looked)
+    replicas = f", {count_text(report.replicas, 'replica')} of their blocks" if report.replicas else ""
     links = f", {count_text(report.links, 'file')} linked" if report.links else ""
-    return "\n".join(
+    gone = {
+        "dropped, because the target does not have it": report.dropped,
+        "missing, because the source does not have it": report.missing,
+    }
+    return joined(
+        "\n",
         [
-            (
-                f"wrote {count_text(len(report.files), 'file')} ({plan.format}) for "
-                f"{count_text(len(plan.ranks), 'rank')} ({ranges_text(plan.ranks)}) to {printable(report.directory)}"
-            ),
+            *taken,
+            f"wrote {_written_text(plan)}{of_ranks(' for ', plan.ranks)} to {printable(report.directory)}",
             (
                 f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, "
                 f"wrote {wrote} in {report.seconds:.2f} s ({bytes_text(rate)}/s)"
             ),
             *([f"resumed from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
             *([_unread_text(report, verify)] if report.finished else []),
-            f"{count_text(report.tensors, 'tensor')}, {count_text(report.replicas, 'replica')} of their blocks{links}",
-            f"dropped, because the target does not have it: {_names_or_none(report.dropped)}",
-            f"missing, because the source does not have it: {_names_or_none(report.missing)}",
+            f"{count_text(report.tensors, 'tensor')}{replicas}{links}",
+            *(Text("left out ", text) for text in _left_out(plan)),
+            *(f"{title}: {list_text(some)}" for title, some in gone.items() if some),
             *([f"sampled, when the source was opened: {looked}"] if looked else []),
             f"checksums: {_checksums_text(report)}",
             f"memory: {bytes_text(report.peak_memory)} at the peak of this process",
             *commands,
-        ]
+        ],
     )
 
 
@@ -418,10 +449,6 @@ def _unread_text(report: Report, verify: str | None) -> str:
         f"not read again: {report.finished:,} finished {files}, whose size and time are as the earlier run noted them; "
         f"{how} every bit"
     )
-
-
-def _names_or_none(found: tuple[str, ...]) -> str:
-    return list_text(found) if found else "none"
 
 
 def _checksums_text(report: Report) -> str:
@@ -444,7 +471,10 @@ def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`
     """
     lines = [f"{printable(found.target)}: {conclusion(found)}"]
     files = count_text(found.files, "file")
-    ranks = f" of {count_text(len(found.ranks), 'rank')} ({ranges_text(found.ranks)})" if found.ranks else ""
+    ranks = of_ranks(" of ", found.ranks) if found.ranks else ""
+    for side, step in (("target", found.step), ("source", found.against_step)):
+        if step is not None:
+            lines.append(f"{side}: {spelled(step.text(side), words)}")
     blocks = "copies of blocks compared with others" if found.ranks and found.against else "blocks of them"
     lines.append(f"{count_text(found.tensors, 'tensor')}, {found.copies:,} {blocks}; {files}{ranks}")
     if found.unchecked:
