@@ -96,6 +96,8 @@ def progress(
 ) -> Iterator[Callable[[Progress], None] | None]:
     """Give a callback that shows progress on a terminal, by `rich` where it is installed; None elsewhere.
 
+    No bar is left above an error, nor where there was nothing to do.
+
     `words` are what is done, what is done when all bytes are, and what is done at the end.
     """
     if quiet or not sys.stderr.isatty():
@@ -108,8 +110,10 @@ def progress(
         plain = _PlainProgress()
         try:
             yield plain
-        finally:
-            plain.end()
+        except BaseException:
+            plain.end(leave=False)
+            raise
+        plain.end(leave=True)
         return
     columns = (
         bars.TextColumn("{task.description}"),
@@ -117,7 +121,7 @@ def progress(
         bars.TaskProgressColumn(),
         bars.TextColumn("{task.fields[pace]}"),
     )
-    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(words[0], total=None, pace="")
 
         def show(state: Progress) -> None:
@@ -127,6 +131,7 @@ def progress(
 
         yield show
         bar.update(task, description=words[2])
+        bar.live.transient = bar.tasks[task].total is None
 
 
 def _pace(state: Progress) -> str:
@@ -158,6 +163,6 @@ class _PlainProgress:
         sys.stderr.flush()
         self._width = len(line)
 
-    def end(self) -> None:
+    def end(self, *, leave: bool) -> None:
         if self._width:
-            sys.stderr.write("\n")
+            sys.stderr.write("\n" if leave else f"\r{' ' * self._width}\r")

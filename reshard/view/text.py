@@ -475,7 +475,7 @@ def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`
     for side, step in (("target", found.step), ("source", found.against_step)):
         if step is not None:
             lines.append(f"{side}: {spelled(step.text(side), words)}")
-    blocks = "copies of blocks compared with others" if found.ranks and found.against else "blocks of them"
+    blocks = "blocks compared" if found.ranks and found.against else "blocks of them"
     lines.append(f"{count_text(found.tensors, 'tensor')}, {found.copies:,} {blocks}; {files}{ranks}")
     if found.unchecked:
         lines.append(f"not looked at: {'; '.join(found.unchecked)}")
