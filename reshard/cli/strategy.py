@@ -8,7 +8,7 @@ import click
 
 import reshard
 from reshard.cli.options import READ, STRATEGY, WRITE, json_option, source_options
-from reshard.cli.terminal import Group, option, print_json, say, say_warnings, wrote
+from reshard.cli.terminal import Command, Group, option, print_json, say, say_warnings, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.storage.small import refuse_existing, refuse_inputs
 
@@ -84,28 +84,61 @@ def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
     _say_written(reshard.merge_strategies(directory, output), output)
 
 
+EXAMPLE = """\
+# How the tensors of a target are cut. These rules are for the files that
+# `reshard demo` makes. In its folder type
+#   reshard strategy make > rules.yaml
+#   reshard strategy make rules.yaml --like src_checkpoints \\
+#       --source-strategy src_strategy.ckpt -o made.ckpt
+
+mesh: {dp: 2, mp: 4}  # the devices of a stage, outermost axis first: 8 ranks
+
+rules:  # globs of names; the first that matches counts
+  "*.layer1.weight": [mp]         # dimension 0 by mp, the others whole
+  "*.layer2.weight": [null, mp]   # dimension 1 by mp
+  "*.layer3.weight": [[dp, mp]]   # dimension 0 by both, dp outermost
+  "learning_rate*": null          # not in the strategy: copied as it is
+# What no rule matches is whole on every rank; optimizer states go with their
+# weights.
+
+# Cut rows once more among the ranks that would hold the same, by MindSpore's
+# own conditions: of 64 KB or more, as it is by default.
+optimizer_parallel: true
+parallel_optimizer_threshold: 1  # KB
+
+# A pipeline: which stages have which tensors; each has such a mesh of its own.
+# pipeline: {"*.layer[1-2].*": 0, "*.layer3.*": 1}
+
+# Or, in place of mesh and rules, what the network's operators are given:
+# devices: 8
+# operators:
+#   "*.layer1.weight": {matmul: [[2, 1], [1, 4]]}
+"""
+
+
+class _Make(Command):
+    """A command that prints rules to begin with where nothing is typed behind it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Print them, or parse what is typed."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(EXAMPLE, nl=False)
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+
 @strategy.command(
     "make",
+    cls=_Make,
     epilog="""
 Example:
 
   reshard strategy make rules.yaml -o dst_strategy.ckpt \\
       --like src_checkpoints --source-strategy src_strategy.ckpt
 
-where rules.yaml is
+Without arguments it prints rules with comments, to begin with:
 
-  mesh: {dp: 2, mp: 4}               # devices of a stage, outermost axis first
-  rules:                             # globs of names; the first match counts
-    "*.wq.weight": [mp]              # dimension 0 by mp, the others whole
-    "*.wo.weight": [null, [dp, mp]]  # dimension 1 by both, dp major
-  optimizer_parallel: true
-  pipeline: {"*layers.[0-3].*": 0, "*layers.[4-7].*": 1, "*embedding*": [0, 1]}
-
-or, in place of mesh and rules, what the network's operators are given:
-
-  devices: 8
-  operators:
-    "layer1.weight": {matmul: [[2, 1], [1, 2]], transpose_b: false}
+  reshard strategy make > rules.yaml
 """,
     short_help="Make a strategy file without compiling the network.",
 )

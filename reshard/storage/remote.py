@@ -12,6 +12,7 @@ it has its final name then; elsewhere it is written next to it and moved, as on 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -27,6 +28,20 @@ if TYPE_CHECKING:
     from reshard.storage.base import Sink, Want
 
 _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+
+_AWS = (
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws (AWS_PROFILE names a profile there), and the role of this "
+    "machine or container"
+)
+_GOOGLE = "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, and this machine's service account"
+_AZURE = (
+    "AZURE_STORAGE_CONNECTION_STRING, and AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or "
+    "AZURE_STORAGE_SAS_TOKEN"
+)
+_CREDENTIALS = {
+    "s3": _AWS, "s3a": _AWS, "gs": _GOOGLE, "gcs": _GOOGLE, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE,
+}  # fmt: skip
+"""Where the libraries look for credentials."""
 
 # What says that a file is another than before, the surest first; which of them there is depends on the file system.
 _VERSIONS = (
@@ -134,7 +149,7 @@ def filesystem(url: str) -> tuple[Any, str]:
         hint = f"pip install {library}, or 'reshard[remote]'" if library else str(error)
         raise ReshardError(f"{url}: the library for such URLs is not installed; {hint}") from None
     except ValueError as error:
-        raise UsageError(f"{url}: {error}") from None
+        raise UsageError(f"{url}: {_said(url, error)}") from None
     return fs, str(name)
 
 
@@ -149,8 +164,16 @@ def telling(url: str, what: str, kind: type[ReshardError] = SourceError) -> Iter
         kind = GoneError if kind is SourceError else kind
         raise kind(f"{url}: cannot be {what}: it is not there") from None
     except Exception as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise kind(f"{url}: cannot be {what}: {text}") from error
+        raise kind(f"{url}: cannot be {what}: {_said(url, error)}") from error
+
+
+def _said(url: str, error: Exception) -> str:
+    """Return what a library says on one line, and where it looks for credentials if it seems to lack them."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    places = _CREDENTIALS.get(url.partition("://")[0])
+    if places and (isinstance(error, PermissionError) or re.search("credential|anonymous", text, re.IGNORECASE)):
+        return f"{text}; credentials are looked for in {places}"
+    return text
 
 
 def status_of(info: Mapping[str, Any]) -> Status:
