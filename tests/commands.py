@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from reshard.cli.main import cli
+from reshard.errors import BudgetError, Option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,3 +71,10 @@ def names_in(root: Path) -> set[str]:
 def proposed(result: Result) -> list[str]:
     """The command that is proposed to look at what was written."""
     return shlex.split(result.stderr.split("to look at it: reshard ", 1)[1])
+
+
+def least_memory(error: BudgetError) -> int:
+    """The bytes of memory that an error says are enough."""
+    (value,) = [part.value for part in error.text.parts if isinstance(part, Option) and part.name == "memory"]
+    assert isinstance(value, int)
+    return value

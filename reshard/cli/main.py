@@ -95,11 +95,12 @@ Example:
   reshard inspect src_checkpoints --source-strategy src_strategy.ckpt
 """,
     details="""
-The object of --json has the keys source, ranks, files (rank, path, format,
+The object of --json has the keys source, step (of several checkpoints the
+newest is read: name, and which are older), ranks, files (rank, path, format,
 nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
 of_copies: what was looked at), unreadable, and tensors: name, dtype, shape,
 nbytes, layouts, shards. For several ranks without a strategy it has source,
-ranks, files, and groups: ranks, tensors.
+step, ranks, files, and groups: ranks, tensors.
 """,
     short_help="Show the tensors of a checkpoint.",
 )

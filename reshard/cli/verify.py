@@ -124,9 +124,10 @@ Two directories of the same ranks need no strategies.
 Exits with 0 if all is as it should be, with 3 if something differs, and with 4
 if TARGET or SOURCE is incomplete or corrupt.
 
-The object of --json has the keys target, against, equal, ranks, files, tensors,
-copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
-warnings, unchecked (what was not looked at), and differences: kind (values,
+The object of --json has the keys target, against, step and against_step (which
+of several checkpoints was read: name, and which are older), equal, ranks,
+files, tensors, copies, bytes_read, total_bytes, sample, seed, seconds, dropped,
+left_out, warnings, unchecked (what was not looked at), and differences: kind (values,
 missing, extra, dtype, shape, text, note; file, size, checksum), text, tensor,
 side, rank, path, block (start, stop), index (in the whole tensor),
 index_in_block, count, found, expected, reference.

@@ -381,9 +381,13 @@ def _left_out(plan: Plan) -> list[Text]:
     if not (plan.left_out and plan.request):
         return []
     asked = plan.request.selection
-    given = {"weights_only": asked.weights_only, "include": asked.include, "exclude": asked.exclude}
-    options = [Text(Option(name)) for name, value in given.items() if value]
-    return [Text("by ", joined(", ", options), f": {list_text(plan.left_out)}")]
+    given = {
+        Option("weights_only"): asked.weights_only,
+        Option("include"): asked.include,
+        Option("exclude"): asked.exclude,
+    }
+    options = joined(" and ", [Text(option) for option, value in given.items() if value])
+    return [Text("by ", options, f": {list_text(plan.left_out)}")]
 
 
 def report_text(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def test_transform_writes_files_and_says_so(case: Case, tmp_path: Path) -> None:
     result = done("transform", case.source, tmp_path / "dst", *case.strategies)
     assert sorted(tree(tmp_path)) == [f"dst/rank_{r}/checkpoint_{r}.ckpt" for r in range(4)]
-    assert f"wrote 4 files (ckpt) for 4 ranks (0-3) to {tmp_path}/dst\n" in result.stdout
+    assert f"wrote 4 ckpt files for 4 ranks (0-3) to {tmp_path}/dst\n" in result.stdout
     assert "read 14.9 kB from 2 files, wrote 17.3 kB in " in result.stdout
     assert result.stderr == f"to look at it: reshard inspect {tmp_path}/dst\n"
 
@@ -91,7 +91,7 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     assert {key: before[key] for key in same} == {key: after[key] for key in same}
     assert set(before) == {
         "dry_run", "source", "target", "format", "ranks", "tensors", "bytes_needed", "bytes_read", "bytes_written",
-        "target_bytes",
+        "target_bytes", "step", "left_out",
         "source_files", "target_files", "tasks", "peak_memory", "partition", "read_amplification", "seconds", "dropped",
         "missing", "warnings", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
         "finished",
@@ -249,16 +249,16 @@ def test_other_names_of_ranks_and_steps(case: Case, tmp_path: Path) -> None:
 
 def test_no_command_is_proposed_where_its_path_means_two_checkpoints(case: Case, tmp_path: Path) -> None:
     command = ["transform", case.source, tmp_path, *case.strategies]
-    assert "4 files (ckpt), 4 ranks (0-3)" in done(*proposed(done(*command))).stdout
+    assert "4 ckpt files, 4 ranks (0-3)" in done(*proposed(done(*command))).stdout
     for more in (["--format", "safetensors"], ["--prefix", "net_"]):
         result = done(*command, *more)
         assert "too, of another checkpoint" in result.stderr
         assert "to look at it" not in result.stderr
         assert "to verify it" not in result.stdout
     second = ["--suffix", ".safetensors", "--source-strategy", case.target_strategy]
-    assert "4 files (safetensors), 4 ranks (0-3)" in done("inspect", tmp_path, *second).stdout
+    assert "4 safetensors files, 4 ranks (0-3)" in done("inspect", tmp_path, *second).stdout
     third = ["--rank-pattern", "rank_{rank}/net_{rank}*.ckpt", "--source-strategy", case.target_strategy]
-    assert "4 files (ckpt), 4 ranks (0-3)" in done("inspect", tmp_path, *third).stdout
+    assert "4 ckpt files, 4 ranks (0-3)" in done("inspect", tmp_path, *third).stdout
     refused = call("inspect", tmp_path)
     assert refused.exit_code == 4
     assert "choose with --suffix\n" in refused.stderr

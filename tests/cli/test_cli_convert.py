@@ -76,7 +76,7 @@ def test_convert_beside_the_source(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.source, tmp_path / "src")
     result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
     assert "to look at it" not in result.stderr, "both are there"
-    assert "8 files (safetensors)" in done("inspect", tmp_path / "src", "--suffix", ".safetensors").stdout
+    assert "8 safetensors files" in done("inspect", tmp_path / "src", "--suffix", ".safetensors").stdout
     assert call("convert", case.source, case.source, "--format", "ckpt").exit_code == 6  # the sources themselves
     assert len(tree(tmp_path / "src")) == 16
 

@@ -82,7 +82,7 @@ def test_it_says_how_to_run_it(case: Case, tmp_path: Path) -> None:
 def test_a_run_ends_with_a_report(case: Case, tmp_path: Path) -> None:
     path = saved(case, tmp_path, *case.strategies)
     result = done("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
-    assert f"wrote 4 files (ckpt) for 4 ranks (0-3) to {tmp_path}/dst\n" in result.stdout
+    assert f"wrote 4 ckpt files for 4 ranks (0-3) to {tmp_path}/dst\n" in result.stdout
     assert "15 tensors, 9 replicas of their blocks\n" in result.stdout
     verify = result.stdout.splitlines()[-1].removeprefix("to verify it: ")
     assert shlex.split(verify) == ["reshard", "verify", f"{tmp_path}/dst"]

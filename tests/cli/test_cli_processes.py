@@ -304,7 +304,7 @@ def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None
         shown += piece
     os.close(ours)
     assert process.stdout is not None
-    assert b"wrote 4 files" in process.stdout.read()
+    assert b"wrote 4 ckpt files" in process.stdout.read()
     process.stdout.close()
     assert process.wait() == 0
     text = shown.decode()

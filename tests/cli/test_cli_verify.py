@@ -182,4 +182,4 @@ def test_options_that_would_do_nothing_are_refused(folder: Path, options: list[s
 def test_a_budget_that_is_too_little(folder: Path) -> None:
     result = call(*BOTH, "--memory", "1MB")
     assert result.exit_code == 5
-    assert "the least that works" in result.stderr
+    assert "are too little; --memory 56MB works: " in result.stderr

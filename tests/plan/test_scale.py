@@ -62,7 +62,7 @@ def test_inspect_takes_3_seconds(sixty_four: tuple[Path, ...], options: list[str
         assert len(told["files"]) == 64
         assert len(told["tensors"] if strategy else told["groups"][0]["tensors"]) == 10_000
     else:
-        assert "64 files (safetensors), 64 ranks (0-63)" in took.out
+        assert "64 safetensors files, 64 ranks (0-63)" in took.out
         assert "model.layers.{0-369}.feed_forward.w2.weight" in took.out
 
 

@@ -15,7 +15,7 @@ from stopped_runs import FULL, SOURCE, TARGET, call, command, small_tasks, sourc
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.errors import ChangedError, ReshardError, SourceError, TargetError
+from reshard.errors import ChangedError, ReshardError, SourceError, TargetError, bytes_text
 from reshard.plan.plan import file_digests
 from reshard.run import session as resume
 from reshard.source import headers
@@ -278,9 +278,9 @@ def test_a_source_out_of_reach_has_not_changed(source: reshard.Checkpoint, tmp_p
         plan.run(tmp_path / "out", progress=away)
     gone = False
     assert not isinstance(caught.value, ChangedError)
-    total = plan.stats.bytes_written
+    total = bytes_text(plan.stats.bytes_written)
     (note,) = caught.value.__notes__
-    assert note.startswith(f"{total} of {total} bytes are written and kept; the same command resumes")
+    assert note.startswith(f"{total} of {total} are written and kept; the same command resumes")
     assert plan.run(tmp_path / "out").resumed == total
     plan.run(tmp_path / "undisturbed")
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")

@@ -16,7 +16,7 @@ from remotes import COLUMNS, FULL, ROWS, get, put, records
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.errors import ChangedError, TargetError
+from reshard.errors import ChangedError, TargetError, bytes_text
 from reshard.plan.plan import file_digests
 from reshard.run import session
 from reshard.source.records import DIRECTORY
@@ -71,7 +71,7 @@ def test_finished_files_are_not_written_again(
     nbytes = plan.stats.bytes_written * len(kept) // len(undisturbed)
     (note,) = caught.value.__notes__
     assert note.startswith(
-        f"{nbytes} of {plan.stats.bytes_written} bytes are written and kept; the same command resumes"
+        f"{bytes_text(nbytes)} of {bytes_text(plan.stats.bytes_written)} are written and kept; the same command resumes"
     )
     streamed.clear()
     report = plan.run(f"{root}/out", scheduler=scheduler)
@@ -140,7 +140,7 @@ def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Pat
     if number == signal.SIGTERM:
         assert stopped.returncode == 143
         assert stopped.stderr.startswith("stopped by SIGTERM; ")
-        assert "bytes are written and kept; the same command resumes" in stopped.stderr
+        assert " are written and kept; the same command resumes" in stopped.stderr
     else:
         assert stopped.returncode == -number
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS)

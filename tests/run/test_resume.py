@@ -36,7 +36,7 @@ from stopped_runs import (
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.errors import TargetError
+from reshard.errors import TargetError, bytes_text
 from reshard.layout.block import Block
 from reshard.plan import budget, partition
 from reshard.plan.bands import Recipe
@@ -334,8 +334,10 @@ def test_a_stopped_run_says_how_far_it_is(
     assert ended.returncode == code
     begin, bytes_kept, rest = ended.stderr.replace(" of ", "; ", 1).split("; ", 2)
     assert begin in {"stopped by SIGTERM", "interrupted"}
-    assert 0 < int(bytes_kept) <= total
-    assert rest == (f"{total} bytes are written and kept; the same command resumes (with --restart it starts over)\n")
+    assert bytes_kept[0] in "123456789"
+    assert rest == (
+        f"{bytes_text(total)} are written and kept; the same command resumes (with --restart it starts over)\n"
+    )
     done = call(*command)
     assert done.exit_code == 0
     assert_rank_files(tmp_path / "out", FULL, TARGET)

@@ -39,7 +39,7 @@ def test_room_is_looked_for_before_the_first_byte(
 ) -> None:
     plan = reshard.plan(source, TARGET)
     room(plan.stats.target_bytes - 1)
-    with pytest.raises(BudgetError, match=f"take {plan.stats.target_bytes} bytes more") as caught:
+    with pytest.raises(BudgetError, match="need 4.. kB more, and 4.. kB are free; free 1 B or") as caught:
         plan.run(tmp_path / "deep" / "out")
     assert caught.value.exit_code == 5
     assert not written.ranges
@@ -80,7 +80,7 @@ def test_a_full_disk_keeps_what_was_written(
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(BudgetError, match="no room") as caught:
             plan.run(tmp_path / "out")
-    assert "bytes are written and kept" in caught.value.__notes__[0]
+    assert " are written and kept" in caught.value.__notes__[0]
     assert plan.run(tmp_path / "out").resumed > 0
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 

@@ -12,7 +12,9 @@ from checkpoints import blocks, numbers, write_file, write_ranks
 import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.errors import SourceError, StrategyError, UsageError
+from reshard.formats.rank_dirs import Step
 from reshard.source import probe
+from reshard.view.data import checkpoint_data
 
 if TYPE_CHECKING:
     from faulty import Faults
@@ -73,7 +75,33 @@ def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
     source = reshard.open(tmp_path, strategy=STRATEGY)
     assert names_in(source) == {"net-2_5.safetensors"}
     assert source.warnings == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
-    assert names_in(reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")) == {"net-1_10.safetensors"}
+    assert source.step == Step("2_5", ("1_10",))
+    assert "step 2_5 (the newest of 2; suffix=... takes another)" in repr(source)
+    older = reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")
+    assert names_in(older) == {"net-1_10.safetensors"}
+    assert older.step == Step("1_10")
+
+
+def test_steps_are_numbers_and_only_those_that_every_rank_has_count(tmp_path: Path) -> None:
+    for name in ("net-1_9", "net-1_10", "net-1_100", "net-1_20"):
+        write_ranks(tmp_path, FULL, STRATEGY, name=name)
+    (tmp_path / "rank_2" / "net-1_20.safetensors").unlink()
+    source = reshard.open(tmp_path, strategy=STRATEGY)
+    assert source.step == Step("1_100", ("1_10", "1_9"))
+    data = checkpoint_data(source)
+    assert data["step"] == {"name": "1_100", "older": ("1_10", "1_9")}
+    report = reshard.plan(source).run(tmp_path / "out")
+    assert reshard.open(report.directory).step is None
+
+
+def test_a_plan_file_and_a_ledger_know_the_step(tmp_path: Path) -> None:
+    for name in ("net-1_10", "net-2_5"):
+        write_ranks(tmp_path / "src", FULL, STRATEGY, name=name)
+    plan = reshard.plan(reshard.open(tmp_path / "src", strategy=STRATEGY))
+    plan.save(tmp_path / "plan.json")
+    assert reshard.read_plan(tmp_path / "plan.json").source.step == Step("2_5")
+    plan.run(tmp_path / "out")
+    assert reshard.verify(tmp_path / "out").against_step == Step("2_5")
 
 
 @pytest.mark.parametrize("name", ["net_rank_{rank}-1_10", "src{rank}", "checkpoint_{rank}", "net"])

@@ -17,7 +17,7 @@ from remotes import COLUMNS, FULL, ROWS, Requests, changing, get, put, records
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.errors import ReshardError, SourceError, TargetError, UsageError
+from reshard.errors import ReshardError, SourceError, TargetError, UsageError, bytes_text
 from reshard.plan import budget
 from reshard.storage import places, remote
 from reshard.storage.places import RemotePath, any_store, as_place, can
@@ -141,7 +141,7 @@ def test_a_failure_leaves_nothing_unfinished(
         plan.run(f"{root}/out", scheduler="synchronous", ledger=ledger)
     assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == ledger
     total = plan.stats.bytes_written
-    said = f"{total // 2} of {total} bytes are written and kept; the same command resumes (with restart=True "
+    said = f"{bytes_text(total / 2)} of {bytes_text(total)} are written and kept; the same command resumes (with restart=True "
     assert getattr(caught.value, "__notes__", []) == ledger * [f"{said}it starts over)"]
     if root.startswith("s3"):
         assert asked.operations.count("CompleteMultipartUpload") == asked.operations.count("AbortMultipartUpload") == 1
@@ -215,6 +215,42 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(fs, "retries", 1)
     with pytest.raises(SourceError, match=r"s3://b/x.*: cannot be looked at: .*127\.0\.0\.1:9"):
         reshard.open("s3://b/x")
+
+
+def test_credentials_that_lack_are_looked_for_in_places_that_are_named(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = reshard.plan(reshard.open(write_file(tmp_path / "a.safetensors", FULL)))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (fs, url.removeprefix("s3://")))
+    places = (
+        "Unable to locate credentials; credentials are looked for in AWS_ACCESS_KEY_ID and .*, ~/.aws .* the role of"
+    )
+    with pytest.raises(SourceError, match=f"{bucket}/x: cannot be looked at: {places}"):
+        reshard.open(f"{bucket}/x")
+    with pytest.raises(TargetError, match=f"cannot be written: {places}"):
+        plan.run(f"{bucket}/out")
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "said"),
+    [
+        ("gs://b/x", OSError("Anonymous caller does not have access"), "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az://b/x", ValueError("Must provide an account_name with credentials!!"), "AZURE_STORAGE_ACCOUNT_NAME"),
+        ("s3://b/x", PermissionError("Access Denied"), "AWS_PROFILE"),
+        ("s3://b/x", OSError("the network is gone"), ""),
+        ("ftp://b/x", PermissionError("Access Denied"), ""),
+    ],
+)
+def test_only_what_seems_to_lack_credentials_names_their_places(url: str, error: Exception, said: str) -> None:
+    with pytest.raises(SourceError, match=f"^{url}: cannot be read: {error}") as caught, remote.telling(url, "read"):
+        raise error
+    assert ("credentials are looked for in" in str(caught.value)) == bool(said)
+    assert said in str(caught.value)
 
 
 def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:

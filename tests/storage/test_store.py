@@ -173,7 +173,7 @@ def test_a_full_disk_is_found_at_once_and_nothing_is_left(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", fail(code))
-    with pytest.raises(BudgetError, match=r"a\.partial: no room for 4096 more bytes .* free space"):
+    with pytest.raises(BudgetError, match=r"a\.partial: no room for 4\.1 kB more \(.*; .* are free\); free space"):
         store.create(store.unfinished(str(tmp_path / "a")), 4096)
     assert listing(tmp_path) == []
 
@@ -188,7 +188,7 @@ def test_a_disk_that_fills_while_writing(store: LocalStore, tmp_path: Path, monk
     path = str(tmp_path / "a")
     store.create(store.unfinished(path), 4)
     monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
-    with pytest.raises(BudgetError, match="no room for 4 more bytes"):
+    with pytest.raises(BudgetError, match="no room for 4 B more"):
         store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
     monkeypatch.setattr(os, "pwrite", fail(errno.EIO))
     with pytest.raises(TargetError, match="cannot be written: Input/output error"):

@@ -326,7 +326,7 @@ def test_no_contradicting_wishes(tmp_path: Path) -> None:
         reshard.verify(path, against=path, manifest=path)
     with pytest.raises(UsageError, match="0 threads"):
         reshard.verify(path, threads=0)
-    with pytest.raises(BudgetError, match="least that works"):
+    with pytest.raises(BudgetError, match="memory=56_000_000 works"):
         reshard.verify(path, against=path, memory=1000)
 
 

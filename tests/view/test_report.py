@@ -12,10 +12,12 @@ import pytest
 from checkpoints import numbers, write_ranks
 
 import reshard
-from reshard import Layout, Strategy
+from reshard import Layout, Selection, Strategy
+from reshard.cli.terminal import OPTIONS
+from reshard.errors import spelled
 from reshard.storage.crc32c import crc32c
 from reshard.view.data import report_data
-from reshard.view.text import report_text
+from reshard.view.text import plan_text, report_text
 
 if TYPE_CHECKING:
     from reshard.run.run import Report
@@ -56,6 +58,19 @@ def test_linked_files_are_no_replicas_that_were_written(plan: reshard.Plan, tmp_
     assert "2 tensors, 1 replica of their blocks, 2 files linked\n" in report_text(linked, report)
 
 
+def test_what_the_selection_leaves_out_is_said_with_the_options_that_do(plan: reshard.Plan, tmp_path: Path) -> None:
+    selection = Selection(weights_only=True, exclude=("global*",))
+    chosen = reshard.plan(plan.source, TARGET, selection=selection)
+    assert chosen.left_out == ("adam_m.w", "global_step")
+    assert plan.left_out == ()
+    line = "left out by weights_only and exclude: 2 names: adam_m.w, global_step\n"
+    assert line in plan_text(chosen, "dst")
+    text = report_text(chosen, chosen.run(tmp_path / "chosen"))
+    assert line in text
+    assert line.replace("weights_only and exclude", "--weights-only and --exclude") in spelled(text, OPTIONS)
+    assert "dropped" not in text
+
+
 def test_memory_is_measured(report: Report) -> None:
     assert 20e6 < report.peak_memory < 2e9
     held = b"\1" * (report.peak_memory + (64 << 20))
@@ -68,7 +83,7 @@ def test_memory_is_measured(report: Report) -> None:
 def test_in_words(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
     report = report._replace(seconds=0.5, peak_memory=48_000_000)
     assert report_text(plan, report, "reshard verify dst") == (
-        f"wrote 4 files (safetensors) for 4 ranks (0-3) to {tmp_path}/dst\n"
+        f"wrote 4 safetensors files for 4 ranks (0-3) to {tmp_path}/dst\n"
         f"read 260 B from 4 files, wrote {report.target_bytes / 1000:.1f} kB in 0.50 s (1.1 kB/s)\n"
         "2 tensors, 5 replicas of their blocks\n"
         "dropped, because the target does not have it: 1 name: adam_m.w\n"

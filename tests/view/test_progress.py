@@ -1,0 +1,81 @@
+"""Progress on a terminal: what is left on it, above what is said next."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from contextlib import redirect_stderr
+
+import pytest
+
+from reshard.run.run import Progress
+from reshard.view.progress import progress
+
+
+class Terminal(io.StringIO):
+    """A stderr that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """What is on it in the end."""
+        lines, row, column = [""], 0, 0
+        for piece in re.findall(r"\x1b\[[?0-9;]*[a-zA-Z]|[^\x1b]", self.getvalue()):
+            if piece == "\n":
+                row, column = row + 1, 0
+                lines += [""] * (row == len(lines))
+            elif piece == "\r":
+                column = 0
+            elif piece == "\x1b[1A":
+                row -= 1
+            elif piece == "\x1b[2K":
+                lines[row] = ""
+            elif len(piece) == 1:
+                lines[row] = lines[row][:column].ljust(column) + piece + lines[row][column + 1 :]
+                column += 1
+        return [line.rstrip() for line in lines if line.strip()]
+
+
+@pytest.fixture(params=["rich", "plain"])
+def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    if request.param == "rich":
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    return Terminal()
+
+
+def test_a_bar_stays_of_what_was_done(terminal: Terminal) -> None:
+    with redirect_stderr(terminal), progress(quiet=False) as shown:
+        assert shown is not None
+        shown(Progress(500, 1000, 0.1))
+        shown(Progress(1000, 1000, 0.2))
+    (line,) = terminal.lines()
+    assert "100%" in line
+    assert "1.0 kB of 1.0 kB, " in line
+
+
+def test_no_bar_stays_where_nothing_was_done(terminal: Terminal) -> None:
+    with redirect_stderr(terminal), progress(quiet=False):
+        pass
+    terminal.write("nothing is left to do\n")
+    assert terminal.lines() == ["nothing is left to do"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_no_bar_stays_above_an_error(terminal: Terminal, error: type[BaseException]) -> None:
+    def stopped() -> None:
+        with redirect_stderr(terminal), progress(quiet=False) as shown:
+            assert shown is not None
+            shown(Progress(500, 1000, 0.1))
+            raise error
+
+    with pytest.raises(error):
+        stopped()
+    assert "50%" in terminal.getvalue()
+    terminal.write("error: it is full\n")
+    assert terminal.lines() == ["error: it is full"]
