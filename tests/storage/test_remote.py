@@ -141,8 +141,9 @@ def test_a_failure_leaves_nothing_unfinished(
         plan.run(f"{root}/out", scheduler="synchronous", ledger=ledger)
     assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == ledger
     total = plan.stats.bytes_written
-    said = f"{bytes_text(total / 2)} of {bytes_text(total)} are written and kept; the same command resumes (with restart=True "
-    assert getattr(caught.value, "__notes__", []) == ledger * [f"{said}it starts over)"]
+    kept = f"{bytes_text(total / 2)} of {bytes_text(total)} are written and kept"
+    said = f"{kept}; the same command resumes (with restart=True it starts over)"
+    assert getattr(caught.value, "__notes__", []) == ledger * [said]
     if root.startswith("s3"):
         assert asked.operations.count("CompleteMultipartUpload") == asked.operations.count("AbortMultipartUpload") == 1
         fs = fsspec.filesystem("s3")
