@@ -71,7 +71,7 @@ def test_a_plan_is_shown_as_a_dry_run_is(case: Case, tmp_path: Path) -> None:
 
 def test_it_says_how_to_run_it(case: Case, tmp_path: Path) -> None:
     result = done("plan", case.source, *case.strategies, "-o", tmp_path / "my plan.json")
-    assert "to       TARGET: 4 files (ckpt), 4 ranks (0-3)\n" in result.stdout
+    assert "to       TARGET: 4 ckpt files, 4 ranks (0-3)\n" in result.stdout
     assert result.stderr == f"saved; to run it: reshard run '{tmp_path}/my plan.json' TARGET\n"
     quiet = done("plan", case.source, *case.strategies, "-o", tmp_path / "plan.json", "-q")
     assert quiet.stdout == quiet.stderr == ""

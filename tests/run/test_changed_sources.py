@@ -278,9 +278,9 @@ def test_a_source_out_of_reach_has_not_changed(source: reshard.Checkpoint, tmp_p
         plan.run(tmp_path / "out", progress=away)
     gone = False
     assert not isinstance(caught.value, ChangedError)
-    total = bytes_text(plan.stats.bytes_written)
+    total = plan.stats.bytes_written
     (note,) = caught.value.__notes__
-    assert note.startswith(f"{total} of {total} are written and kept; the same command resumes")
+    assert note.startswith(f"{bytes_text(total)} of {bytes_text(total)} are written and kept; the same command resumes")
     assert plan.run(tmp_path / "out").resumed == total
     plan.run(tmp_path / "undisturbed")
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
