@@ -59,11 +59,10 @@ bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole files),
 source_files, target_files, tasks, peak_memory, partition, read_amplification,
 seconds (null in a dry run), dropped, missing, left_out (by --weights-only,
 --include and --exclude), warnings, sampled (what was looked at when SOURCE was
-opened), files: rank, path, nbytes;
-replicas, links, measured_memory, checksums, resumed, finished: how many files
-an earlier run had finished, which were not read again; verify: the command to
-type (null where TARGET alone is not enough); manifest: the command that checks
-it.
+opened), files: rank, path, nbytes; replicas, links, measured_memory, checksums,
+resumed, finished: how many files an earlier run had finished, which were not
+read again; verify: the command to type (null where TARGET alone is not enough);
+manifest: the command that checks it.
 """
 
 
