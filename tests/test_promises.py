@@ -545,10 +545,13 @@ def test_processes_that_write_the_same_files_are_kept_apart(folder: Path) -> Non
 
 
 def test_the_key_of_encrypted_files_is_in_no_file_that_is_written(tmp_path: Path, faults: Faults) -> None:
-    """Neither in the plan, nor in the ledger of a run that was stopped or is done, nor in a manifest or a report."""
+    """Neither in the plan, nor in the ledger of a run that was stopped or is done, nor in a manifest or a report.
+
+    Nor in what a cluster shows of the graph, nor in anything that a command says or writes, whatever goes wrong.
+    """
     pytest.importorskip("cryptography")
-    key = b"0123456789ABCDEF"
-    cipher = reshard.Cipher("AES-GCM", key)
+    key, target_key = b"0123456789ABCDEF", b"a key of thirty-two bytes of text"[:32]
+    cipher, target_cipher = reshard.Cipher("AES-GCM", key), reshard.Cipher("AES-CBC", target_key)
     for path in write_ranks(tmp_path / "src", FULL, SOURCE, "ckpt").rglob("*.ckpt"):
         path.write_bytes(b"".join(cipher.encrypt([path.read_bytes()])))
     source = reshard.open(tmp_path / "src", strategy=SOURCE, cipher=cipher)
@@ -556,19 +559,65 @@ def test_the_key_of_encrypted_files_is_in_no_file_that_is_written(tmp_path: Path
     made.mkdir()
     plan = reshard.plan(source, TARGET)
     plan.save(made / "plan.json")
+    encrypting = reshard.plan(source, TARGET, format="ckpt", target_cipher=target_cipher)
+    encrypting.save(made / "encrypting.json")
+    with stopping(faults, 5), pytest.raises(StoppedError):
+        encrypting.run(made / "encrypted and stopped", threads=1)
+    written = encrypting.run(made / "encrypted")
+    said = commands_with_keys(tmp_path, made, key, target_key)
     with stopping(faults, 5), pytest.raises(StoppedError):
         plan.run(made / "stopped", threads=1)
     report = plan.run(made / "out")
     report.write_manifest(made / "manifest.json")
     source.to_zarr(made / "store.zarr")
-    spelled = [key, key.hex().encode(), base64.b64encode(key), repr(key)[2:-1].encode(), str(list(key))[1:-1].encode()]
+    spelled = [
+        text.encode() if isinstance(text, str) else text
+        for one in (key, target_key)
+        for text in (one, one.hex(), one.hex().upper(), base64.b64encode(one), repr(one)[2:-1], str(list(one))[1:-1])
+    ]
     files = [path for path in made.rglob("*") if path.is_file()]
     assert any(".reshard" in path.parts for path in files)
     for path in files:
         content = path.read_bytes()
         assert not any(text in content for text in spelled), path
-    told = f"{plan!r} {report!r} {source!r} {cipher!r}".encode()
+    graph = dict(encrypting.graph(made / "never").dask)
+    told = f"{plan!r} {report!r} {source!r} {cipher!r} {encrypting!r} {encrypting.request!r} {written!r} {graph!r}"
+    told += f"{encrypting._repr_html_()} {written._repr_html_()} {encrypting.picture()._repr_html_()} {said}"
+    assert "Cipher" in told
+    assert len(said) > 10_000
+    told = told.encode()
     assert not any(text in told for text in spelled)
+
+
+def commands_with_keys(tmp_path: Path, made: Path, key: bytes, target_key: bytes) -> str:
+    """Type commands with keys that are right, wrong and no keys; return all that they say."""
+    reshard.write_strategy(SOURCE, tmp_path / "source.ckpt")
+    reshard.write_strategy(TARGET, tmp_path / "target.ckpt")
+    keys = {"right": key.hex().encode(), "other": target_key, "longer": key.hex().encode() + target_key.hex().encode()}
+    for name, content in keys.items():
+        (tmp_path / name).write_bytes(content)
+    right, other = ("--key-file", tmp_path / "right"), ("--target-key-file", tmp_path / "other")
+    strategies = ["--source-strategy", tmp_path / "source.ckpt", "--target-strategy", tmp_path / "target.ckpt"]
+    typed = ["transform", tmp_path / "src", made / "typed", *strategies, *right, *other]
+    found = ""
+    for command, code in (
+        (["plan", *typed[1:], "-o", made / "typed.json", "--json"], 2),  # a plan file takes no target of elsewhere
+        (["plan", *typed[1:2], *typed[3:], "-o", made / "typed.json", "--json"], 0),
+        ([*typed, "--dry-run"], 0),
+        ([*typed, "--json"], 0),
+        (["verify", made / "typed", *right, *other, "--json"], 0),
+        (["inspect", made / "typed", "--key-file", tmp_path / "other"], 0),
+        (["inspect", made / "typed", "--key-file", tmp_path / "right"], 4),
+        (["inspect", made / "typed", "--key-file", tmp_path / "longer"], 2),
+        (["run", made / "typed.json", made / "run", *right, *other, "--json"], 0),
+        (["run", made / "typed.json", made / "run", *right], 2),
+        (["transform", *typed[1:], "--encryption", "SM4-CBC"], 2),
+        ([*typed[:-2], "--target-key-file", tmp_path / "right"], 6),
+    ):
+        result = call(*command, "--debug")
+        assert result.exit_code == code, result.output
+        found += result.stdout + result.stderr
+    return found
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (3, 1 << 23), (5000, 7, 1000), (1 << 24,), (2, 3, 1 << 21)])

@@ -120,11 +120,11 @@ def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading
     from reshard.view.data import checkpoint_data, rank_files_data
     from reshard.view.text import checkpoint_text, rank_files_text
 
-    found_by = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
+    found_by: dict[str, Any] = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
     known = found_by == {"rank_pattern": RANK_PATTERN, "suffix": None} and is_made(source)
     if unruled and not known and has_several_ranks(source, **found_by):
-        files, ranks, warnings, step = read_headers(source, **found_by)
+        files, ranks, warnings, step = read_headers(source, **found_by, cipher=reading["cipher"])
         say_warnings([*warnings, "these are the shapes of parts; give --source-strategy to see whole tensors"])
         if as_json:
             print_json(rank_files_data(str(source), files, ranks, step))

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from stat import S_IROTH, S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
 import reshard
-from reshard.cli.terminal import INPUTS, OUTPUTS, STRATEGIES, option
+from reshard.cli.terminal import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS, option
 from reshard.dtypes import by_name
 from reshard.errors import Faults, ReshardError, SourceError, UsageError
 from reshard.layout.block import LONGEST_NAME
 from reshard.plan.select import Selection
+from reshard.storage.cipher import MODE, MODES, Cipher, read_key
 from reshard.storage.places import as_place, is_url
 from reshard.storage.small import is_text, parse_json, pointed, read_small
 
@@ -26,8 +31,9 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName, Place
 
 _MOST_RANKS = 1 << 20
-_PLANNING = ("prefix", "format", "ranks", "remove_redundancy", "link_replicas", "memory")
+_PLANNING = ("prefix", "format", "ranks", "remove_redundancy", "link_replicas", "memory", "target_cipher")
 _LARGEST_NAME_MAP = 1 << 26
+_MOST_KEY = 1 << 20
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
 
@@ -238,9 +244,75 @@ rank_pattern_option = option(
 )
 
 
+def _cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -> Cipher | None:
+    """Return the key that is in a file, or in the variable that is called like the one that names the file.
+
+    A pipe will do, so that a program may hand the key over: --key-file <(vault ...).
+    """
+    variable = str(param.envvar).removesuffix("_FILE")
+    if path is None:
+        text = os.environ.get(variable)
+        return Cipher(None, read_key(os.fsencode(text), variable)) if text else None
+    try:
+        with path.open("rb") as file:
+            mode, content = os.fstat(file.fileno()).st_mode, file.read(_MOST_KEY)
+    except OSError as error:
+        raise UsageError(f"key file {path}: cannot be read: {error.strerror}") from None
+    if S_ISREG(mode) and mode & S_IROTH:
+        text = f"key file {path}: every user of this machine may read it; chmod 600 {path}"
+        ctx.meta.setdefault(WARNINGS, []).append(text)
+    if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
+        ctx.meta.setdefault(KEY_FILES, {})[param.name] = path if S_ISREG(mode) else "FILE"
+    return Cipher(None, read_key(content, f"key file {path}"))
+
+
+key_option = option(
+    "--key-file",
+    "cipher",
+    under="Source",
+    type=READ,
+    callback=_cipher,
+    envvar="RESHARD_KEY_FILE",
+    metavar="FILE",
+    help="Key of encrypted .ckpt files of SOURCE: 16, 24 or 32 bytes, or twice as many hexadecimal digits. Without it "
+    "$RESHARD_KEY_FILE names the file, or $RESHARD_KEY is the key.",
+)
+target_key_option = option(
+    "--target-key-file",
+    "target_cipher",
+    under="Target",
+    type=READ,
+    callback=_cipher,
+    envvar="RESHARD_TARGET_KEY_FILE",
+    metavar="FILE",
+    help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY.",
+)
+
+
+def encryption_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say how the target is encrypted, and pass them as one `target_cipher`."""
+
+    @functools.wraps(command)
+    def encrypting(*args: Any, target_cipher: Cipher | None, encryption: str | None, **others: Any) -> Any:
+        if encryption and not target_cipher:
+            raise UsageError("--encryption is about an encrypted target; give its key too: --target-key-file FILE")
+        cipher = replace(target_cipher, mode=encryption) if target_cipher and encryption else target_cipher
+        return command(*args, target_cipher=cipher, **others)
+
+    mode = option(
+        "--encryption",
+        under="Target",
+        type=click.Choice(MODES),
+        help=f"How .ckpt files of TARGET are encrypted, with --target-key-file.  [default: {MODE}, as by MindSpore]",
+    )
+    wrapped: Callable[..., Any] = target_key_option(mode(encrypting))
+    return wrapped
+
+
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say what the source is."""
     for add in (
+        key_option,
         option(
             "--partial",
             under="Source",
@@ -283,6 +355,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapped: Callable[..., Any] = planning
     for add in (
+        encryption_options,
         memory_option,
         option(
             "--target-stage",

@@ -15,11 +15,13 @@ from reshard.cli.options import (
     Running,
     StyleType,
     json_option,
+    key_option,
     noting_swap,
     run_options,
     selection_options,
     size,
     source_options,
+    target_key_option,
     target_options,
 )
 from reshard.cli.terminal import Command, called_as, option, print_json, print_text, say, say_warnings, wrote
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from reshard.plan.plan import Plan
     from reshard.plan.select import Selection
+    from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 
 
@@ -149,7 +152,8 @@ def _unified(
         given = ", ".join(f"--{key.replace('_', '-')}" for key in others)
         raise UsageError(f"--style asks for a set of whole tensors in safetensors files; leave {given} out")
     files = (reshard.MindSporeSet if style == "mindspore" else reshard.HuggingFaceSet)(max_shard_size)
-    return reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, memory=planning["memory"])
+    some = {key: planning[key] for key in ("memory", "target_cipher")}
+    return reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, **some)
 
 
 @click.command(
@@ -172,8 +176,17 @@ Example:
     metavar="SOURCE",
     help="Where the source is, if not where it was planned: a directory with the same files below it.",
 )
+@key_option
+@target_key_option
 @run_options
-def run(plan_file: Path, target: Place | None, source: Path | None, running: Running) -> None:
+def run(
+    plan_file: Path,
+    target: Place | None,
+    source: Path | None,
+    cipher: Cipher | None,
+    target_cipher: Cipher | None,
+    running: Running,
+) -> None:
     """Carry out the plan that `reshard plan` saved in the file PLAN, and write below TARGET.
 
     The source must be what it was then: every file is compared by its size, everything in its header, and some pages of
@@ -187,4 +200,5 @@ def run(plan_file: Path, target: Place | None, source: Path | None, running: Run
         if saved.directory is None:
             raise UsageError(f"{plan_file} names no target; give it: reshard run {plan_file} TARGET")
         target = TARGET.convert(saved.directory, None, None)
-    carry_out(saved.plan(source, threads=running.threads), target, running)
+    made = saved.plan(source, cipher=cipher, target_cipher=target_cipher, threads=running.threads)
+    carry_out(made, target, running)

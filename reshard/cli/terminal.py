@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 INPUTS, STRATEGIES, OUTPUTS = "reshard.inputs", "reshard.strategies", "reshard.outputs"
 """Where click's context keeps the paths that a command was given: what it reads, and the files that it writes."""
 
+WARNINGS, KEY_FILES = "reshard.warnings", "reshard.key_files"
+"""Where it keeps what is to be said of a command's options before it runs, and the key files that were typed."""
+
+_KEY, _TARGET_KEY = "--key-file or RESHARD_KEY", "--target-key-file or RESHARD_TARGET_KEY"
+
 OPTIONS: Words = {
     "allow_missing": ("--allow-missing '{}'",),
     "client": ("--cluster",),
@@ -44,6 +49,7 @@ OPTIONS: Words = {
     "drop": ("--drop '{}'",),
     "exclude": ("--exclude", "--exclude {}"),
     "include": ("--include", "--include {}"),
+    "key": (_KEY, "--key-file FILE"),
     "layout": ("--layout '{}={}'",),
     "memory": ("--memory", "--memory {1}"),
     "name_map": ("--name-map",),
@@ -53,10 +59,13 @@ OPTIONS: Words = {
     "restart": ("--restart",),
     "seed": ("--seed {}",),
     "source": ("--source DIRECTORY",),
+    "source_key": (_KEY, "--key-file FILE"),
     "source_strategy": ("--source-strategy",),
     "stage": ("--stage {}",),
     "strategy": ("--source-strategy",),
     "suffix": ("--suffix", "--suffix {}"),
+    "target_cipher": (_TARGET_KEY, "--target-key-file FILE"),
+    "target_key": (_TARGET_KEY, "--target-key-file FILE"),
     "target_layout": ("--target-layout '{}={}'",),
     "target_partial": ("--target-partial",),
     "target_rank_pattern": ("--target-rank-pattern",),
@@ -212,6 +221,8 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, unless a file that it writes is one that it reads; `refuse_to_write` knows of more."""
         refuse_to_write([path for path in ctx.meta.get(OUTPUTS, ()) if not path.is_dir()])  # which has its own error
+        if not ctx.params.get("quiet"):
+            say_warnings(ctx.meta.get(WARNINGS, ()))
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

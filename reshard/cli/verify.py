@@ -19,6 +19,7 @@ from reshard.cli.options import (
     selection_options,
     size,
     source_options,
+    target_key_option,
 )
 from reshard.cli.terminal import OPTIONS, Command, cluster_client, option, print_json, say, say_warnings, wrote
 from reshard.errors import UsageError, VerifyError
@@ -29,6 +30,7 @@ from reshard.view.progress import progress
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
     from reshard.verify.verify import Verification
 
@@ -64,6 +66,7 @@ def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapped: Callable[..., Any] = reading
     for add in (
+        target_key_option,
         option(
             "--target-partial", under="Target", is_flag=True, help="TARGET may lack ranks, or files of the manifest."
         ),
@@ -216,6 +219,8 @@ def verify(
     target_strategy: Place | None,
     source_strategy: Place | None,
     target_reading: dict[str, Any],
+    cipher: Cipher | None,
+    target_cipher: Cipher | None,
     deduplicated: bool,
     selection: Selection,
     sample: float | None,
@@ -244,6 +249,8 @@ def verify(
     if deduplicated and (manifest or write_manifest):
         raise UsageError("--deduplicated is about a strategy's ranks; a manifest says what each file holds")
     if write_manifest is not None:
+        if target_cipher:
+            raise UsageError("a manifest is of files that are not encrypted; leave --target-key-file out")
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
     given = source or target_strategy or deduplicated or target_reading != _DEFAULTS or selection != Selection()
@@ -253,10 +260,17 @@ def verify(
         found: Verification
         if manifest is not None:
             partial = target_reading["partial"]
-            found = verified(target, manifest=manifest, partial=partial, memory=memory, threads=threads, progress=shown)
+            found = verified(
+                target, cipher=target_cipher, source_cipher=cipher, manifest=manifest, partial=partial, memory=memory,
+                threads=threads, progress=shown,
+            )  # fmt: skip
         elif not given:
-            found = verified(target, memory=memory, threads=threads, client=client, progress=shown)
+            found = verified(
+                target, cipher=target_cipher, source_cipher=cipher, memory=memory, threads=threads, client=client,
+                progress=shown,
+            )  # fmt: skip
         else:
+            target_reading["cipher"], reading["cipher"] = target_cipher, cipher
             with noting_swap(target, target_strategy, source_strategy, target_reading):
                 checkpoint = opened(target, target_strategy, **target_reading)
             against = None
@@ -266,6 +280,7 @@ def verify(
             found = verified(
                 checkpoint,
                 against=against,
+                source_cipher=cipher,
                 selection=selection,
                 deduplicated=deduplicated,
                 sample=sample,

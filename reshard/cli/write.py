@@ -17,6 +17,8 @@ from reshard.cli.options import (
     Running,
     StyleType,
     drop_option,
+    encryption_options,
+    key_option,
     memory_option,
     noting_swap,
     rank_pattern_option,
@@ -28,6 +30,7 @@ from reshard.cli.options import (
     target_options,
 )
 from reshard.cli.terminal import (
+    KEY_FILES,
     Command,
     called_as,
     cluster_client,
@@ -49,20 +52,22 @@ if TYPE_CHECKING:
     from reshard.formats.entries import TargetFiles
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
+    from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
 
 
 KEYS = """
 The object of --json has the keys dry_run, source, step (of several checkpoints
-the newest is read: name, and which are older), target, format, ranks, tensors,
-bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole files),
-source_files, target_files, tasks, peak_memory, partition, read_amplification,
-seconds (null in a dry run), dropped, missing, left_out (by --weights-only,
---include and --exclude), warnings, sampled (what was looked at when SOURCE was
-opened), files: rank, path, nbytes; replicas, links, measured_memory, checksums,
-resumed, finished: how many files an earlier run had finished, which were not
-read again; verify: the command to type (null where TARGET alone is not enough);
-manifest: the command that checks it.
+the newest is read: name, and which are older), target, format, encryption (its
+mode, or null), ranks, tensors, bytes_needed, bytes_read, bytes_written
+(contents), target_bytes (whole files), source_files, target_files, tasks,
+peak_memory, partition, read_amplification, seconds (null in a dry run),
+dropped, missing, left_out (by --weights-only, --include and --exclude),
+warnings, sampled (what was looked at when SOURCE was opened), files: rank,
+path, nbytes; replicas, links, measured_memory, checksums, resumed, finished:
+how many files an earlier run had finished, which were not read again; verify:
+the command to type (null where TARGET alone is not enough); manifest: the
+command that checks it.
 """
 
 
@@ -243,6 +248,8 @@ Example:
 )
 @rank_pattern_option
 @suffix_option
+@key_option
+@encryption_options
 @drop_option("Entries that may be left out because they cannot be converted. May be repeated.")
 @run_options
 def convert(
@@ -251,6 +258,8 @@ def convert(
     format: str,
     rank_pattern: str,
     suffix: str | None,
+    cipher: Cipher | None,
+    target_cipher: Cipher | None,
     drop: tuple[str, ...],
     running: Running,
 ) -> None:
@@ -267,8 +276,9 @@ def convert(
             raise TargetError(f"{target}: is a directory; expected the name of a file, because {source} is one")
         directory, name = target.parent, target.name
     plan = plan_convert(
-        source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop, threads=running.threads
-    )
+        source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop, threads=running.threads,
+        cipher=cipher, target_cipher=target_cipher,
+    )  # fmt: skip
     carry_out(plan, directory, running, result=target)
 
 
@@ -358,8 +368,11 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     _check_manifest_place(running.write_manifest, overwrite=running.overwrite)
     _check_manifest(running.write_manifest, plan, target)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
-    warnings = neighbours(plan, target) if result in {None, target} else ()
-    plan = partitioned(replace(plan, warnings=(*plan.warnings, *warnings)), None, str(target))
+    warnings = [*plan.warnings, *(neighbours(plan, target) if result in {None, target} else ())]
+    if plan.source.cipher and not plan.cipher:
+        advice = "; --target-key-file encrypts it" if plan.format == "ckpt" else ""
+        warnings.append(f"{plan.source.root} is encrypted, and what is written is not{advice}")
+    plan = partitioned(replace(plan, warnings=tuple(warnings)), None, str(target))
     if not running.quiet:
         say_warnings(plan.warnings)
     if running.dry_run:
@@ -391,13 +404,14 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     if running.quiet and not running.as_json:
         return
     is_known = _is_known(plan, place)
-    verify = _command("verify", place) if is_known else None
+    keys = (*_key("--key-file", "cipher"), *_key("--target-key-file", "target_cipher"))
+    verify = _command("verify", place, *keys) if is_known else None
     if running.as_json:
         print_json(report_data(plan, str(target), done, verify, check))
         return
     print_text(report_text(plan, done, verify, manifest, check))
     if is_known:
-        say(f"to look at it: {_command('inspect', place)}")
+        say(f"to look at it: {_command('inspect', place, *_key('--key-file', 'target_cipher'))}")
 
 
 def _is_known(plan: Plan, place: Place) -> bool:
@@ -412,6 +426,12 @@ def _is_known(plan: Plan, place: Place) -> bool:
 def _command(*words: object) -> str:
     """Return a command of this program, for a shell."""
     return f"{called_as()} {shlex.join(map(str, words))}"
+
+
+def _key(option: str, name: str) -> tuple[object, ...]:
+    """Return an option with the key file that was typed for the parameter of a name; nothing where none was."""
+    typed = click.get_current_context().meta.get(KEY_FILES, {})
+    return (option, typed[name]) if name in typed else ()
 
 
 def _report_plan(plan: Plan, target: Place, running: Running) -> None:
@@ -474,7 +494,7 @@ def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
     """Refuse a manifest that would stand in place of a file of the run, or that no files are for.
 
     Raises:
-        UsageError: the target is a zarr store.
+        UsageError: the target is a zarr store, or encrypted.
         TargetError: the manifest's path is that of a target file or of a source file.
     """
     if path is None:
@@ -483,6 +503,11 @@ def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
         raise UsageError(
             f"--write-manifest is of checkpoint files, and {target} becomes a zarr store; leave it out, and compare "
             "the store with its source by `reshard verify --against`"
+        )
+    if plan.cipher:
+        raise UsageError(
+            f"--write-manifest is of plain files, and those of {target} are encrypted; leave it out, and compare them "
+            "with their source by `reshard verify --against`"
         )
     advice = "choose another name for the manifest"
     refuse_inputs([path], files_read(plan.source.root, plan.source.files), "one of the source files", advice)

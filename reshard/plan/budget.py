@@ -171,7 +171,8 @@ def budget(
     Raises:
         BudgetError: it is too little; the least that works is in the error.
     """
-    every = tuple(coder for coder in (source.coding, destination.coding) if coder is not None)
+    coders = (source.coding, destination.coding, destination.cipher)
+    every = tuple(coder for coder in coders if coder is not None)
     fixed = _fixed_shares(source, items, len(destination.ranks), destination.memory)
     remote = any(can(file.path).waits for file in source.files)
     found = Budget(fixed, every, 3 if _casts(items) else 2, remote, threads or THREADS, BAND_BYTES)

@@ -12,7 +12,7 @@ they hold: to hash a grid of 4,096 blocks for every tensor would cost more than 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from reshard.plan.plan import TargetFile
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.storage.base import TargetCoding
+    from reshard.storage.cipher import Cipher
 
 
 class Item(NamedTuple):
@@ -87,6 +88,7 @@ class Destination(Protocol):
         ranks: the ranks of the target that are written.
         exclusive: the target directory may have nothing else in it.
         coding: how the files are encoded; None where their contents are plain.
+        cipher: encrypts the files; None where they are plain.
         memory: what it takes besides what every plan does.
     """
 
@@ -94,6 +96,7 @@ class Destination(Protocol):
     ranks: tuple[int, ...]
     exclusive: bool
     coding: TargetCoding | None
+    cipher: Cipher | None
     memory: tuple[Share, ...]
 
     def wanted(self, item: Item) -> Wanted | None:
@@ -155,7 +158,7 @@ def build(source: Checkpoint, items: Sequence[Item], destination: Destination, b
     labels: dict[Label, Label] = {}  # a name of many files is held once
     every = tuple(labels.setdefault(label, label) for label in (Label(i.name, i.tensor.spec.name) for i, _ in routed))
     stats, memory = _stats(files, moves, routed, budget, len(tasks))
-    return Plan(
+    made = Plan(
         source,
         files,
         moves,
@@ -168,9 +171,12 @@ def build(source: Checkpoint, items: Sequence[Item], destination: Destination, b
         budget.threads,
         texts={item.name: item.tensor.text or "" for item in texts},
         coding=destination.coding,
+        cipher=destination.cipher,
         exclusive=destination.exclusive,
         memory=memory,
     )
+    size = sum(made.size_of(file) for file in files if file.link is None)
+    return replace(made, stats=stats._replace(target_bytes=size))
 
 
 class _Routes:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from reshard.plan.build import Item, Routed
     from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile
     from reshard.storage.base import TargetCoding
+    from reshard.storage.cipher import Cipher
     from reshard.strategy.strategy import Strategy
 
 
@@ -59,9 +60,11 @@ class Ranks:
         ranks: Iterable[int] | None,
         remove_redundancy: bool,
         link_replicas: bool,
+        cipher: Cipher | None,
         faults: Faults,
     ) -> None:
         self.format = format.NAME
+        self.cipher = cipher
         self.ranks = _wanted_ranks(target, ranks)
         self._source, self._target, self._items = source, target, items
         self._faults = faults
@@ -256,9 +259,15 @@ class SameFiles:
     memory: tuple[Share, ...] = ()
 
     def __init__(
-        self, source: Checkpoint, items: Sequence[Sequence[Item]], paths: Sequence[str], written: Format
+        self,
+        source: Checkpoint,
+        items: Sequence[Sequence[Item]],
+        paths: Sequence[str],
+        written: Format,
+        cipher: Cipher | None,
     ) -> None:
         self.format = written.NAME
+        self.cipher = cipher
         self.ranks = tuple(sorted(set(source.ranks)))
         self._source, self._items, self._paths = source, items, paths
         self._lay_out = written.lay_out
@@ -353,6 +362,7 @@ class ZarrStore:
     format = NAME
     ranks: tuple[int, ...] = (0,)
     exclusive = True
+    cipher: Cipher | None = None
 
     def __init__(self, source: Checkpoint, items: Sequence[Item], group: ZarrGroup) -> None:
         self._source, self._items, self._group = source, items, group

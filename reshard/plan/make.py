@@ -21,6 +21,7 @@ from reshard.plan.select import Selection, globs, select
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.open import read_headers
+from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.entries import TargetFiles
     from reshard.source.checkpoint import SourceFile
+    from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
     from reshard.strategy.strategy import Strategy
 
@@ -49,6 +51,7 @@ def plan(
     link_replicas: bool = False,
     memory: int | None = None,
     threads: int | None = None,
+    target_cipher: Cipher | None = None,
 ) -> Plan:
     """Plan how a checkpoint becomes that of another strategy.
 
@@ -73,13 +76,14 @@ def plan(
         memory: resident memory in bytes that a run may use at its peak; by default about 100 MB are enough, and some
             kB a tensor.
         threads: the most threads that a run may have, fewer where `memory` is for fewer; by default 4.
+        target_cipher: encrypts the target files, of format `ckpt`, as MindSpore does; needs the `crypto` extra.
 
     Raises:
         SourceError: weights are missing or would be dropped; all at once.
             Also a target layout that does not fit a tensor's shape, or a source that seems to be one rank of several.
         StrategyError: the target is one stage of a pipeline and `stage` is not given, or has no such stage.
         BudgetError: `memory` is too little; the error names the least that works.
-        UsageError: an unknown format or rank, or an invalid prefix.
+        UsageError: an unknown format or rank, an invalid prefix, or a format that is not encrypted.
     """
     if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
         raise UsageError(f"source is {source!r}; expected a Checkpoint: open it with reshard.open")
@@ -105,6 +109,7 @@ def plan(
     own = "safetensors" if source.format in {None, ZARR} else source.format
     kind = by_name(own if format is None or to_store else format)
     ranks = None if ranks is None else tuple(ranks)
+    cipher = _to_write(target_cipher, ZARR if to_store else kind.NAME)
     asked, wanted = _of_stage(target, stage, ranks)
     selected = select(source, asked, selection)
     tensors = source.tensors
@@ -119,7 +124,7 @@ def plan(
     else:
         to_ranks = Ranks(
             source, asked, items, format=kind, files=files, ranks=wanted, remove_redundancy=remove_redundancy,
-            link_replicas=link_replicas, faults=faults,
+            link_replicas=link_replicas, cipher=cipher, faults=faults,
         )  # fmt: skip
         made = build(source, items, to_ranks, budget(source, items, to_ranks, memory=memory, threads=threads), faults)
         warnings = to_ranks.copied_whole()
@@ -175,6 +180,8 @@ def plan_convert(
     suffix: str | None = None,
     drop: Iterable[str] = (),
     threads: int | None = None,
+    cipher: Cipher | None = None,
+    target_cipher: Cipher | None = None,
 ) -> Plan:
     """Plan how every file of a checkpoint is written again in another format.
 
@@ -188,6 +195,8 @@ def plan_convert(
         suffix: take the files whose names end so, where a rank has several.
         drop: globs of entries to leave out because they cannot be converted.
         threads: the most threads that a run may have.
+        cipher: decrypts the files.
+        target_cipher: as for `plan`.
 
     Returns:
         a plan to be run. It has no arrays of ranks: which tensors are parts of one is not known.
@@ -200,16 +209,17 @@ def plan_convert(
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind:
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
-    files, ranks, warnings, step = read_headers(path, rank_pattern=rank_pattern, suffix=suffix)
+    files, ranks, warnings, step = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     if name is not None:
         NamedFile(name).shard_files([], "")  # refuses what is not a name
     extension = by_name(format).EXTENSION
     return plan_files(
-        Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), step=step),
+        Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), cipher=cipher, step=step),
         [name or f"{_below(path, file)}{extension}" for file in files],
         format,
         selections=[Selection(drop=globs(drop))] * len(files),
         threads=threads,
+        target_cipher=target_cipher,
     )
 
 
@@ -220,6 +230,7 @@ def plan_files(
     *,
     selections: Sequence[Selection],
     threads: int | None = None,
+    target_cipher: Cipher | None = None,
 ) -> Plan:
     """Plan how each of some files is written again in another format, as one of whole tensors wherever it lies.
 
@@ -229,6 +240,7 @@ def plan_files(
         format: `safetensors` or `ckpt`.
         selections: which tensors of each, and under which names.
         threads: the most threads that a run may have.
+        target_cipher: as for `plan`.
 
     Raises:
         SourceError: entries cannot be converted that a selection does not drop.
@@ -242,11 +254,21 @@ def plan_files(
         selected = select(one, None, selection)
         items.append([Item(new, tensors[old], tensors[old].spec.dtype) for old, new in selected.kept])
         dropped.update(dict.fromkeys(selected.dropped))
-    destination = SameFiles(source, items, paths, by_name(format))
+    destination = SameFiles(source, items, paths, by_name(format), _to_write(target_cipher, format))
     every = [item for some in items for item in some]
     limit = budget(source, every, destination, threads=threads)
     made = build(source, every, destination, limit, Faults(source.root))
     return replace(made, dropped=tuple(dropped), warnings=source.warnings)
+
+
+def _to_write(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A002 -- as above
+    """Return what encrypts target files, in its mode: `UsageError` where there is no such thing in their format."""
+    if cipher is not None and format != "ckpt":
+        raise UsageError(
+            Text(f"{format} files are not encrypted; choose the format ckpt, or leave the key of the target out (",
+                 Option("target_cipher"), ")")
+        )  # fmt: skip
+    return cipher and replace(cipher, mode=cipher.mode or MODE)
 
 
 def _below(path: Place, file: SourceFile) -> str:

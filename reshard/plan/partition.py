@@ -33,6 +33,7 @@ from reshard.plan import budget
 from reshard.plan.bands import Recipe
 from reshard.plan.budget import thread_bytes
 from reshard.plan.plan import Piece, Task, Way
+from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
 from reshard.storage.remote import part_bytes
 
@@ -58,7 +59,7 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
 
     Args:
         plan: a plan by tensor.
-        partition: `tensor` or `file`; None for what suits the storage: by file at URLs, by tensor elsewhere.
+        partition: `tensor` or `file`; None for what suits: by file at URLs and if files are encrypted, else by tensor.
         directory: where the target files go.
 
     Raises:
@@ -70,11 +71,13 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
         raise UsageError(
             f"{directory}: files at URLs are written from first byte to last; leave partition 'tensor' out"
         )
+    if partition == "tensor" and plan.cipher:
+        raise UsageError("encrypted files are written from first byte to last; leave partition 'tensor' out")
     if plan.exclusive and partition == "file" and can(directory).positioned:
         raise UsageError(
             f"{directory}: a zarr store in a local directory is written by tensor; leave partition 'file' out"
         )
-    by_file = partition == "file" or not can(directory).positioned
+    by_file = partition == "file" or plan.cipher is not None or not can(directory).positioned
     if not by_file or plan.by_file:
         return plan
     if plan.exclusive:
@@ -293,8 +296,9 @@ def _held(plan: Plan, groups: Sequence[Sequence[int]], directory: str) -> int:
     """Return how many bytes a run holds to write at URLs: a library, and in each thread what it is to send."""
     if can(directory).positioned:
         return 0
-    sizes = ([plan.files[number].layout.size for number in group] for group in groups)
-    sent = max((sum(2 * min(part_bytes(size), size) for size in some) for some in sizes), default=0)
+    block = BLOCK_BYTES if plan.cipher else 0  # it waits for its head
+    sizes = ([plan.size_of(plan.files[number]) for number in group] for group in groups)
+    sent = max((sum(2 * min(part_bytes(size), size) + min(block, size) for size in some) for some in sizes), default=0)
     return _library_bytes(plan, directory) + min(plan.threads, max(len(groups), 1)) * sent
 
 

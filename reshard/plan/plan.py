@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from reshard.run.run import Progress, Report
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import TargetCoding
+    from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.view.arrays import RankArrays
@@ -232,6 +233,7 @@ class Plan:
         warnings: warnings for the user.
         request: what was asked for; None where the plan was put together from others.
         coding: how the target files are encoded; None where their contents are plain.
+        cipher: encrypts the target files; None where they are plain.
         exclusive: the target directory may have nothing else in it.
         memory: what the prediction of memory consists of (see `budget`).
         digests: what distinguishes the making of each file from that of others, for its name until it is finished:
@@ -255,6 +257,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     request: Request | None = None
     coding: TargetCoding | None = None
+    cipher: Cipher | None = None
     exclusive: bool = False
     memory: tuple[Share, ...] = ()
     digests: tuple[str, ...] = ()
@@ -278,6 +281,10 @@ class Plan:
         """Return what says how a target file is encoded; nothing for one whose contents are plain."""
         found = self.coding and self.coding.of(file.path)
         return (found,) if found else ()
+
+    def size_of(self, file: TargetFile) -> int:
+        """Return the size of a target file; before compression, where there is any."""
+        return self.cipher.encrypted_size(file.layout.size) if self.cipher else file.layout.size
 
     def source_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose files are read, ascending."""
@@ -392,15 +399,15 @@ def plan_digest(plan: Plan) -> str:
     sources = [b"%d" % number for number in range(len(plan.source.files))]
     whole = [plan.format, plan.ranks, plan.dropped, plan.missing, dict(plan.texts)]
     files = [(file.rank, file.last) for file in plan.files]
-    return digest([whole, files, _file_digests(plan, sources)])
+    return digest([whole, files, _file_digests(plan, sources, plan.cipher.mode if plan.cipher else None)])
 
 
 def file_digests(plan: Plan) -> list[str]:
     """Return, for each target file of a plan, a digest of all that makes its bytes.
 
-    That is its layout and literal bytes, and for each block in it the dtypes, the extents that it is made of, and path,
-    size, time and header of their files. What else the plan writes is not in it: other ranks of the same target may be
-    written by other plans.
+    That is its layout and literal bytes, the key that encrypts it, and for each block in it the dtypes, the extents
+    that it is made of, and path, size, time and header of their files. What else the plan writes is not in it: other
+    ranks of the same target may be written by other plans.
     """
     headers = index_digests([file.index for file in plan.source.files])
     return _file_digests(
@@ -409,11 +416,14 @@ def file_digests(plan: Plan) -> list[str]:
             repr((file.path, file.nbytes, file.mtime_ns, header)).encode()
             for file, header in zip(plan.source.files, headers, strict=True)
         ],
+        # Or a directory would have files of two keys. It says no more of the key than an encrypted file next to it.
+        plan.cipher and (plan.cipher.mode, sha256(plan.cipher.key).digest()),
     )
 
 
-def _file_digests(plan: Plan, sources: Sequence[bytes]) -> list[str]:
+def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> list[str]:
     """Return a digest for each target file, in which these bytes stand for the source files."""
+    more = (encryption,) if encryption else ()
     literals: dict[FileLayout, bytes] = {}
     for layout in {file.layout for file in plan.files}:
         found = sha256()
@@ -422,7 +432,9 @@ def _file_digests(plan: Plan, sources: Sequence[bytes]) -> list[str]:
             found.update(content)
         literals[layout] = found.digest()
     hashes = [
-        sha256(repr((file.path, file.layout.size, file.link, *plan.encoded(file))).encode() + literals[file.layout])
+        sha256(
+            repr((file.path, file.layout.size, file.link, *plan.encoded(file), *more)).encode() + literals[file.layout]
+        )
         for file in plan.files
     ]
     known: dict[Way, list[tuple[int, int, bytes]]] = {}  # file, number of runs, what the block is made of

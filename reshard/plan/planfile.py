@@ -75,7 +75,7 @@ _SOURCE = {
     "looked": Maybe((COUNT,) * 5),
     "left_out": [TEXT],
     "warnings": [LINE],
-    "encryption": Maybe(TEXT),
+    "encrypted": FLAG,
     "headers": [TEXT],  # digests
     "files": [(COUNT, INNER_PATH, COUNT, COUNT, TEXT)],  # rank, path, size, number of the header, digest of pages
 }
@@ -87,6 +87,7 @@ _TARGET = {
     "memory": Maybe(COUNT),
     "remove_redundancy": FLAG,
     "link_replicas": FLAG,
+    "encryption": Maybe(TEXT),  # the mode
 }
 SELECTION = {
     "include": [TEXT],
@@ -129,6 +130,7 @@ class PlanFile:
         source: str | os.PathLike[str] | None = None,
         *,
         cipher: Cipher | None = None,
+        target_cipher: Cipher | None = None,
         threads: int | None = None,
     ) -> Plan:
         """Open the source and make the plan again.
@@ -136,15 +138,27 @@ class PlanFile:
         Args:
             source: where the source is, if it is not where it was planned.
             cipher: decrypts the source's files.
+            target_cipher: encrypts the target's files, in the mode that was planned.
             threads: the most threads that a run may have here, as for `reshard.plan`.
 
         Raises:
             SourceError: files of the source are not there, or not valid.
             TargetError: they are not those that were planned with.
             PlanError: the plan made of them is not the one that was saved.
-            UsageError: the source is encrypted and no key is given.
+            UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
         """
         content = self._content
+        mode = content["target"]["encryption"]
+        if mode is not None and target_cipher is None:
+            raise UsageError(
+                Text(f"{self.path}: the target is to be encrypted, and a plan file holds no key; give it: ",
+                     Option("target_cipher", mode))
+            )  # fmt: skip
+        if mode is None and target_cipher is not None:
+            raise UsageError(
+                Text(f"{self.path}: the target was planned plain; plan again with the key, or leave it out (",
+                     Option("target_cipher"), ")")
+            )  # fmt: skip
         checkpoint = self._opened(Path(source or self.source).absolute(), cipher)
         request = _request(content)
         made = make_plan(
@@ -159,6 +173,7 @@ class PlanFile:
             link_replicas=request.link_replicas,
             memory=request.memory,
             threads=threads,
+            target_cipher=target_cipher and replace(target_cipher, mode=mode),
         )
         if plan_digest(made) != content["digest"]:
             from reshard import __version__
@@ -171,12 +186,11 @@ class PlanFile:
 
     def _opened(self, root: Path, cipher: Cipher | None) -> Checkpoint:
         given = self._content["source"]
-        mode = given["encryption"]
-        if mode is not None and cipher is None:
+        if given["encrypted"] and cipher is None:
             raise UsageError(
-                f"{self.path}: the source is encrypted, and a plan file holds no key; give it: "
-                f"reshard.read_plan(..., cipher=reshard.Cipher({mode!r}, key))"
-            )
+                Text(f"{self.path}: the source is encrypted, and a plan file holds no key; give it: ",
+                     Option("key"))
+            )  # fmt: skip
         self._check_sizes(root)
         paths: dict[int, list[Place]] = {}
         for rank, path, *_ in given["files"]:
@@ -237,7 +251,11 @@ _OTHER_FILES = "they are not the files that were planned with; give those, or pl
 
 
 def read_plan(
-    path: str | os.PathLike[str], *, source: str | os.PathLike[str] | None = None, cipher: Cipher | None = None
+    path: str | os.PathLike[str],
+    *,
+    source: str | os.PathLike[str] | None = None,
+    cipher: Cipher | None = None,
+    target_cipher: Cipher | None = None,
 ) -> Plan:
     """Read a plan file that `Plan.save` wrote, here or on another machine, and open its source.
 
@@ -245,13 +263,14 @@ def read_plan(
         path: the plan file.
         source: where the source is, if it is not where it was planned: a directory with the same files below it.
         cipher: decrypts the source's files; a plan file holds no key.
+        target_cipher: encrypts the target's files, in the mode that was planned.
 
     Raises:
         PlanError: the file is not valid, or this version would do something else than was planned.
         SourceError, TargetError: the source is not there, or is not the one that was planned with.
-        UsageError: the source is encrypted and no key is given.
+        UsageError: the source or the target is encrypted and no key is given, or the target is not and one is.
     """
-    return read(path).plan(source, cipher=cipher)
+    return read(path).plan(source, cipher=cipher, target_cipher=target_cipher)
 
 
 def read(path: str | os.PathLike[str]) -> PlanFile:
@@ -311,6 +330,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> Json:
             "memory": request.memory,
             "remove_redundancy": request.remove_redundancy,
             "link_replicas": request.link_replicas,
+            "encryption": plan.cipher and plan.cipher.mode,
         },
         "files": _way_data(request.files),
         "selection": selection_data(request.selection),
@@ -342,7 +362,7 @@ def _source_data(source: Checkpoint) -> Json:
         "looked": source.looked,
         "left_out": sorted(source.left_out),
         "warnings": source.warnings,
-        "encryption": source.cipher.mode if source.cipher else None,
+        "encrypted": source.cipher is not None,
         "headers": list(headers),
         "files": files,
     }

@@ -250,7 +250,7 @@ def _files_at(url: str) -> list[str]:
 def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
     """Return what a plan makes of its files, by their paths."""
     return {
-        file.path: Planned(made_of, file.layout.size, file.link is not None, file.last)
+        file.path: Planned(made_of, plan.size_of(file), file.link is not None, file.last)
         for file, made_of in zip(plan.files, digests, strict=True)
     }
 

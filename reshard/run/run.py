@@ -95,7 +95,7 @@ class Report(NamedTuple):
 
         Raises:
             UsageError: there are no checksums: of a run without them or without a ledger, into a zarr store, or of
-                files that are encoded.
+                files that are encoded or encrypted.
             SourceError: a block must be read for its sum, and cannot be.
         """
         made: Manifest = upward("manifest_of")(self)
@@ -166,7 +166,7 @@ def run(
             during the run, where the file system has any. At a URL only complete files are of use to the next
             run. A zarr store has no ledger in it once it is finished.
         partition: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
-            By default `file` where the target is at a URL, `tensor` elsewhere.
+            By default `file` where the target is at a URL or encrypted, `tensor` elsewhere.
         progress: called after each task.
 
     Raises:
@@ -194,7 +194,7 @@ def run(
     session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, ledger=ledger)
     if checksums is None:
         checksums = fsync and ledger
-    checksums = checksums and plan.coding is None  # the bytes on the disk are others
+    checksums = checksums and not (plan.coding or plan.cipher)  # the bytes on the disk are others
     how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, cached=cached)
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:

@@ -275,10 +275,11 @@ class Session:
     def _refuse(self) -> None:
         """Refuse what this run must not replace."""
         if changed := of(self._fates, Do.CHANGED):
+            key = ", or with another key" if self._whole.cipher else ""
             raise TargetError(
                 Text(
                     f"{self._root}: {names(changed, most=3)} {'was' if len(changed) == 1 else 'were'} written by a run "
-                    "of another plan, or from sources that changed since; start over with ",
+                    f"of another plan{key}, or from sources that changed since; start over with ",
                     Option("restart"),
                     ", or choose another target",
                 )
@@ -346,7 +347,7 @@ class Session:
             file = self.plan.files[number]
             if file.link is None and not self.plan.encoded(file):  # how large an encoded one is, is not known
                 # What is of no use in its unfinished files makes room for it.
-                needed += file.layout.size - sum(map(_allocated, self._seen[file.path].unfinished))
+                needed += self.plan.size_of(file) - sum(map(_allocated, self._seen[file.path].unfinished))
         free = free_bytes(self._root)
         if needed > free:
             raise BudgetError(
@@ -387,6 +388,7 @@ def made_data(plan: Plan) -> bytes:
             "stage": stage,
             "format": plan.format,
             "deduplicated": bool(request and request.remove_redundancy),
+            "encrypted": plan.cipher is not None,
             "index": next((file.path for file in plan.files if file.last), None),
         },
         "selection": selection_data(selection),

@@ -376,10 +376,15 @@ def write_literals(plan: Plan, number: int, directory: str, *, sync: bool) -> No
 def _sink(plan: Plan, number: int, directory: str) -> Sink:
     """Return what takes the contents of a target file in about their order."""
     file, layout = plan.files[number], plan.files[number].layout
-    path = f"{directory}/{file.path}"
+    path, size = f"{directory}/{file.path}", plan.size_of(file)
+
+    def create() -> Sink:
+        return store_at(directory).create(unfinished(plan, number, directory), size)
 
     def begin() -> Sink:
-        return store_at(directory).create(unfinished(plan, number, directory), layout.size)
+        if plan.cipher is None:
+            return create()
+        return plan.cipher.sink(create() if can(directory).positioned else Ordered(create, path, size))
 
     if plan.coding and plan.coding.of(file.path):
         return plan.coding.sink(file.path, Ordered(begin, path, None))

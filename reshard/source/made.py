@@ -54,7 +54,7 @@ _SOURCE = {
     "varying": [TEXT],
     "elsewhere": [TEXT],
     "left_out": [TEXT],
-    "encryption": Maybe(TEXT),
+    "encrypted": FLAG,
 }
 _MADE = {
     "reshard_made": COUNT,
@@ -65,6 +65,7 @@ _MADE = {
         "stage": Maybe(COUNT),
         "format": TEXT,
         "deduplicated": FLAG,
+        "encrypted": FLAG,
         "index": Maybe(TEXT),  # a set and a rank of whole tensors are two makes
     },
     "selection": ANY,  # which others check
@@ -168,7 +169,7 @@ def source_data(source: Checkpoint) -> dict[str, Any]:
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
         "elsewhere": sorted(source.elsewhere),
         "left_out": sorted(source.left_out),
-        "encryption": source.cipher.mode if source.cipher else None,
+        "encrypted": source.cipher is not None,
     }
 
 

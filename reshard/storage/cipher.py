@@ -1,4 +1,4 @@
-"""Encrypted `.ckpt` files: MindSpore's blocks of at most 64 MiB of plaintext, each encrypted by itself.
+"""Encrypted `.ckpt` files: MindSpore's blocks of plaintext, each encrypted by itself.
 
 A block is, in little-endian 32-bit numbers and bytes:
 
@@ -11,37 +11,48 @@ mode under its tag. The tag covers a whole block and is checked, in one pass, be
 given out. CBC has none: a wrong key passes the padding of a file's last block once in 256 times, and shows when the
 index of the decrypted file is read to its end, which happens before anything is written.
 
+What is written is encrypted on its way, and no block of it is held: the tag of AES-GCM, in the head of its block, is
+written when the block is.
+
 Source: MindSpore 2.10, `utils/crypto.cc`; the layout was checked against its files and its `_decrypt`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import struct
 import threading
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import ReshardError, SourceError, UsageError
+from reshard.errors import Option, ReshardError, SourceError, Text, UsageError
 from reshard.storage.base import Around
 from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from reshard.storage.base import Coding, ReadStore
+    from reshard.storage.base import Coding, ReadStore, Sink
 
 MAGICS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 """What the first four bytes of a block say about its mode."""
 
-BLOCK_BYTES = 64 << 20
-"""The most plaintext that MindSpore puts into one block."""
+MODE = "AES-GCM"
+"""The mode of what is written, unless another is asked for: MindSpore's default, and the one that finds changes."""
+
+BLOCK_BYTES = 4 << 20
+"""The most plaintext in a block that is written; MindSpore writes 64 MiB, and reads any. A range is read with its
+block, because of the tag."""
+
+MODES = tuple(MAGICS.values())
 
 _KEY_BYTES = {"AES-GCM": (16, 24, 32), "AES-CBC": (16, 24, 32), "SM4-CBC": (16,)}
+_DIGITS = re.compile(rb"(?:[0-9a-fA-F]{16}){2,4}")
 _MAGIC_OF = {mode: magic for magic, mode in MAGICS.items()}
 _UNIT = 16  # bytes in a block of AES and of SM4; also the size of an IV and of a tag
 _GCM_IV_BYTES = 12  # MindSpore stores 16 and gives OpenSSL all, which by default takes the first 12
@@ -52,12 +63,38 @@ _TRAILER, _TRAILER_BYTES = b"crc_num", 17
 _WRONG_KEY = "{path}: cannot be decrypted with this key; it is wrong, or the file was changed"
 
 
+def read_key(content: bytes, where: str) -> bytes:
+    r"""Return the key that a file or a variable holds: its bytes, or hexadecimal digits; without a newline at the end.
+
+    Args:
+        content: what it holds.
+        where: for messages, which never show it.
+
+    Raises:
+        UsageError: it is not a key.
+
+    >>> read_key(b"0123456789ABCDEF\n", "key.txt"), read_key(b"00" * 16 + b"\n", "key.txt") == bytes(16)
+    (b'0123456789ABCDEF', True)
+    """
+    lines = [content, content.removesuffix(b"\n"), content.removesuffix(b"\r\n")]
+    if digits := next(filter(_DIGITS.fullmatch, lines), None):
+        return bytes.fromhex(digits.decode())
+    for key in lines:
+        if len(key) in _KEY_BYTES[MODE]:
+            return key
+    raise UsageError(
+        f"{where}: is not a key; expected 16, 24 or 32 bytes (openssl rand 32), or twice as many hexadecimal digits "
+        f"(openssl rand -hex 32), found {len(content)} bytes"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Cipher:
     """A key and the mode in which it is used.
 
     Attributes:
-        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; None for that of each file that is read, and for AES-GCM, MindSpore's
+            default, where files are written.
         key: 16, 24 or 32 bytes for AES, 16 for SM4; not shown.
 
     Raises:
@@ -71,22 +108,28 @@ class Cipher:
     reshard.errors.UsageError: the key has 4 bytes; SM4-CBC takes 16
     """
 
-    mode: str
+    mode: str | None
     key: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        lengths = _KEY_BYTES.get(self.mode)
+        mode = self.mode or MODE
+        lengths = _KEY_BYTES.get(mode)
         if lengths is None:
             raise UsageError(f"unknown encryption mode {self.mode!r}; known are {', '.join(_KEY_BYTES)}")
         if not isinstance(self.key, bytes):
             raise UsageError(f"the key is a {type(self.key).__name__}; expected bytes")
         if len(self.key) not in lengths:
-            raise UsageError(f"the key has {len(self.key)} bytes; {self.mode} takes {' or '.join(map(str, lengths))}")
+            raise UsageError(f"the key has {len(self.key)} bytes; {mode} takes {' or '.join(map(str, lengths))}")
 
     @property
     def has_tag(self) -> bool:
         """Blocks are authenticated (AES-GCM), so that a wrong key and any change are found."""
-        return self.mode == "AES-GCM"
+        return (self.mode or MODE) == "AES-GCM"
+
+    @property
+    def head_bytes(self) -> int:
+        """How many bytes of a block are not ciphertext."""
+        return 4 + self.has_tag * _UNIT + 4 + 4 + _UNIT + 4
 
     def encrypted_size(self, nbytes: int) -> int:
         """Return the size of so many bytes encrypted, all blocks with their heads.
@@ -98,23 +141,29 @@ class Cipher:
         return full * self._block_size(BLOCK_BYTES) + (self._block_size(rest) if rest else 0)
 
     def _block_size(self, nbytes: int) -> int:
-        head = 4 + 4 + 4 + _UNIT + 4
-        return head + (_UNIT + nbytes if self.has_tag else nbytes // _UNIT * _UNIT + _UNIT)
+        return self.head_bytes + (nbytes if self.has_tag else nbytes // _UNIT * _UNIT + _UNIT)
 
     def encrypt(self, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
         """Yield the encrypted blocks of a file that is given in pieces, in order; a block is held at a time."""
         block = _Block(self)
+        parts: list[bytes] = []
         for piece in pieces:
             view = memoryview(piece).cast("B")
             while len(view):
-                taken = view[: BLOCK_BYTES - block.nbytes]
-                block.add(taken)
-                view = view[len(taken) :]
+                part = view[: BLOCK_BYTES - block.nbytes]
+                parts.append(block.add(part))
+                view = view[len(part) :]
                 if block.nbytes == BLOCK_BYTES:
-                    yield block.sealed()
-                    block = _Block(self)
+                    parts.append(block.end())
+                    yield b"".join((block.head(), *parts))
+                    block, parts = _Block(self), []
         if block.nbytes:
-            yield block.sealed()
+            parts.append(block.end())
+            yield b"".join((block.head(), *parts))
+
+    def sink(self, into: Sink) -> Sink:
+        """Return what takes a file in the order of its bytes, and writes it encrypted; a block's head comes last."""
+        return _EncryptingSink(self, into)
 
     def store(self) -> DecryptingStore:
         """Return what reads the files decrypted."""
@@ -154,36 +203,83 @@ class Cipher:
 
 
 class _Block:
-    """A block that is being encrypted."""
+    """A block that is being encrypted: `add` and `end` return ciphertext; then the head is known."""
 
     def __init__(self, cipher: Cipher) -> None:
         self.cipher = cipher
         self.iv = os.urandom(_UNIT)
         self.encryptor = cipher.encryptor(self.iv)
-        self.parts: list[bytes] = []
-        self.nbytes = 0
+        self.nbytes = self.cipher_bytes = 0
 
-    def add(self, plain: memoryview) -> None:
-        self.parts.append(self.encryptor.update(plain))
+    def add(self, plain: memoryview) -> bytes:
         self.nbytes += len(plain)
+        return self._counted(self.encryptor.update(plain))
 
-    def sealed(self) -> bytes:
-        tag = b""
-        if not self.cipher.has_tag:
-            missing = _UNIT - self.nbytes % _UNIT
-            self.parts.append(self.encryptor.update(bytes([missing]) * missing))
-        self.parts.append(self.encryptor.finalize())
-        if self.cipher.has_tag:
-            tag = self.encryptor.tag
-        length = sum(map(len, self.parts))
-        head = struct.pack("<I", _MAGIC_OF[self.cipher.mode]) + tag
-        head += struct.pack("<ii", 4 + _UNIT + 4 + length, _UNIT) + self.iv + struct.pack("<i", length)
-        return b"".join((head, *self.parts))
+    def end(self) -> bytes:
+        missing = 0 if self.cipher.has_tag else _UNIT - self.nbytes % _UNIT
+        return self._counted(self.encryptor.update(bytes([missing]) * missing) + self.encryptor.finalize())
+
+    def head(self) -> bytes:
+        tag = self.encryptor.tag if self.cipher.has_tag else b""
+        head = struct.pack("<I", _MAGIC_OF[self.cipher.mode or MODE]) + tag
+        return (
+            head
+            + struct.pack("<ii", 4 + _UNIT + 4 + self.cipher_bytes, _UNIT)
+            + self.iv
+            + struct.pack("<i", self.cipher_bytes)
+        )
+
+    def _counted(self, found: bytes) -> bytes:
+        self.cipher_bytes += len(found)
+        return found
+
+
+class _EncryptingSink:
+    """A target file that is encrypted on its way; it is given from its first byte to its last."""
+
+    ended = False
+
+    def __init__(self, cipher: Cipher, into: Sink) -> None:
+        self._cipher, self._into = cipher, into
+        self._begin = 0  # of the block, in the encrypted file
+        self._block = _Block(cipher)
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:  # noqa: ARG002 -- it is given in order
+        """Write what comes next."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            part = view[: BLOCK_BYTES - self._block.nbytes]
+            view = view[len(part) :]
+            self._append(self._block.add(part), self._block.cipher_bytes)
+            if self._block.nbytes == BLOCK_BYTES:
+                self._end_block()
+
+    def _append(self, found: bytes, end: int) -> None:
+        if found:
+            self._into.write_at(self._begin + self._cipher.head_bytes + end - len(found), found)
+
+    def _end_block(self) -> None:
+        self._append(self._block.end(), self._block.cipher_bytes)
+        self._into.write_at(self._begin, self._block.head())
+        self._begin += self._cipher.head_bytes + self._block.cipher_bytes
+        self._block = _Block(self._cipher)
+
+    def finish(self, *, durable: bool) -> None:
+        """End the file."""
+        if self._block.nbytes:
+            self._end_block()
+        self._into.finish(durable=durable)
+        self.ended = True
+
+    def abort(self) -> None:
+        """Give up."""
+        self._into.abort()
 
 
 class _Sealed(NamedTuple):
     """An encrypted block in a file: where its plaintext begins in the whole, its size, and where its bytes are."""
 
+    cipher: Cipher
     start: int
     nbytes: int
     offset: int
@@ -237,6 +333,11 @@ class DecryptingStore(Around):
                 f"{path}: ends at byte {offset + done} decrypted; {len(buffer) - done} more bytes were expected"
             )
 
+    def cipher_of(self, path: str) -> Cipher | None:
+        """Return what decrypts a file, in its mode; None where no block of it was found."""
+        blocks = self._indexes.get(path)
+        return blocks[0].cipher if blocks else None
+
     def _index(self, path: str) -> Iterator[_Sealed]:
         """Yield the blocks of a file, from their heads (and the padding at their ends)."""
         size = self.inner.size(path)
@@ -250,31 +351,35 @@ class DecryptingStore(Around):
             start += block.nbytes
 
     def _head(self, path: str, position: int, start: int, size: int) -> _Sealed:
-        tag_bytes = _UNIT if self.cipher.has_tag else 0
-        head = self._raw(path, position, min(4 + tag_bytes + 8 + _UNIT + 4, size - position))
-        mode = MAGICS.get(int.from_bytes(head[:4], "little"))
+        mode = MAGICS.get(int.from_bytes(self._raw(path, position, min(4, size - position)), "little"))
         if mode is None and not position:
-            raise SourceError(f"{path}: is not encrypted; leave the key out")
-        if mode not in {None, self.cipher.mode}:
+            raise SourceError(Text(f"{path}: is not encrypted; leave the key out (", Option("key"), ")"))
+        if mode not in {None, self.cipher.mode or mode}:
             raise SourceError(f"{path}: is encrypted in mode {mode}; the mode given is {self.cipher.mode}")
+        try:
+            cipher = replace(self.cipher, mode=mode) if mode else self.cipher
+        except UsageError as error:
+            raise UsageError(f"{path}: is encrypted in mode {mode}: {error}") from None
+        tag_bytes = _UNIT if cipher.has_tag else 0
+        head = self._raw(path, position, min(cipher.head_bytes, size - position))
         try:
             block_bytes, iv_bytes, iv, cipher_bytes = struct.unpack_from(f"<ii{_UNIT}si", head, 4 + tag_bytes)
         except struct.error:
             mode = None
         else:
             sound = iv_bytes == _UNIT and cipher_bytes > 0 and block_bytes == 4 + _UNIT + 4 + cipher_bytes
-            sound &= self.cipher.has_tag or cipher_bytes % _UNIT == 0
+            sound &= cipher.has_tag or cipher_bytes % _UNIT == 0
             offset = position + len(head)
         if mode is None or not sound or offset + cipher_bytes > size:
             raise SourceError(f"{path}: byte {position}: no encrypted block; truncated or corrupt")
-        nbytes = cipher_bytes if self.cipher.has_tag else cipher_bytes - self._padding(path, offset, cipher_bytes, iv)
-        return _Sealed(start, nbytes, offset, cipher_bytes, iv, head[4 : 4 + tag_bytes])
+        padding = 0 if cipher.has_tag else self._padding(path, cipher, offset, cipher_bytes, iv)
+        return _Sealed(cipher, start, cipher_bytes - padding, offset, cipher_bytes, iv, head[4 : 4 + tag_bytes])
 
-    def _padding(self, path: str, offset: int, cipher_bytes: int, iv: bytes) -> int:
+    def _padding(self, path: str, cipher: Cipher, offset: int, cipher_bytes: int, iv: bytes) -> int:
         """Return how many bytes at the end of a CBC block are padding."""
         last = offset + cipher_bytes - _UNIT
         previous = iv if cipher_bytes == _UNIT else self._raw(path, last - _UNIT, _UNIT)
-        plain: bytes = self.cipher.decryptor(iv, 0, previous).update(self._raw(path, last, _UNIT))
+        plain: bytes = cipher.decryptor(iv, 0, previous).update(self._raw(path, last, _UNIT))
         count = plain[-1]
         if not 0 < count <= _UNIT or plain[-count:] != bytes([count]) * count:
             raise SourceError(_WRONG_KEY.format(path=path))
@@ -282,7 +387,7 @@ class DecryptingStore(Around):
 
     def _decrypt(self, path: str, block: _Sealed, begin: int, buffer: memoryview) -> None:
         """Fill a buffer from the plaintext of one block."""
-        if self.cipher.has_tag:
+        if block.cipher.has_tag:
             self._authenticate(path, block)
         stop = begin + len(buffer)
         position = begin // _UNIT * _UNIT
@@ -290,7 +395,7 @@ class DecryptingStore(Around):
             end = min(position + _PIECE_BYTES, -(-stop // _UNIT) * _UNIT, block.cipher_bytes)
             first = self._raw(path, block.offset + position - _UNIT, _UNIT) if position else block.iv
             sealed = self._raw(path, block.offset + position, end - position)
-            plain = self.cipher.decryptor(block.iv, position // _UNIT, first).update(sealed)
+            plain = block.cipher.decryptor(block.iv, position // _UNIT, first).update(sealed)
             low, high = max(begin, position), min(stop, end)
             buffer[low - begin : high - begin] = plain[low - position : high - position]
             position = end
@@ -300,7 +405,7 @@ class DecryptingStore(Around):
         with self._lock_of_blocks:
             if (path, block.start) in self._authentic:
                 return
-            check = self.cipher.authenticator(block.iv, block.tag)
+            check = block.cipher.authenticator(block.iv, block.tag)
             for position in range(0, block.cipher_bytes, _PIECE_BYTES):
                 nbytes = min(_PIECE_BYTES, block.cipher_bytes - position)
                 check.update(self._raw(path, block.offset + position, nbytes))

@@ -1,14 +1,14 @@
 """A target compared with what its ledger says that it was made from: no strategy, source or selection need be given.
 
-Where the source is not there any more, or is encrypted, the files are compared with the sizes and the checksums that
-the run noted. Of what somebody else made of them since, that says so, too.
+Where the source is not there any more, or its key is not, the files are compared with the sizes and the checksums that
+the run noted, which encrypted ones do not have. Of what somebody else made of them since, that says so, too.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.errors import ReshardError, SourceError, names
+from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
 from reshard.plan.planfile import read_selection
 from reshard.source.made import read_small_strategy
 from reshard.source.open import open as open_checkpoint
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
     from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint
     from reshard.source.made import Made
+    from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 
 Sums = tuple[tuple[Difference, ...], int, int]
 """What is not as it was noted; how many ranges were compared, and their bytes."""
 
 
-def source_of(made: Made) -> tuple[Checkpoint, Selection, bool]:
+def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection, bool]:
     """Return the source that a ledger tells, what was selected, and whether each replica is there once.
 
     Raises:
-        SourceError: the source is not there any more, cannot be read, or is encrypted.
+        SourceError: the source is not there any more, cannot be read, or is encrypted and there is no key.
     """
     try:
-        source = _source(made.content["source"])
+        source = _source(made.content["source"], cipher)
         selection = read_selection(made.content["selection"])
     except ReshardError:
         raise
@@ -47,22 +48,38 @@ def source_of(made: Made) -> tuple[Checkpoint, Selection, bool]:
     return source, selection, bool(made.content["target"]["deduplicated"])
 
 
-def target_of(made: Made) -> Checkpoint:
+def target_of(made: Made, cipher: Cipher | None) -> Checkpoint:
     """Return the target of a ledger, opened as it tells: `SourceError` where that is not possible."""
     strategy = made.strategy
     if made.content["target"]["format"] == "zarr" or (strategy is None and len(made.ranks) == 1):
-        return open_checkpoint(made.target, contents=False)
+        return open_checkpoint(made.target, contents=False, cipher=cipher)
     if strategy is not None and made.stage is not None:
         strategy = strategy.of_stage(made.stage)
     partial = strategy is not None and len(made.ranks) < len(strategy.ranks)
-    return _opened(made.root, made.ranks, strategy, made.stage, partial=partial)
+    return _opened(made.root, made.ranks, strategy, made.stage, partial=partial, cipher=cipher)
 
 
-def _source(given: dict[str, Any]) -> Checkpoint:
-    if given["encryption"] is not None:
-        raise SourceError(f"{given['root']}: is encrypted, and a ledger holds no key")
+def require_keys(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> None:
+    """Refuse an encrypted target without a key that it takes to compare it: a ledger has no checksums of it.
+
+    Raises:
+        UsageError: a key is missing; the message says which.
+    """
+    for side, key in (("target", cipher), ("source", source_cipher)):
+        if key is None and made.content["target"]["encrypted"] and made.content[side]["encrypted"]:
+            raise UsageError(
+                Text(f"{made.target}: the {side} is encrypted, and a ledger holds no key; give it: ",
+                     Option(f"{side}_key"))
+            )  # fmt: skip
+
+
+def _source(given: dict[str, Any], cipher: Cipher | None) -> Checkpoint:
+    if given["encrypted"] and cipher is None:
+        raise SourceError(
+            Text(f"{given['root']}: is encrypted, and a ledger holds no key; give it: ", Option("source_key"))
+        )
     if given["is_store"]:
-        return open_checkpoint(given["root"]).without(set(given["left_out"]))
+        return open_checkpoint(given["root"], cipher=cipher).without(set(given["left_out"]))
     paths: dict[int, list[str]] = {}
     for rank, path in given["files"]:
         paths.setdefault(rank, []).append(path)
@@ -74,12 +91,13 @@ def _source(given: dict[str, Any]) -> Checkpoint:
         partial=given["partial"],
         varying=given["varying"],
         elsewhere=given["elsewhere"],
+        cipher=cipher,
     )
     return found.without(set(given["left_out"]))
 
 
 def _opened(
-    root: str, files: dict[int, list[str]], strategy: Any, part: int | None, *, partial: bool,
+    root: str, files: dict[int, list[str]], strategy: Any, part: int | None, *, partial: bool, cipher: Cipher | None,
     varying: tuple[str, ...] = (), elsewhere: tuple[str, ...] = (),
 ) -> Checkpoint:  # fmt: skip
     """Open the files of each rank; those of several without a strategy are a checkpoint of no tensors."""
@@ -92,7 +110,7 @@ def _opened(
         varying=varying,
         elsewhere=elsewhere,
         warnings=(),
-        cipher=None,
+        cipher=cipher,
         whole=strategy is not None or len(files) == 1,
     )
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.formats.rank_dirs import Step
     from reshard.run.run import Progress
     from reshard.source.made import Made
+    from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
     from reshard.strategy.strategy import Strategy
     from reshard.verify.compare import Check, Compared, Mismatch
@@ -120,6 +121,8 @@ def verify(
     *,
     against: AnyName | Checkpoint | None = None,
     source_strategy: Strategy | AnyName | None = None,
+    cipher: Cipher | None = None,
+    source_cipher: Cipher | None = None,
     manifest: Manifest | AnyName | None = None,
     selection: Selection | None = None,
     sample: float | None = None,
@@ -144,6 +147,8 @@ def verify(
         strategy: of the target, where that is a path.
         against: the source, likewise.
         source_strategy: of the source, likewise.
+        cipher: decrypts the target, where that is a path.
+        source_cipher: decrypts the source, likewise, or that which the ledger names.
         manifest: the manifest of the target's files, in place of a source; no strategy is needed.
         selection: what was selected, renamed and cast on the way from source to target.
         sample: the share of rows to compare, more than 0 and at most 1; by default all. Of every tensor something is
@@ -164,7 +169,8 @@ def verify(
         SourceError: a checkpoint that cannot be compared at all: files missing, headers that are corrupt or
             contradict the strategy, a block in no file; of structure alone, a rank that lacks a tensor too, and an
             entry that cannot be read; all faults at once.
-        UsageError: a selection that matches nothing, an invalid sample, an option that would do nothing.
+        UsageError: a selection that matches nothing, an invalid sample, an option that would do nothing; a key is
+            missing that the ledger says is needed.
         BudgetError: `memory` is too little.
     """
     began = time.perf_counter()
@@ -178,27 +184,33 @@ def verify(
     if manifest is not None:
         if isinstance(target, Checkpoint):
             raise UsageError("a manifest is of files: name the directory that they are in")
-        _refuse_idle(target, memory, client)
+        if cipher is not None:
+            text = "a manifest is of files that are not encrypted; leave the key out ("
+            raise UsageError(Text(text, Option("target_key"), ")"))
+        _refuse_idle(target, memory, client, source_cipher)
         found = _against_manifest(as_place(target), manifest, partial, threads, on_progress)
     elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
-        found = _against_made(made, memory, threads, client, on_progress)
+        found = _against_made(made, cipher, source_cipher, memory, threads, client, on_progress)
     else:
-        checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy)
+        checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy, cipher=cipher)
         selection = selection or Selection()
         if against is None:
-            _refuse_idle(checkpoint.root, memory, client)
+            _refuse_idle(checkpoint.root, memory, client, source_cipher)
             found = _structure(checkpoint, selection, deduplicated)
         else:
-            source = against if isinstance(against, Checkpoint) else opened(against, source_strategy, what="source")
+            source = against
+            if not isinstance(source, Checkpoint):
+                source = opened(source, source_strategy, what="source", cipher=source_cipher)
             found = _against_source(
                 checkpoint, source, selection, deduplicated, sample, seed, memory, threads, client, on_progress
             )
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def _refuse_idle(target: AnyName, memory: int | None, client: Any) -> None:
+def _refuse_idle(target: AnyName, memory: int | None, client: Any, source_cipher: Cipher | None) -> None:
     """Refuse what only a comparison with a source obeys."""
-    for option, value in ((Option("memory"), memory), (Option("client"), client)):
+    given = ((Option("memory"), memory), (Option("client"), client), (Option("source_key"), source_cipher))
+    for option, value in given:
         if value is not None:
             advice = " is of a comparison with a source; name a source, or leave it out"
             raise UsageError(Text(f"{target}: ", option, advice))
@@ -213,16 +225,27 @@ def _made(
     return None if partial else made_at(target)
 
 
-def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_progress: OnProgress) -> Verification:
+def _against_made(
+    made: Made,
+    cipher: Cipher | None,
+    source_cipher: Cipher | None,
+    memory: int | None,
+    threads: int,
+    client: Any,
+    on_progress: OnProgress,
+) -> Verification:
     """Compare a target with what it was made from, as its ledger says it, or with the checksums there."""
-    from reshard.verify.made import check_sums, source_of, target_of  # not on every start
+    from reshard.verify.made import check_sums, require_keys, source_of, target_of  # not on every start
 
+    require_keys(made, cipher, source_cipher)
     given = made.content["source"]["root"]
     try:
-        source, selection, deduplicated = source_of(made)
+        source, selection, deduplicated = source_of(made, source_cipher)
     except SourceError as error:
+        if source_cipher is not None or made.content["target"]["encrypted"]:
+            raise
         differences, count, read = check_sums(made, threads=threads, on_progress=on_progress)
-        warning = f"compared with the sizes and checksums that its ledger has, not with {given}: {error}"
+        warning = Text(f"compared with the sizes and checksums that its ledger has, not with {given}: ", error.text)
         return Verification(
             made.target,
             "its ledger",
@@ -236,7 +259,10 @@ def _against_made(made: Made, memory: int | None, threads: int, client: Any, on_
             warnings=(warning, *leftovers(as_place(made.target))),
             unchecked=("headers, and what has no checksum", _NEVER),
         )
-    target = target_of(made)
+    try:
+        target = target_of(made, cipher)
+    except SourceError as error:
+        raise type(error)(error.text.map(lambda option: option.of("target"))) from None
     return _against_source(target, source, selection, deduplicated, None, None, memory, threads, client, on_progress)
 
 
@@ -291,13 +317,14 @@ def opened(
     """
     try:
         if strategy is None and not reading.get("layouts") and reading.get("stage") is None:
-            some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix"}}
+            some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix", "cipher"}}
             files, ranks, warnings, step = read_headers(path, **some)
             if len(set(ranks)) > 1:
                 unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
                 return Checkpoint(
-                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable, step=step
-                )
+                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable,
+                    cipher=reading.get("cipher"), step=step,
+                )  # fmt: skip
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
         text = error.text.map(lambda option: option.of(what))

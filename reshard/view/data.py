@@ -169,6 +169,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "step": _step_data(plan.source.step),
         "target": directory,
         "format": plan.format,
+        "encryption": plan.cipher and plan.cipher.mode,
         "ranks": list(plan.ranks),
         **stats,
         "partition": "file" if plan.by_file else "tensor",
@@ -179,7 +180,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "left_out": list(plan.left_out),
         "warnings": list(plan.warnings),
         "sampled": plan.source.looked and plan.source.looked._asdict(),
-        "files": [{"rank": file.rank, "path": file.path, "nbytes": file.layout.size} for file in plan.files],
+        "files": [{"rank": file.rank, "path": file.path, "nbytes": plan.size_of(file)} for file in plan.files],
     }
 
 

@@ -350,7 +350,7 @@ def _moves(plan: Plan) -> Markup:
 
 def _target_files(plan: Plan) -> Markup:
     rows = [
-        (f"{file.rank}", file.path, bytes_text(file.layout.size), f"link to {file.link}" if file.link else "")
+        (f"{file.rank}", file.path, bytes_text(plan.size_of(file)), f"link to {file.link}" if file.link else "")
         for file in plan.files[:_MOST_FILES]
     ]
     header = ("rank", "file", "bytes", "")

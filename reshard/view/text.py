@@ -360,7 +360,11 @@ def plan_text(plan: Plan, directory: str) -> str:
         ("to", f"{printable(directory)}: {_written_text(plan)}{of_ranks(', ', plan.ranks)}"),
         ("tensors", f"{stats.tensors:,}"),
         ("read", f"{bytes_text(stats.bytes_read)} from {count_text(stats.source_files, 'file')}{more_than_needed}"),
-        ("write", f"{bytes_text(stats.target_bytes)} to {count_text(stats.target_files, 'file')}"),
+        (
+            "write",
+            f"{bytes_text(stats.target_bytes)} to {count_text(stats.target_files, 'file')}"
+            + (f", encrypted by {plan.cipher.mode}" if plan.cipher else ""),
+        ),
         ("tasks", f"{stats.tasks:,}{', each of which writes whole files' if plan.by_file else ''}"),
         ("memory", f"about {bytes_text(stats.peak_memory)} at the peak"),
         *(("left out", text) for text in _left_out(plan)),
@@ -370,7 +374,7 @@ def plan_text(plan: Plan, directory: str) -> str:
         rows.append(("sampled", looked))
     for number, file in enumerate(plan.files[:_MOST_FILES]):
         path = printable(f"{directory}/{file.path}")
-        rows.append(("" if number else "files", f"{path}  {bytes_text(file.layout.size)}"))
+        rows.append(("" if number else "files", f"{path}  {bytes_text(plan.size_of(file))}"))
     if len(plan.files) > _MOST_FILES:
         rows.append(("", f"and {len(plan.files) - _MOST_FILES:,} more"))
     return joined("\n", [Text(f"{title:<8} ", text) for title, text in rows])

@@ -90,8 +90,8 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     same = set(before) - {"dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "verify"}
     assert {key: before[key] for key in same} == {key: after[key] for key in same}
     assert set(before) == {
-        "dry_run", "source", "target", "format", "ranks", "tensors", "bytes_needed", "bytes_read", "bytes_written",
-        "target_bytes", "step", "left_out",
+        "dry_run", "source", "target", "encryption", "format", "ranks", "tensors", "bytes_needed", "bytes_read",
+        "bytes_written", "target_bytes", "step", "left_out",
         "source_files", "target_files", "tasks", "peak_memory", "partition", "read_amplification", "seconds", "dropped",
         "missing", "warnings", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
         "finished",

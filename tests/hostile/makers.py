@@ -111,7 +111,7 @@ def a_plan_file(**source: Any) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         known = {
             "root": str(path.parents[1] / "valid"), "strategy": None, "stage": None, "partial": False, "varying": [],
-            "elsewhere": [], "looked": None, "left_out": [], "warnings": ["\x1b[2J"], "encryption": None,
+            "elsewhere": [], "looked": None, "left_out": [], "warnings": ["\x1b[2J"], "encrypted": False,
             "headers": ["0" * 32], "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
         }  # fmt: skip
         target = {
@@ -121,6 +121,7 @@ def a_plan_file(**source: Any) -> Callable[[Path], None]:
             "stage": None,
             "memory": None,
             "remove_redundancy": False,
+            "encryption": None,
         }
         selection: dict[str, Any] = {key: [] for key in ("include", "exclude", "drop", "allow_missing")}
         plan = {

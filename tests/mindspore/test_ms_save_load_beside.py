@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import done
 from ms_files import (
     KEY,
     MODES,
@@ -169,6 +170,23 @@ class TestBesideMindSpore:
                         assert Path(again).read_bytes() == Path(path).read_bytes()
                     else:
                         assert safetensors_parts(again) == safetensors_parts(path)
+
+    @pytest.mark.parametrize("mode", [None, *MODES])
+    @pytest.mark.parametrize("command", ["transform", "convert"])
+    def test_mindspore_loads_what_a_command_encrypts(self, tmp_path: Path, command: str, mode: str | None) -> None:
+        given = {"w": RNG.integers(0, 1 << 30, (11, 300_007)).astype(np.int32), "v": np.arange(5, dtype=np.int32)}
+        format = "safetensors" if command == "convert" else "ckpt"
+        source = tmp_path / "source" / "rank_0" / f"x.{format}"
+        source.parent.mkdir(parents=True)
+        ms.save_checkpoint(given, source, format=format)
+        (tmp_path / "key").write_text(KEY.hex())
+        options = ["--encryption", mode] if mode else []
+        options += ["--format", "ckpt", "--target-key-file", tmp_path / "key"]
+        done(command, source if command == "transform" else source.parent.parent, tmp_path / "out", *options)
+        (written,) = (tmp_path / "out" / "rank_0").glob("*.ckpt")
+        options = {"dec_key": KEY.hex()} | ({"dec_mode": mode} if mode else {})
+        printed = mindspore(LOAD, json.dumps([(str(written), options)]))
+        assert json.loads(printed.split("RESULT")[1]) == [as_json(given)]
 
     def test_several_encrypted_blocks_both_ways(self, tmp_path: Path) -> None:
         """150 MB: three blocks, the last one short."""

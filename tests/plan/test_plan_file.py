@@ -194,7 +194,7 @@ def test_an_encrypted_source_needs_its_key_again(tmp_path: Path) -> None:
     content = (tmp_path / "plan.json").read_bytes()
     assert key not in content
     assert key.hex().encode() not in content
-    with pytest.raises(UsageError, match=r"is encrypted, and a plan file holds no key; give it: .*'AES-GCM', key"):
+    with pytest.raises(UsageError, match=r"is encrypted, and a plan file holds no key; give it: cipher=\.\.\."):
         reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere" / "copy")
     wrong = reshard.Cipher("AES-GCM", bytes(16))
     with pytest.raises(SourceError, match="key"):

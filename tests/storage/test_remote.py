@@ -193,6 +193,29 @@ def test_an_encrypted_source(root: str, mindspore_data: Path) -> None:
     assert np.array_equal(reshard.open(f"{root}/out")["w.f32"].compute(), full["w.f32"])
 
 
+@pytest.mark.parametrize("mode", ["AES-GCM", "SM4-CBC"])
+def test_an_encrypted_target(root: str, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr("reshard.storage.cipher.BLOCK_BYTES", 500)
+    source = reshard.open(write_ranks(tmp_path / "src", FULL, ROWS, "ckpt"), strategy=ROWS)
+    plain, cipher = reshard.plan(source, COLUMNS), reshard.Cipher(mode, bytes(16))
+    plain.run(tmp_path / "plain")
+    plan = reshard.plan(source, COLUMNS, target_cipher=cipher)
+    assert plan.run(f"{root}/out").bytes_written == plain.stats.bytes_written
+    for name, content in tree(tmp_path / "plain").items():
+        if name.endswith(".ckpt"):
+            found = bytearray(len(content))
+            cipher.store().read_into(f"{root}/out/{name}", 0, memoryview(found))
+            assert found == content
+    assert plan.run(f"{root}/out").finished == len(plan.files)
+    fs, name = fsspec.core.url_to_fs(f"{root}/out/rank_0/checkpoint_0.ckpt")
+    fs.rm_file(name)
+    assert plan.run(f"{root}/out").finished == len(plan.files) - 1
+    assert reshard.verify(f"{root}/out", cipher=cipher)
+    with pytest.raises(UsageError, match="encrypted files are written from first byte to last"):
+        plan.run(tmp_path / "other", partition="tensor")
+
+
 def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SourceError, match="is not there; expected a directory of rank directories"):
         reshard.open(f"{bucket}/nothing")

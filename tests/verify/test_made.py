@@ -123,7 +123,7 @@ def test_where_the_source_is_gone_checksums_are_compared(plan: Plan, tmp_path: P
     if gone == "src":
         shutil.rmtree(tmp_path / "src")
     else:
-        say_instead(tmp_path / "out" / ".reshard", '"encryption":null', '"encryption":"AES-GCM"')
+        say_instead(tmp_path / "out" / ".reshard", '"encrypted":false}', '"encrypted":true}')
     found = reshard.verify(tmp_path / "out")
     assert found
     assert found.against == "its ledger"
