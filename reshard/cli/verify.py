@@ -130,9 +130,9 @@ if TARGET or SOURCE is incomplete or corrupt.
 The object of --json has the keys target, against, step and against_step (which
 of several checkpoints was read: name, and which are older), equal, ranks,
 files, tensors, copies, bytes_read, total_bytes, sample, seed, seconds, dropped,
-left_out, warnings, unchecked (what was not looked at), and differences: kind (values,
-missing, extra, dtype, shape, text, note; file, size, checksum), text, tensor,
-side, rank, path, block (start, stop), index (in the whole tensor),
+left_out, warnings, unchecked (what was not looked at), and differences: kind
+(values, missing, extra, dtype, shape, text, note; file, size, checksum), text,
+tensor, side, rank, path, block (start, stop), index (in the whole tensor),
 index_in_block, count, found, expected, reference.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
