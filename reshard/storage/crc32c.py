@@ -35,8 +35,8 @@ def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
     view = memoryview(buffer).cast("B")
     if view.readonly:
         return int(extend(value, bytes(view)))
-    # It takes no memoryview; an array of ctypes is the same bytes without a copy.
-    return int(extend(value, (ctypes.c_char * len(view)).from_buffer(view)))
+    # It takes no memoryview; an array of ctypes is the same bytes without a copy, and of integers where it is in Python.
+    return int(extend(value, (ctypes.c_ubyte * len(view)).from_buffer(view)))
 
 
 def crc_of_range(store: Readable, path: str, begin: int, nbytes: int) -> int:

@@ -43,6 +43,15 @@ def test_every_kind_of_buffer(content: bytes, kind: type) -> None:
     assert crc32c(writable[6 : 6 + len(content)]) == bit_by_bit(content)
 
 
+def test_where_google_crc32c_is_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is, with a warning, where it has no wheel and no C compiler."""
+    from google_crc32c import python
+
+    monkeypatch.setattr("google_crc32c.extend", python.extend)
+    for content, expected in PUBLISHED:
+        assert crc32c(content) == crc32c(bytearray(content)) == expected
+
+
 def test_a_buffer_may_be_resized_after_it_was_summed() -> None:
     content = bytearray(b"12345")
     crc32c(content)
