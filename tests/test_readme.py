@@ -1,4 +1,4 @@
-"""Every command of the README runs, in the order in which it is printed.
+"""Every command of the README runs, in the order in which it is printed, and prints what is printed there.
 
 The two that set up a virtual environment are run as printed by `.ci/run`.
 """
@@ -7,59 +7,50 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import click
 import helpers
 import pytest
+from transcript import Typed, check, typed
+
+from reshard.cli.main import cli
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SETUP = {"demo", "tests"}
 
-BLOCKS = re.findall(r"(?:<!-- run: (\w+) -->\n)?```(\w+)\n(.*?)```", README, re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `reshard demo` made, in which the README's commands are typed."""
-    folder = tmp_path_factory.mktemp("readme")
-    run("reshard demo", folder)
-    return folder / "reshard-demo"
-
-
-def run(script: str, folder: Path, *shell: str) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [*(shell or ("bash", "-euc")), script], cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "PATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+SET_UP = dict(re.findall(r"<!-- run: (\w+) -->\n```sh\n(.*?)```", README, re.DOTALL))
+BLOCKS = re.findall(r"```(console|python)\n(.*?)```(?:\n\n```text\n(.*?)```)?", README, re.DOTALL)
+OPTION = re.compile(r"(?<![-|<\w])--[a-z][a-z-]+")
 
 
 def test_the_two_commands_that_set_up_are_there_and_run_by_ci() -> None:
-    printed = {name: block for name, _, block in BLOCKS if name}
-    assert set(printed) == SETUP
-    assert all(block.startswith("python3 -m venv .venv && ") for block in printed.values())
+    assert set(SET_UP) == SETUP
+    assert all(block.startswith("python3 -m venv .venv && ") for block in SET_UP.values())
     ci = (ROOT / ".ci" / "run").read_text()
     assert all(f'eval "$(printed {name})"' for name in SETUP)
     assert ci.count("eval") == 2
 
 
-def test_every_other_block_runs(folder: Path) -> None:
-    ran = 0
-    for name, language, block in BLOCKS:
-        if name in SETUP:
-            continue
-        out = run(block, folder, *((sys.executable, "-c") if language == "python" else ()))
-        assert out
-        ran += 1
-    assert ran == 9
-    whole = sorted((folder / "again").rglob("*.ckpt"))
-    source = sorted((folder / "src_checkpoints").rglob("*.ckpt"))
-    assert [*map(helpers.read_rank_file, whole)] == [*map(helpers.read_rank_file, source)]  # there and back again
+def test_every_other_block_prints_what_is_printed_there(tmp_path: Path) -> None:
+    check([Typed("reshard demo", ["..."])], tmp_path)
+    folder = tmp_path / "reshard-demo"
+    assert README.count("```") == 2 * (len(SET_UP) + sum(2 if text else 1 for _, _, text in BLOCKS))  # none is left out
+    for language, block, text in BLOCKS:
+        if language == "console":
+            check(typed(block), folder)
+        else:
+            assert text
+            check([Typed(f"{shlex.quote(sys.executable)} -c {shlex.quote(block)}", text.splitlines())], folder)
 
 
 def test_the_figures_about_mindspore_are_those_recorded(mindspore_data: Path) -> None:
@@ -83,13 +74,41 @@ def test_the_figures_about_mindspore_are_those_recorded(mindspore_data: Path) ->
 
 
 def test_inline_commands_name_what_exists() -> None:
-    help_text = run(
-        "for c in transform unify convert verify plan run 'strategy merge' 'strategy make'; do reshard $c --help-all; "
-        "done; reshard --help",
-        ROOT,
-    )
-    help_text += run(
-        f"{sys.executable} tests/bench/bench.py --help; {sys.executable} tests/bench/zarr_route.py --help", ROOT
-    )
-    for option in re.findall(r"(?<![-|<])--[a-z][a-z-]+", README):
-        assert option in help_text, option
+    known = set(options(cli))
+    for bench in ("bench.py", "zarr_route.py"):
+        shown = subprocess.run(
+            [sys.executable, f"tests/bench/{bench}", "--help"], cwd=ROOT, check=True, capture_output=True
+        )
+        known |= set(OPTION.findall(shown.stdout.decode()))
+    assert known.issuperset(OPTION.findall(README))
+
+
+def options(command: click.Command) -> Iterator[str]:
+    """The options of a command and of those below it."""
+    context = click.Context(command)
+    yield from (option for parameter in command.get_params(context) for option in parameter.opts)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below
+            yield from options(below)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_lines_for_completion_complete(shell: str, tmp_path: Path) -> None:
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell} here")
+    line = re.search(rf"`([^`\n]*_RESHARD_COMPLETE={shell}_source[^`]*)`", README)
+    assert line
+    seen = {
+        "bash": "complete -p reshard",
+        "zsh": "print $_comps[reshard]",
+        "fish": "complete --do-complete 'reshard transf'",
+    }[shell]
+    before = "autoload -Uz compinit; compinit -D; " if shell == "zsh" else ""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [shell, "-c", f"{before}{line[1]}\n{seen}"],
+        env={**os.environ, "PATH": path, "HOME": str(tmp_path)}, text=True, capture_output=True, check=True,
+    )  # fmt: skip
+    assert ("transform" if shell == "fish" else "_reshard_completion") in done.stdout

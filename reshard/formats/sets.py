@@ -106,7 +106,7 @@ class HuggingFaceSet:
         for tensor in tensors:
             if tensor.is_text:  # it is among a file's notes, where no other reader looks for what the index names
                 continue
-            if tensor.nbytes > max(room, 0) or not number:
+            if not number or (max(room, 0) < tensor.nbytes and room < self.max_shard_bytes):
                 number, room = number + 1, self.max_shard_bytes
             of[tensor.name] = number - 1
             room -= tensor.nbytes

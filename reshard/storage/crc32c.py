@@ -35,7 +35,7 @@ def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
     view = memoryview(buffer).cast("B")
     if view.readonly:
         return int(extend(value, bytes(view)))
-    # It takes no memoryview; an array of ctypes is the same bytes without a copy, and of integers where it is in Python.
+    # It takes no memoryview; an array of ctypes is the same bytes without a copy, and integers to its Python version.
     return int(extend(value, (ctypes.c_ubyte * len(view)).from_buffer(view)))
 
 

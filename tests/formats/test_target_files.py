@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import reshard
@@ -85,6 +85,7 @@ def test_two_ranks_cannot_share_a_file(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))
+@example([0, 2], 1)
 @pytest.mark.parametrize("style", [MindSporeSet, HuggingFaceSet])
 def test_no_file_holds_more_than_asked_for_but_one_tensor(
     style: type[MindSporeSet | HuggingFaceSet], sizes: list[int], most: int
