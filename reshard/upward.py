@@ -12,7 +12,7 @@ from typing import Any
 HOMES = {
     "RankArrays": "view.arrays",
     "graph": "run.graph",
-    "groups": "view.groups",
+    "groups": "view.tables",
     "html": "view.html",
     "manifest_of": "verify.manifest_files",
     "picture": "view.html",

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,11 +19,13 @@ import click
 
 import reshard
 from reshard.cli.options import READ_PLACE, TARGET, json_option, source_options
-from reshard.cli.terminal import Border, called_as, print_json, print_text, say_warnings, width, wrote
+from reshard.cli.terminal import Border, called_as, print_csv, print_json, print_text, say_warnings, width, wrote
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from reshard.storage.places import Place
 
 
 _HOMES = {
@@ -98,45 +101,75 @@ Example:
 The object of --json has the keys source, step (of several checkpoints the
 newest is read: name, and which are older), ranks, files (rank, path, format,
 nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
-of_copies: what was looked at), unreadable, and tensors: name, dtype, shape,
-nbytes, layouts, shards. For several ranks without a strategy it has source,
-step, ranks, files, and groups: ranks, tensors.
+of_copies: what was looked at), unreadable, totals (kind, dtype, tensors,
+parameters, nbytes), and tensors: name, dtype, shape, nbytes, layouts, shards.
+For the files of ranks without a strategy it has source, step, ranks,
+files, warnings, and groups of ranks that hold the same: ranks, totals, tensors.
+
+The rows of --csv have name, kind (weights, a prefix of the optimizer's states,
+other), dtype, shape, parameters (the numbers in it), nbytes, layout, blocks,
+replicas; without a strategy ranks in front, and none of the last three. A
+name that a spreadsheet would take for a formula has an apostrophe in front.
 """,
     short_help="Show the tensors of a checkpoint.",
 )
 @click.argument("source", type=READ_PLACE)
 @source_options
+@click.option(
+    "--match", multiple=True, metavar="GLOB", help="Only tensors of these names, such as 'layers.0.*'. May be repeated."
+)
+@click.option(
+    "--sort", type=click.Choice(["bytes", "name"]), help="Order of the rows, the largest first.  [default: the files']"
+)
 @json_option
-def inspect(source: Path, source_strategy: Path | None, as_json: bool, **reading: Any) -> None:
-    """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts.
+@click.option("--csv", "as_csv", is_flag=True, help="Print one row a tensor as comma-separated values.")
+def inspect(
+    source: Place,
+    source_strategy: Place | None,
+    match: tuple[str, ...],
+    sort: str | None,
+    as_json: bool,
+    as_csv: bool,
+    **reading: Any,
+) -> None:
+    """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts, and sums.
 
     Only headers are read, and with a strategy samples of the contents, to check that it can be right.
 
     Repeated layers share one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors,
-    summed over the row. Without a strategy, several ranks are shown as their files are.
+    summed over the row. Without a strategy, files of ranks are shown as they are.
     """
-    from reshard.formats.rank_dirs import RANK_PATTERN
+    from reshard.formats.rank_dirs import RANK_PATTERN, rank_of
     from reshard.source.open import has_several_ranks, is_made, read_headers
     from reshard.view.data import checkpoint_data, rank_files_data
-    from reshard.view.text import checkpoint_text, rank_files_text
+    from reshard.view.tables import checkpoint_text, chosen, in_order, rank_files_text, rank_parts, table_rows
 
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other")
     found_by: dict[str, Any] = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
     known = found_by == {"rank_pattern": RANK_PATTERN, "suffix": None} and is_made(source)
     if unruled and not known and has_several_ranks(source, **found_by):
         files, ranks, warnings, step = read_headers(source, **found_by, cipher=reading["cipher"])
-        say_warnings([*warnings, "these are the shapes of parts; give --source-strategy to see whole tensors"])
-        if as_json:
-            print_json(rank_files_data(str(source), files, ranks, step))
-        else:
-            print_text(rank_files_text(str(source), files, ranks, step, width=width()))
-        return
-    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
-    say_warnings(checkpoint.warnings)
-    if as_json:
-        print_json(checkpoint_data(checkpoint))
+        warnings.append("shapes are those in the files of each rank; --source-strategy shows whole tensors")
+        parts, whole = rank_parts(str(source), files, ranks, step), False
     else:
-        print_text(checkpoint_text(checkpoint, width=width()))
+        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+        warnings, whole = list(checkpoint.warnings), not checkpoint.lone_rank
+        place = None if whole else rank_of(source)
+        ranks = (place.rank,) * len(checkpoint.files) if place else checkpoint.ranks
+        parts = [replace(checkpoint, ranks=ranks)]
+    say_warnings(warnings)
+    parts = chosen(parts, match)
+    if as_csv:
+        print_csv(table_rows([in_order(part, sort) for part in parts], whole=whole))
+    elif as_json:
+        parts = [in_order(part, sort) for part in parts]
+        print_json(checkpoint_data(parts[0]) if whole else rank_files_data(parts, warnings))
+    elif whole:
+        print_text(checkpoint_text(parts[0], sort=sort, width=width()))
+    else:
+        print_text(rank_files_text(parts, sort=sort, width=width()))
 
 
 @cli.command(

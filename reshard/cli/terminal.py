@@ -28,7 +28,7 @@ from reshard.cli import stop as stop_at_once
 from reshard.errors import BudgetError, ReshardError, Text, joined, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
     from reshard.errors import Words
@@ -518,9 +518,32 @@ def _json_pieces(value: object, newline: str, levels: int) -> Iterator[str]:
     yield f"{newline}{'}' if is_object else ']'}"
 
 
+_FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # noqa: RUF001 -- what spreadsheets take for the beginning of one
+
+
+def print_csv(rows: Iterable[Sequence[str | int]]) -> None:
+    """Write rows to stdout as RFC 4180 has them.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe in front. What a terminal would obey is
+    escaped on one; in a pipe a name is what it is.
+    """
+    import csv
+
+    from reshard.view.text import printable
+
+    shown = printable if sys.stdout.isatty() else str
+    csv.writer(sys.stdout).writerows(
+        [f"'{cell}" if str(cell).startswith(_FORMULA) else shown(cell) for cell in row] for row in rows
+    )
+    sys.stdout.flush()
+
+
 def width() -> int | None:
-    """Return how many columns a table may have on stdout: the terminal's; None, for any number, elsewhere."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """Return how many columns a table may have on stdout: the terminal's, else COLUMNS; None for any number."""
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else None
 
 
 def called_as() -> str:

@@ -113,11 +113,19 @@ def rank_files(
     return chosen, Step.of((path for paths in chosen.values() for path in paths), older)
 
 
-def rank_of(path: Place) -> tuple[int, list[int]] | None:
-    """Return whose rank's a file or directory is by its place, and which other ranks lie next to it, or None.
+class RankPlace(NamedTuple):
+    """Whose a file or directory is by its place: its rank, other ranks next to it, and the directory of all of them."""
 
-    >>> rank_of(Path("run/rank_3/net.ckpt"))
-    (3, [])
+    rank: int
+    others: list[int]
+    above: Place
+
+
+def rank_of(path: Place) -> RankPlace | None:
+    """Return whose rank's a file or directory is by its place, or None.
+
+    >>> rank_of(Path("/run/rank_3/net.ckpt"))
+    RankPlace(rank=3, others=[], above=PosixPath('/run'))
     """
     own = path.absolute() if path.is_dir() else path.absolute().parent
     match = _RANK_DIRECTORY.fullmatch(own.name)
@@ -129,7 +137,7 @@ def rank_of(path: Place) -> tuple[int, list[int]] | None:
             other = _RANK_DIRECTORY.fullmatch(beside.name)
             if other and beside.name != own.name and _has_checkpoint(beside):
                 others.add(int(other[1]))
-    return int(match[1]), sorted(others)
+    return RankPlace(int(match[1]), sorted(others), own.parent)
 
 
 def _has_checkpoint(directory: Place) -> bool:

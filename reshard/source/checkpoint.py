@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
-    from reshard.view.groups import Groups
     from reshard.view.svg import Picture
+    from reshard.view.tables import Groups
 
 
 class TensorSpec(NamedTuple):
@@ -250,12 +250,7 @@ class Checkpoint(Mapping[str, Any]):
             UsageError: a pattern matches no tensor; the nearest is named.
         """
         every = {**self.tensors, **self.unreadable}
-        chosen: set[str] = set()
-        for pattern in patterns:
-            some = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
-            if not some:
-                raise UsageError(f"{self.root}: {pattern!r}: {no_match(pattern, every)}")
-            chosen.update(some)
+        chosen = matched(self.root, every, patterns)
         wanted = {name for name in self.elsewhere if any(fnmatchcase(name, pattern) for pattern in patterns)}
         return replace(self.without(every.keys() - chosen), elsewhere=frozenset(wanted))
 
@@ -269,7 +264,11 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def groups(self, by: str = "name") -> Groups:
-        """Return the number, size and dtypes of the tensors, by name (repeated layers as one), `prefix` or `dtype`."""
+        """Return the number, size and dtypes of the tensors.
+
+        Args:
+            by: `name` (repeated layers as one), `prefix`, `dtype`, or `kind`: weights, and each state of the optimizer.
+        """
         found: Groups = upward("groups")(self, by)
         return found
 
@@ -347,3 +346,18 @@ class Checkpoint(Mapping[str, Any]):
 
     def _repr_html_(self) -> str:
         return str(upward("html")(self))
+
+
+def matched(root: str, every: Collection[str], patterns: Iterable[str]) -> set[str]:
+    """Return those of a checkpoint's names that patterns choose: names, or globs; every one must match.
+
+    Raises:
+        UsageError: a pattern matches no tensor; the nearest is named.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns:
+        some = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
+        if not some:
+            raise UsageError(f"{root}: {pattern!r}: {no_match(pattern, every)}")
+        chosen.update(some)
+    return chosen

@@ -316,7 +316,7 @@ def _lone_rank(
         SourceError: by their place they are of another rank than the strategy would take them for.
     """
     place = None if isinstance(path, Mapping) else rank_of(as_place(path))
-    own, others = place or (rank, [])
+    own, others = (place.rank, place.others) if place else (rank, [])
     if strategy is not None:
         if own != rank and len(strategy.ranks) > 1:
             raise SourceError(
@@ -330,10 +330,18 @@ def _lone_rank(
         return ""
     shared = next((file.path for file in files if file.index.deduplicated), None)
     alone = len(files) == 1 and is_later_part(files[0].path)
-    if others:
+    reason: str
+    if place and _is_in_ledger(place.above, files):
         reason = (
-            f"{path}: is of rank {own} by its place, and rank {names(others, most=3)} lies next to it; expected whole "
-            "tensors, as no strategy is given; open the directory above with its strategy"
+            f"{path}: is of rank {own}, as the ledger of the directory above says; expected whole tensors, found what "
+            "this rank holds; open the directory above, which needs no strategy"
+        )
+    elif others:
+        lies = f"ranks {names(others, most=3)} lie" if len(others) > 1 else f"rank {others[0]} lies"
+        reason = Text(
+            f"{path}: is of rank {own} by its place, and {lies} next to it; expected whole tensors, found its blocks, "
+            "or replicas if none is cut; open the directory above with ",
+            Option("strategy"),
         )
     elif alone:
         reason = (
@@ -352,6 +360,15 @@ def _lone_rank(
     advised = Text(reason, ", or give ", Option("layout", "*", "whole"), " if it lacks nothing")
     warnings.append(advised)
     return advised
+
+
+def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
+    """Return whether the ledger of the directory of all ranks knows files, as they are, of a target with a strategy."""
+    made = made_of(above)
+    if made is None or not made.content["target"]["strategy"]:
+        return False
+    noted = {f"{made.root}/{file}": record.ready for file, record in made.records.items()}
+    return all(noted.get(file.path) == file.status[:2] for file in files)
 
 
 def _one_stage(

@@ -116,7 +116,16 @@ _MOST_RUNS = 8
 KindT = TypeVar("KindT", bound="Hashable")
 
 
-def ranges_text(numbers: Iterable[int | str]) -> str:
+def natural(name: str) -> tuple[str | int, ...]:
+    """Return what a name is sorted by, numbers in it by their value.
+
+    >>> sorted(["h.10.w", "h.9.w", "h"], key=natural)
+    ['h', 'h.9.w', 'h.10.w']
+    """
+    return tuple(int(part) if number % 2 else part for number, part in enumerate(_INTEGER.split(name)))
+
+
+def ranges_text(numbers: Iterable[int | str], *, most: int = _MOST_RUNS) -> str:
     """Write ascending integers as runs, the first few of many.
 
     >>> ranges_text([0, 1, 2, 5, 7, 8]), ranges_text(["08", "09", "10"]), ranges_text(range(0, 40, 2))
@@ -128,8 +137,8 @@ def ranges_text(numbers: Iterable[int | str]) -> str:
             runs[-1] = (runs[-1][0], number)
         else:
             runs.append((number, number))
-    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:_MOST_RUNS]]
-    return ",".join([*shown, "..."] if len(runs) > _MOST_RUNS else shown)
+    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:most]]
+    return ",".join([*shown, "..."] if len(runs) > most else shown)
 
 
 def group_names(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, int]]:

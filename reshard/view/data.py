@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+from reshard.view.tables import layouts_of, totals
 
-    from reshard.formats.entries import Entry
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reshard.formats.rank_dirs import Step
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
-    from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor
+    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.verify.difference import Difference
     from reshard.verify.verify import Verification
@@ -30,14 +32,6 @@ def layout_data(layout: Layout) -> dict[str, object]:
     }
 
 
-def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
-    """Return the tensors of each layout, by stage."""
-    groups: dict[tuple[int, Layout], list[str]] = {}
-    for name, placed in strategy.by_stage():
-        groups.setdefault((placed.stage, placed.layout), []).append(name)
-    return groups
-
-
 def strategy_data(strategy: Strategy) -> dict[str, object]:
     """Return a strategy as plain data; a tensor has one item for each stage that holds it."""
     return {
@@ -53,29 +47,20 @@ def strategy_data(strategy: Strategy) -> dict[str, object]:
     }
 
 
-def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
-    """Return the layouts of a tensor by stage; none of one that no strategy names."""
-    if checkpoint.strategy is None or not tensor.listed:
-        return []
-    return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
-
-
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
     """Return a checkpoint as plain data; nothing is folded there."""
     ranks = checkpoint.ranks
     replicas: dict[Sharding, list[dict[str, object]]] = {}
     return {
-        **_files_data(checkpoint.root, checkpoint.files, ranks, checkpoint.step),
+        **_files_data([checkpoint]),
         "nbytes": checkpoint.nbytes,
         "warnings": list(checkpoint.warnings),
         "sampled": checkpoint.looked and checkpoint.looked._asdict(),
         "unreadable": dict(checkpoint.unreadable),
+        "totals": [total._asdict() for total in totals(checkpoint)],
         "tensors": [
             {
-                "name": tensor.spec.name,
-                "dtype": tensor.spec.dtype.name,
-                "shape": list(tensor.spec.shape),
-                "nbytes": tensor.spec.nbytes,
+                **_tensor_data(tensor),
                 "layouts": [
                     {"stage": stage, **layout_data(layout)} for stage, layout in layouts_of(checkpoint, tensor)
                 ],
@@ -84,6 +69,11 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
             for tensor in checkpoint.tensors.values()
         ],
     }
+
+
+def _tensor_data(tensor: Tensor) -> dict[str, object]:
+    name, dtype, shape = tensor.spec
+    return {"name": name, "dtype": dtype.name, "shape": list(shape), "nbytes": tensor.spec.nbytes}
 
 
 def _shards_data(
@@ -97,14 +87,15 @@ def _shards_data(
     return known[sharding]
 
 
-def _files_data(title: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None) -> dict[str, object]:
+def _files_data(parts: Sequence[Checkpoint]) -> dict[str, object]:
+    found = [(rank, file) for part in parts for rank, file in zip(part.ranks, part.files, strict=True)]
     return {
-        "source": title,
-        "step": _step_data(step),
-        "ranks": sorted(set(ranks)),
+        "source": parts[0].root,
+        "step": _step_data(parts[0].step),
+        "ranks": sorted({rank for rank, _ in found}),
         "files": [
             {"rank": rank, "path": file.path, "format": file.index.format, "nbytes": file.nbytes}
-            for file, rank in zip(files, ranks, strict=True)
+            for rank, file in sorted(found, key=itemgetter(0))
         ],
     }
 
@@ -113,49 +104,20 @@ def _step_data(step: Step | None) -> dict[str, object] | None:
     return step and step._asdict()
 
 
-def rank_files_data(
-    title: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None = None
-) -> dict[str, object]:
-    """Return what each rank's files hold, as plain data."""
+def rank_files_data(parts: Sequence[Checkpoint], warnings: Sequence[str]) -> dict[str, object]:
+    """Return what each rank's files hold, as plain data; the parts are those of `tables.rank_parts`."""
     return {
-        **_files_data(title, files, ranks, step),
+        **_files_data(parts),
+        "warnings": list(warnings),
         "groups": [
             {
-                "ranks": alike,
-                "tensors": [
-                    {
-                        "name": name,
-                        "dtype": entry.dtype.name,
-                        "shape": list(entry.shape),
-                        "nbytes": entry.nbytes,
-                    }
-                    for name, entry in entries.items()
-                ],
+                "ranks": sorted(set(part.ranks)),
+                "totals": [total._asdict() for total in totals(part)],
+                "tensors": [_tensor_data(tensor) for tensor in part.tensors.values()],
             }
-            for alike, entries in ranks_alike(files, ranks)
+            for part in parts
         ],
     }
-
-
-def ranks_alike(files: Sequence[SourceFile], ranks: Sequence[int]) -> list[tuple[list[int], Mapping[str, Entry]]]:
-    """Group ranks whose files hold tensors of equal names, dtypes and shapes, in order of the first of each group.
-
-    Ranks mostly share their index (`source.headers` sees to that), so each distinct one is looked through once.
-    """
-    by_rank: dict[int, list[SourceFile]] = {}
-    for file, rank in zip(files, ranks, strict=True):
-        by_rank.setdefault(rank, []).append(file)
-    of_index: dict[tuple[int, ...], tuple[Hashable, Mapping[str, Entry]]] = {}
-    groups: dict[Hashable, tuple[list[int], Mapping[str, Entry]]] = {}
-    for rank, held in sorted(by_rank.items()):
-        key = tuple(file.index.header for file in held)
-        if key not in of_index:
-            entries: Mapping[str, Entry] = {name: entry for file in held for name, entry in file.index.entries.items()}
-            contents = frozenset((name, entry.dtype, entry.shape) for name, entry in entries.items())
-            of_index[key] = contents, entries
-        contents_of_rank, entries = of_index[key]
-        groups.setdefault(contents_of_rank, ([], entries))[0].append(rank)
-    return list(groups.values())
 
 
 def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[str, object]:

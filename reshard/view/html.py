@@ -16,10 +16,10 @@ from reshard.errors import PYTHON, LayoutError, bytes_text, spelled
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members, group_names, ranges_text
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
-from reshard.view.data import groups_of, layouts_of
 from reshard.view.flow import plan_picture
 from reshard.view.svg import Markup, colour, details, heading, join, page, table, tag, tiles
-from reshard.view.text import LEGEND, below, conclusion, count_text, layout_text, shards_text
+from reshard.view.tables import layouts_of
+from reshard.view.text import LEGEND, below, conclusion, count_text, groups_of, layout_text, shards_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.verify.verify import Verification
-    from reshard.view.groups import Groups
     from reshard.view.svg import Picture
+    from reshard.view.tables import Groups
 
 
 _MOST_ROWS = 240

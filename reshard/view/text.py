@@ -2,8 +2,8 @@
 
 1. Pieces: sizes, counts, tables, names that are safe to print. Names come from files that nobody vouches for, so every
    one goes through `printable` before it may reach a terminal.
-2. Strategies, checkpoints, plans, reports of runs and verdicts of verifications; names that repeat are folded
-   (`strategy.names`), as a table of ten thousand tensors says nothing.
+2. Strategies, plans, reports of runs and verdicts of verifications; names that repeat are folded (`strategy.names`), as
+   a table of ten thousand tensors says nothing. Tables of tensors are in `tables`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from reshard.errors import PYTHON, LayoutError, Option, Text, bytes_text, joined, names, spelled
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_names, ranges_text
-from reshard.view.data import groups_of, layouts_of, ranks_alike
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.errors import Words
     from reshard.formats.rank_dirs import Step
-    from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
     from reshard.run.run import Report
-    from reshard.source.checkpoint import Checkpoint, Looked, Sharding, SourceFile, Tensor
+    from reshard.source.checkpoint import Looked, Sharding, SourceFile, Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.verify.difference import Difference
     from reshard.verify.verify import Verification
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
 
 _MOST_NAMES = 10
 _LEAST_NAME = 24
-_WIDEST_NAME = 256  # every row of a table is as wide as its longest name
-_RIGHT = frozenset({"count", "bytes", "bytes in all"})  # columns of numbers
+_WIDEST = 256  # or every row of a table would be as wide as its longest name
+_RIGHT = frozenset({"count", "bytes", "parameters", "tensors"})  # columns of numbers
 
 
 def printable(text: object, *, keep: str = "") -> str:
@@ -70,9 +69,9 @@ def table_lines(
         header: the titles; the first column is that of names.
         rows: the cells.
         width: how long lines may be, if not as long as they are: names are cut in the middle.
-        below: so many columns, the last ones, go to a line of their own where the width does not suffice.
+        below: so many columns, the last ones, go to lines of their own where the width does not suffice.
     """
-    lines = [tuple(header), *((shortened(name, _WIDEST_NAME), *more) for name, *more in rows)]
+    lines = [tuple(header), *map(tuple, rows)]
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if width is None or sum(sizes) + 2 * len(sizes) - 2 <= width:
         return _columns(header, lines)
@@ -82,7 +81,7 @@ def table_lines(
     return [
         text
         for line, first in zip(lines, above, strict=True)
-        for text in (first, *(["    " + "  ".join(line[kept:])] if below else []))
+        for text in (first, *wrap("  ".join(line[kept:]), width, initial_indent="    ", subsequent_indent="    "))
     ]
 
 
@@ -99,7 +98,7 @@ def shortened(name: str, room: int) -> str:
 
 
 def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    widths = [min(_WIDEST, max(len(line[column]) for line in lines)) for column in range(len(header))]
     return [
         "  ".join(
             cell.rjust(width) if title in _RIGHT else cell.ljust(width)
@@ -149,6 +148,14 @@ def layout_text(layout: Layout) -> str:
     if prod(splits) == 1:
         return f"{text}: whole on {where}"
     return f"{text}: {' x '.join(map(str, splits))} blocks, each on {where}"
+
+
+def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
+    """Return the tensors of each layout, by stage."""
+    groups: dict[tuple[int, Layout], list[str]] = {}
+    for name, placed in strategy.by_stage():
+        groups.setdefault((placed.stage, placed.layout), []).append(name)
+    return groups
 
 
 def strategy_text(strategy: Strategy, title: str) -> str:
@@ -224,52 +231,6 @@ def _written_text(plan: Plan) -> str:
     return kinds_text(kinds, index=len(kinds) < len(plan.files))
 
 
-def checkpoint_text(checkpoint: Checkpoint, *, width: int | None = None) -> str:
-    """Write a checkpoint as a table of its tensors, repeated layers folded, with sums.
-
-    Args:
-        checkpoint: what is shown.
-        width: how many columns the terminal has; None for any number.
-    """
-    counted: dict[Sharding, str] = {}
-    rows = [
-        (tensor.spec.name, _kind(checkpoint, tensor, shards_text(tensor, counted)))
-        for tensor in checkpoint.tensors.values()
-    ]
-    header = ("tensor", "count", "dtype", "shape", "bytes", "layout", "shards x replicas")
-    table = [
-        (
-            printable(name),
-            f"{count:,}",
-            dtype,
-            shape_text(shape),
-            bytes_text(nbytes * count),
-            layout,
-            shards,
-        )
-        for name, (dtype, shape, nbytes, layout, shards), count in group_names(rows)
-    ]
-    distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share theirs
-    sizes = {
-        header: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
-        for header, index in distinct.items()
-    }
-    stored = sum(sizes[file.index.header] for file in checkpoint.files)
-    lines = [*source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.step), ""]
-    lines += [*table_lines(header, table, width, below=2), ""]
-    if checkpoint.strategy is not None:
-        lines += [*LEGEND.splitlines(), ""]
-    if looked := looked_text(checkpoint.looked):
-        lines.append(f"sampled: {looked}")
-    lines.append(
-        f"{count_text(len(checkpoint), 'tensor')}, {bytes_text(checkpoint.nbytes)} in whole tensors, "
-        f"{bytes_text(stored)} in the files with replicas"
-    )
-    for name, reason in checkpoint.unreadable.items():
-        lines.append(f"not readable: {printable(name)}: {printable(reason)}")
-    return joined("\n", lines)
-
-
 def looked_text(looked: Looked | None) -> str | None:
     """Write how much of the contents was looked at when a checkpoint was opened; None where nothing is left to be said.
 
@@ -294,18 +255,6 @@ def looked_text(looked: Looked | None) -> str | None:
     return "; ".join(parts)
 
 
-def _kind(checkpoint: Checkpoint, tensor: Tensor, shards: str) -> tuple[str, Shape, int, str, str]:
-    """Return what the row of a tensor says besides its name."""
-    layouts = layouts_of(checkpoint, tensor)
-    if len(layouts) > 1:
-        rule = ", ".join(f"stage {stage}: {layout}" for stage, layout in layouts)
-    else:
-        rule = str(layouts[0][1]) if layouts else "whole"
-    if checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1 and len(layouts) == 1:
-        rule = f"stage {layouts[0][0]}: {rule}"
-    return tensor.spec.dtype.name, tensor.spec.shape, tensor.spec.nbytes, rule, shards
-
-
 def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
     """Write how many blocks and how many copies of each there are; tensors share their sharding, so once for all."""
     sharding = tensor.sharding
@@ -314,35 +263,6 @@ def shards_text(tensor: Tensor, known: dict[Sharding, str]) -> str:
         replicas = f"{copies[0]}" if len(copies) == 1 else f"{copies[0]}-{copies[-1]}"
         known[sharding] = f"{max(len(sharding.blocks), 1)} x {replicas}"
     return known[sharding]
-
-
-def rank_files_text(
-    title: str,
-    files: Sequence[SourceFile],
-    ranks: Sequence[int],
-    step: Step | None = None,
-    *,
-    width: int | None = None,
-) -> str:
-    """Write what each rank's files hold, where no strategy gives the whole tensors; ranks that hold the same as one."""
-    lines = source_lines(title, files, ranks, step)
-    for alike, entries in ranks_alike(files, ranks):
-        found = [(name, (entry.dtype.name, entry.shape, entry.nbytes)) for name, entry in entries.items()]
-        total = sum(entry.nbytes for entry in entries.values())
-        each = "each " if len(alike) > 1 else ""
-        lines += [
-            "",
-            (
-                f"{'ranks' if len(alike) > 1 else 'rank'} {ranges_text(alike)}: "
-                f"{each}{count_text(len(entries), 'tensor')}, {bytes_text(total)}"
-            ),
-        ]
-        table = [
-            (printable(name), f"{count:,}", dtype, shape_text(shape), bytes_text(nbytes * count))
-            for name, (dtype, shape, nbytes), count in group_names(found)
-        ]
-        lines += table_lines(("tensor", "count", "dtype", "shape in the file", "bytes"), table, width)
-    return joined("\n", lines)
 
 
 _MOST_FILES = 8

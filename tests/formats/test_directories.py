@@ -340,12 +340,12 @@ def test_one_rank_is_not_written_as_the_whole_model(ranks: Path, tmp_path: Path,
     ):
         refused = call(*command)
         assert refused.exit_code == 4, (command, refused.output)
-        assert "by its place, and rank" in refused.stderr
+        assert "by its place, and ranks" in refused.stderr
         assert "--layout '*=whole'" in refused.stderr
     assert not (tmp_path / "out").exists()
     with (
         chdir(ranks / "rank_3"),
-        pytest.raises(SourceError, match="rank 3 by its place, and rank 0, 1, 2 lies next to it"),
+        pytest.raises(SourceError, match="rank 3 by its place, and ranks 0, 1, 2 lie next to it"),
     ):
         reshard.plan(reshard.open("checkpoint_3.safetensors"))
 
@@ -407,7 +407,7 @@ def test_rank_directories_in_a_bucket(ranks: Path) -> None:
     fs, place = filesystem(url)
     for name, content in tree(ranks).items():
         fs.pipe(f"{place}/{name}", content)
-    with pytest.raises(SourceError, match="rank 3 by its place, and rank 0, 1, 2 lies next to it"):
+    with pytest.raises(SourceError, match="rank 3 by its place, and ranks 0, 1, 2 lie next to it"):
         reshard.plan(reshard.open(f"{url}/rank_3/checkpoint_3.safetensors"))
 
 

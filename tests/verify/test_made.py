@@ -184,7 +184,7 @@ def test_what_somebody_else_wrote_since_has_no_strategy(plan: Plan, tmp_path: Pa
     write_ranks(tmp_path / "other", FULL, TARGET)
     for path in (tmp_path / "other").rglob("*.safetensors"):
         shutil.copy(path, tmp_path / "out" / plan.files[0].path)
-    assert "these are the shapes of parts" in call("inspect", tmp_path / "out").output
+    assert "--source-strategy shows whole tensors" in call("inspect", tmp_path / "out").output
 
 
 LIES = {

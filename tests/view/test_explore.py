@@ -17,7 +17,7 @@ from reshard.layout.layout import Layout
 from reshard.storage.local import LocalStore
 from reshard.strategy.strategy import Strategy
 from reshard.view import arrays
-from reshard.view.text import checkpoint_text
+from reshard.view.tables import checkpoint_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +84,9 @@ def test_a_choice_is_a_checkpoint(source: Checkpoint, full: dict[str, np.ndarray
     assert list(chosen.sel("*.wq")) == ["layers.0.attn.wq", "layers.1.attn.wq"]
     assert "\n" not in repr(chosen)
     assert "2 left out" in chosen._repr_html_()
-    assert checkpoint_text(chosen).endswith("5 tensors, 2.1 kB in whole tensors, 2.1 kB in the files with replicas")
+    assert checkpoint_text(chosen).endswith(
+        "5 of 7 tensors, 2.1 kB in whole tensors, 2.1 kB in the files with replicas"
+    )
 
 
 def test_a_choice_is_planned_and_written(
@@ -151,6 +153,7 @@ def test_groups(source: Checkpoint) -> None:
     assert list(groups["layers.{0-1}.mlp"]) == ["layers.0.mlp", "layers.1.mlp"]
     assert source.groups("prefix").counts == {"layers": 6, "norm": 1}
     assert source.groups("dtype").dtypes == {"float32": ("float32",)}
+    assert source.groups("kind").counts == {"weights": 7}
     assert repr(groups) == f"<Groups of {source.root} by name: 4>"
     assert str(source.groups("prefix")).splitlines()[1].split() == ["layers", "6", "2.6", "kB", "float32"]
     with pytest.raises(UsageError, match="cannot be grouped by 'size'; expected name, prefix, dtype"):

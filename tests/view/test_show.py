@@ -20,14 +20,14 @@ from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, T
 from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
 from reshard.view.data import plan_data, rank_files_data, strategy_data
+from reshard.view.tables import checkpoint_text, rank_files_text, rank_parts
 from reshard.view.text import (
     bytes_text,
-    checkpoint_text,
     layout_text,
     plan_text,
     printable,
-    rank_files_text,
     strategy_text,
+    table_lines,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +56,20 @@ def test_layers_and_experts_become_one_row() -> None:
 def test_a_row_stands_for_nothing_that_is_not_there() -> None:
     names = ["a.0.0", "a.0.1", "a.1.0"]
     assert group_names((name, None) for name in names) == [("a.0.{0-1}", None, 2), ("a.1.0", None, 1)]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_table_is_not_wider_than_it_may_be_and_has_all_numbers(width: int) -> None:
+    header = ("tensor", "bytes", "layout", "shards x replicas")
+    rows = [("n" * 300, "1,024.5 GB", "stage 0: [2, 2, 2] map [-1, 1], stage 1: [2, 2, 2] map [1, -1]", "1024 x 8")]
+    lines = table_lines(header, rows, width, below=2)
+    assert max(map(len, lines)) <= width
+    assert " ".join(" ".join(lines).split()).endswith(" ".join(rows[0][1:]))
+
+
+def test_a_name_that_is_longer_than_others_does_not_widen_their_rows() -> None:
+    lines = table_lines(("tensor", "bytes"), [("n" * 4000, "1 B"), ("m", "2 B")])
+    assert [len(line) for line in lines] == [263, 4000 + 7, 263]
 
 
 def test_different_kinds_stay_apart() -> None:
@@ -157,9 +171,9 @@ def test_ten_thousand_tensors_are_quick_and_short() -> None:
     checkpoint = large(10_000, 64)
     began = time.perf_counter()
     text = checkpoint_text(checkpoint)
-    files = rank_files_text("big", checkpoint.files, checkpoint.ranks)
+    files = rank_files_text(rank_parts("big", checkpoint.files, checkpoint.ranks))
     seconds = time.perf_counter() - began
-    assert len(text.splitlines()) == 19
+    assert len(text.splitlines()) == 22
     assert "h.{0-999}.wa" in text
     assert "ranks 0-63: each 10,000 tensors" in files
     assert seconds < 2, "measured: 0.15 s"
@@ -169,10 +183,11 @@ def test_ranks_with_different_files_are_shown_apart() -> None:
     one = FileIndex("ckpt", {"w": Entry(FLOAT32, (2, 4), ((0, 32),))})
     other = FileIndex("ckpt", {"w": Entry(FLOAT32, (3, 4), ((0, 48),))}, header=1)
     files = tuple(SourceFile(f"{n}", 10, 0, index) for n, index in enumerate([one, other, one, one]))
-    text = rank_files_text("src", files, (0, 1, 2, 3))
+    parts = rank_parts("src", files, (0, 1, 2, 3))
+    text = rank_files_text(parts)
     assert "ranks 0,2-3: each 1 tensor, 32 B" in text
     assert "rank 1: 1 tensor, 48 B" in text
-    groups = rank_files_data("src", files, (0, 1, 2, 3))["groups"]
+    groups = rank_files_data(parts, [])["groups"]
     assert [group["ranks"] for group in groups] == [[0, 2, 3], [1]]  # type: ignore[attr-defined,index]
 
 
@@ -188,7 +203,7 @@ def test_hostile_names_do_not_reach_a_terminal() -> None:
     strategy = Strategy.of({name: Layout.of([1], [-1])})
     texts = [
         checkpoint_text(checkpoint),
-        rank_files_text("x\x1b", (file,), (0,)),
+        rank_files_text(rank_parts("x\x1b", (file,), (0,))),
         strategy_text(strategy, "x\x1b"),
         plan_text(reshard.plan(checkpoint, strategy, drop=["*"]), "out\x1b"),
     ]

@@ -1,0 +1,382 @@
+"""Tables of tensors: of a checkpoint, of what ranks' files hold, and of groups: how many, how large, of which dtypes.
+
+Files of ranks that no strategy puts together are a `Checkpoint` for each set of ranks that hold the same, in which the
+tensors are as they are in the files. So all tables are made of checkpoints, and sorted and chosen from alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import UsageError, bytes_text, joined, names
+from reshard.formats.entries import Where
+from reshard.layout.block import Block, shape_text
+from reshard.plan.select import all_states
+from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched
+from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
+from reshard.view.text import (
+    LEGEND,
+    count_text,
+    looked_text,
+    printable,
+    shards_text,
+    source_lines,
+    table_lines,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    from reshard.formats.entries import Entry
+    from reshard.formats.rank_dirs import Step
+    from reshard.layout.block import Shape
+    from reshard.layout.layout import Layout
+    from reshard.source.checkpoint import SourceFile
+
+_KEYS: dict[str, Callable[[Checkpoint], Callable[[str], str]]] = {
+    "prefix": lambda _: lambda name: name.partition(".")[0],
+    "dtype": lambda checkpoint: lambda name: checkpoint.tensors[name].spec.dtype.name,
+    "kind": lambda checkpoint: kinds(checkpoint).__getitem__,
+}
+_SORTED: dict[str, Callable[[str, int], Any]] = {
+    "bytes": lambda _, nbytes: -nbytes,
+    "name": lambda name, _: natural(name.replace("{", "")),  # of several layers, as the first of them
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups(Mapping[str, Checkpoint]):
+    """The tensors of a checkpoint in groups: a mapping of each group's name to a checkpoint of its tensors.
+
+    Attributes:
+        checkpoint: of which the tensors are.
+        by: what they are grouped by.
+        members: for each group, the names of its tensors.
+    """
+
+    checkpoint: Checkpoint
+    by: str
+    members: Mapping[str, tuple[str, ...]]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many tensors each group has."""
+        return {group: len(members) for group, members in self.members.items()}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each group's whole tensors, replicas counted once, in bytes."""
+        tensors = self.checkpoint.tensors
+        return {group: sum(tensors[name].spec.nbytes for name in some) for group, some in self.members.items()}
+
+    @property
+    def dtypes(self) -> dict[str, tuple[str, ...]]:
+        """The dtypes in each group, by name."""
+        tensors = self.checkpoint.tensors
+        return {
+            group: tuple(dict.fromkeys(tensors[name].spec.dtype.name for name in some))
+            for group, some in self.members.items()
+        }
+
+    def __getitem__(self, group: str) -> Checkpoint:
+        return self.checkpoint.sel(*self.members[group])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.members)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __contains__(self, group: object) -> bool:
+        return group in self.members
+
+    def __repr__(self) -> str:
+        return f"<Groups of {printable(self.checkpoint.root)} by {self.by}: {len(self)}>"
+
+    def __str__(self) -> str:
+        counts, sizes, dtypes = self.counts, self.sizes, self.dtypes
+        rows = [
+            (printable(group), f"{counts[group]:,}", bytes_text(sizes[group]), ", ".join(dtypes[group]))
+            for group in self
+        ]
+        return "\n".join(table_lines((self.by, "count", "bytes", "dtype"), rows))
+
+    def _repr_html_(self) -> str:
+        from reshard.view.html import groups_html
+
+        return groups_html(self)
+
+
+def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
+    """Group the tensors of a checkpoint.
+
+    Args:
+        checkpoint: of which the tensors are.
+        by: `name`, where names that differ in numbers only are one group (`layers.{0-31}.wq.weight`), `prefix`, what
+            stands before the first dot, `dtype`, or `kind` (`kinds`).
+
+    Raises:
+        UsageError: tensors cannot be grouped by that.
+    """
+    found: dict[str, list[str]] = {}
+    if by == "name":
+        for group, _, members in group_members((name, None) for name in checkpoint):
+            found.setdefault(group, []).extend(members)
+    elif by in _KEYS:
+        key = _KEYS[by](checkpoint)
+        for name in checkpoint:
+            found.setdefault(key(name), []).append(name)
+    else:
+        raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}")
+    return Groups(checkpoint, by, {group: tuple(members) for group, members in found.items()})
+
+
+def kinds(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what each tensor is, by its name: `weights`, the prefix of the optimizer's states (`adam_m`), or `other`.
+
+    Other are `global_step`, `learning_rate` and the like, and text. Names that were left out are known, too: to choose
+    the states alone makes no weights of them.
+    """
+    states = all_states(checkpoint, None, checkpoint.left_out)
+    return {
+        name: name.removesuffix(states[name]).rstrip(".")
+        if name in states
+        else "other"
+        if is_training_state(name, tensor)
+        else "weights"
+        for name, tensor in checkpoint.tensors.items()
+    }
+
+
+class Total(NamedTuple):
+    """What the tensors of one kind and dtype are in sum; `parameters` are the numbers in them."""
+
+    kind: str
+    dtype: str
+    tensors: int
+    parameters: int
+    nbytes: int
+
+
+def totals(checkpoint: Checkpoint) -> list[Total]:
+    """Return the sums by kind and dtype: weights first, what is neither weight nor state of one last."""
+    kind_of = kinds(checkpoint)
+    sums: dict[tuple[str, str], list[int]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        total = sums.setdefault((kind_of[name], tensor.spec.dtype.name), [0, 0, 0])
+        total[0] += 1
+        total[1] += prod(tensor.spec.shape)
+        total[2] += tensor.spec.nbytes
+    order = ["weights", *dict.fromkeys(kind for kind, _ in sums if kind not in {"weights", "other"}), "other"]
+    found = [Total(kind, dtype, *total) for (kind, dtype), total in sums.items()]
+    return sorted(found, key=lambda total: order.index(total.kind))
+
+
+def rank_parts(
+    root: str, files: Sequence[SourceFile], ranks: Sequence[int], step: Step | None = None
+) -> list[Checkpoint]:
+    """Return what ranks' files hold: a checkpoint for each set of ranks whose tensors have equal names and shapes.
+
+    Ranks mostly share their index (`source.headers` sees to that), so each distinct one is looked through once.
+
+    Args:
+        root: what was opened.
+        files: the files of all ranks.
+        ranks: the rank of each file.
+        step: which of the checkpoints of a training run they are.
+    """
+    by_rank: dict[int, list[SourceFile]] = {}
+    for file, rank in zip(files, ranks, strict=True):
+        by_rank.setdefault(rank, []).append(file)
+    of_headers: dict[tuple[int, ...], Hashable] = {}
+    alike: dict[Hashable, dict[int, list[SourceFile]]] = {}
+    for rank, held in sorted(by_rank.items()):
+        headers = tuple(file.index.header for file in held)
+        if headers not in of_headers:
+            entries = [file.index.entries.items() for file in held]
+            of_headers[headers] = frozenset((n, e.dtype, e.shape) for some in entries for n, e in some)
+        alike.setdefault(of_headers[headers], {})[rank] = held
+    return [replace(_as_they_are(root, some), step=step) for some in alike.values()]
+
+
+def _as_they_are(root: str, held: Mapping[int, Sequence[SourceFile]]) -> Checkpoint:
+    """Return the tensors of the first of some ranks that hold the same, as they are in its files."""
+    shared: dict[tuple[int, Shape], Sharding] = {}
+
+    def tensor(number: int, name: str, entry: Entry) -> Tensor:
+        key = number, entry.shape
+        if key not in shared:
+            shared[key] = Sharding((Block.whole(entry.shape),), ((Where(number, 0),),))
+        return Tensor(TensorSpec(name, entry.dtype, entry.shape), shared[key], (entry.runs,), text=entry.text)
+
+    first = next(iter(held.values()))
+    found = [tensor(n, *item) for n, file in enumerate(first) for item in file.index.entries.items()]
+    return Checkpoint(
+        root,
+        {one.spec.name: one for one in found},
+        tuple(chain.from_iterable(held.values())),
+        tuple(rank for rank, some in held.items() for _ in some),
+        unreadable={name: reason for file in first for name, reason in file.index.unreadable},
+    )
+
+
+def chosen(parts: Sequence[Checkpoint], patterns: Sequence[str]) -> list[Checkpoint]:
+    """Return the checkpoints with those tensors only that patterns choose: names, or globs; all where there is none.
+
+    Raises:
+        UsageError: a pattern matches no tensor of any; the nearest patterns are named.
+    """
+    if not patterns:
+        return list(parts)
+    every = {name for part in parts for name in (*part.tensors, *part.unreadable)}
+    others = every - matched(parts[0].root, every, patterns)
+    return [part.without(others & {*part.tensors, *part.unreadable}) for part in parts]
+
+
+def in_order(checkpoint: Checkpoint, sort: str | None) -> Checkpoint:
+    """Return a checkpoint with its tensors by `name` or by `bytes`, the largest first; None: as they are."""
+    if sort is None:
+        return checkpoint
+    key = _SORTED[sort]
+    some = sorted(checkpoint.tensors.items(), key=lambda item: key(item[0], item[1].spec.nbytes))
+    return replace(checkpoint, tensors=dict(some))
+
+
+def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: int | None = None) -> str:
+    """Write a checkpoint as a table of its tensors, repeated layers folded, with sums.
+
+    Args:
+        checkpoint: what is shown.
+        sort: by what rows are sorted, as in `in_order`.
+        width: how many columns the terminal has; None for any number.
+    """
+    known: dict[Sharding, str] = {}
+    shards = {name: shards_text(tensor, known) for name, tensor in checkpoint.tensors.items()}
+    more: dict[str, Callable[[Tensor], str]] = {}
+    if checkpoint.strategy is not None:
+        more["layout"] = lambda tensor: _layouts(checkpoint, tensor)
+    if set(shards.values()) - {"1 x 1"}:
+        more["shards x replicas"] = lambda tensor: shards[tensor.spec.name]
+    distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share theirs
+    sizes = {
+        header: sum(entry.nbytes for name, entry in index.entries.items() if name not in checkpoint.left_out)
+        for header, index in distinct.items()
+    }
+    stored = sum(sizes[file.index.header] for file in checkpoint.files)
+    lines = [*source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.step), ""]
+    lines += [*_rows(checkpoint, "shape", sort, width, more), ""]
+    if checkpoint.strategy is not None:
+        lines += [*LEGEND.splitlines(), ""]
+    lines += [*_totals(checkpoint, width), ""]
+    if looked := looked_text(checkpoint.looked):
+        lines.append(f"sampled: {looked}")
+    in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas"
+    lines.append(f"{_counted(checkpoint)}{in_files if checkpoint.strategy is not None else ''}")
+    for name, reason in checkpoint.unreadable.items():
+        lines.append(f"not readable: {printable(name)}: {printable(reason)}")
+    return joined("\n", lines)
+
+
+def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, width: int | None = None) -> str:
+    """Write what ranks' files hold, where no strategy gives the whole tensors; ranks that hold the same as one.
+
+    Args:
+        parts: as `rank_parts` returns them.
+        sort: by what rows are sorted, as in `in_order`.
+        width: how many columns the terminal has; None for any number.
+    """
+    files = [file for part in parts for file in part.files]
+    lines = source_lines(parts[0].root, files, [rank for part in parts for rank in part.ranks], parts[0].step)
+    for part in parts:
+        alike = sorted(set(part.ranks))
+        some = f"ranks {ranges_text(alike)}: each " if len(alike) > 1 else f"rank {alike[0]}: "
+        lines += ["", f"{some if len(parts) > 1 or len(alike) > 1 else ''}{_counted(part)}"]
+        if part.tensors:
+            lines += [*_rows(part, "shape in the file", sort, width, {}), "", *_totals(part, width)]
+    return joined("\n", lines)
+
+
+def _counted(checkpoint: Checkpoint) -> str:
+    """Write how many tensors there are, of how many if some were left out, and how large they are."""
+    every = len(checkpoint) + len(checkpoint.left_out)
+    some = f"{len(checkpoint):,} of " if checkpoint.left_out else ""
+    return f"{some}{count_text(every, 'tensor')}, {bytes_text(checkpoint.nbytes)}"
+
+
+def _rows(
+    checkpoint: Checkpoint,
+    shape: str,
+    sort: str | None,
+    width: int | None,
+    more: Mapping[str, Callable[[Tensor], str]],
+) -> list[str]:
+    """Return the lines of a table of tensors, repeated layers as one, with more columns, and what their shapes are."""
+    rows = group_names(
+        (name, (tensor.spec._replace(name=""), tuple(text(tensor) for text in more.values())))
+        for name, tensor in checkpoint.tensors.items()
+    )
+    if sort is not None:
+        key = _SORTED[sort]
+        rows.sort(key=lambda row: key(row[0], row[1][0].nbytes * row[2]))
+    table = [
+        (
+            printable(name),
+            f"{count:,}",
+            spec.dtype.name,
+            shape_text(spec.shape),
+            bytes_text(spec.nbytes * count),
+            *texts,
+        )
+        for name, (spec, texts), count in rows
+    ]
+    return table_lines(("tensor", "count", "dtype", shape, "bytes", *more), table, width, below=len(more))
+
+
+def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
+    table = [
+        (printable(one.kind), one.dtype, f"{one.tensors:,}", f"{one.parameters:,}", bytes_text(one.nbytes))
+        for one in totals(checkpoint)
+    ]
+    return table_lines(("kind", "dtype", "tensors", "parameters", "bytes"), table, width)
+
+
+def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
+    """Return the layouts of a tensor by stage; none of one that no strategy names."""
+    if checkpoint.strategy is None or not tensor.listed:
+        return []
+    return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
+
+
+def _layouts(checkpoint: Checkpoint, tensor: Tensor) -> str:
+    """Write the layouts of a tensor, with the stages of each where there are several."""
+    layouts = layouts_of(checkpoint, tensor)
+    if len(layouts) > 1 or (layouts and checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1):
+        return ", ".join(f"stage {stage}: {layout}" for stage, layout in layouts)
+    return str(layouts[0][1]) if layouts else "whole"
+
+
+def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[str | int, ...]]:
+    """Yield the rows of a table as data, the titles first: one for each tensor, nothing folded.
+
+    Args:
+        parts: one checkpoint, or as `rank_parts` returns them.
+        whole: the tensors are whole ones, and not what ranks' files hold.
+    """
+    common = ("name", "kind", "dtype", "shape", "parameters", "nbytes")
+    yield (*common, "layout", "blocks", "replicas") if whole else ("ranks", *common)
+    known: dict[Sharding, str] = {}
+    for part in parts:
+        alike = sorted(set(part.ranks))
+        ranks, kind_of = ranges_text(alike, most=len(alike)), kinds(part)
+        for name, tensor in part.tensors.items():
+            _, dtype, shape = tensor.spec
+            row = (name, kind_of[name], dtype.name, str([*shape]), prod(shape), tensor.spec.nbytes)
+            if whole:
+                blocks, _, replicas = shards_text(tensor, known).partition(" x ")
+                yield (*row, _layouts(part, tensor) if part.strategy is not None else "", blocks, replicas)
+            else:
+                yield (ranks, *row)
