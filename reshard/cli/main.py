@@ -19,7 +19,17 @@ import click
 
 import reshard
 from reshard.cli.options import READ_PLACE, TARGET, json_option, source_options
-from reshard.cli.terminal import Border, called_as, print_csv, print_json, print_text, say_warnings, width, wrote
+from reshard.cli.terminal import (
+    Border,
+    called_as,
+    option,
+    print_csv,
+    print_json,
+    print_text,
+    say_warnings,
+    width,
+    wrote,
+)
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -115,14 +125,23 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
 )
 @click.argument("source", type=READ_PLACE)
 @source_options
-@click.option(
-    "--match", multiple=True, metavar="GLOB", help="Only tensors of these names, such as 'layers.0.*'. May be repeated."
+@option(
+    "--match",
+    under="Tensors",
+    first=True,
+    multiple=True,
+    metavar="GLOB",
+    help="Only tensors of these names, such as 'layers.0.*'. May be repeated.",
 )
-@click.option(
-    "--sort", type=click.Choice(["bytes", "name"]), help="Order of the rows, the largest first.  [default: the files']"
+@option(
+    "--sort",
+    under="Output",
+    first=True,
+    type=click.Choice(["bytes", "name"]),
+    help="Largest first, or by name.  [default: the order of the files]",
 )
 @json_option
-@click.option("--csv", "as_csv", is_flag=True, help="Print one row a tensor as comma-separated values.")
+@option("--csv", "as_csv", under="Output", first=True, is_flag=True, help="Print a row for each tensor, as RFC 4180.")
 def inspect(
     source: Place,
     source_strategy: Place | None,

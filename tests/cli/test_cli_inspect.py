@@ -179,3 +179,19 @@ def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> N
     file = next((tmp_path / "out" / "rank_2").iterdir())
     os.utime(file, (1, 1))
     assert "is of rank 2 by its place; its tensors are taken" in done("inspect", file).stderr
+
+
+@pytest.mark.parametrize("way", [["--format", "zarr"], ["--style", "huggingface"]], ids=["zarr", "huggingface"])
+def test_what_is_whole_by_itself_has_sums_and_rows_at_a_url_too(case: Case, tmp_path: Path, way: list[str]) -> None:
+    target = f"memory://looked-at/{tmp_path.name}"
+    done("unify", case.source, target, "--source-strategy", case.source_strategy, *way)
+    whole = json.loads(done("inspect", case.source, "--source-strategy", case.source_strategy, "--json").stdout)
+    found = json.loads(done("inspect", target, "--json", "--sort", "name").stdout)
+    sums, expected = ({tuple(one.values()) for one in data["totals"]} for data in (found, whole))
+    assert sums == expected
+    rows = list(csv.DictReader(io.StringIO(done("inspect", target, "--csv", "--sort", "name").stdout)))
+    assert [row["name"] for row in rows] == [one["name"] for one in found["tensors"]]
+    assert {row["layout"] for row in rows} == {""}
+    shown = done("inspect", target, "--match", "net.*").stdout
+    assert "\n6 of 15 tensors, 7.5 kB\n" in shown
+    assert "layout" not in shown
