@@ -228,12 +228,12 @@ def chosen(parts: Sequence[Checkpoint], patterns: Sequence[str]) -> list[Checkpo
     """Return the checkpoints with those tensors only that patterns choose: names, or globs; all where there is none.
 
     Raises:
-        UsageError: a pattern matches no tensor of any; the nearest patterns are named.
+        UsageError: a pattern matches no tensor of any; the nearest is named.
     """
     if not patterns:
         return list(parts)
-    every = {name for part in parts for name in (*part.tensors, *part.unreadable)}
-    others = every - matched(parts[0].root, every, patterns)
+    every = dict.fromkeys(name for part in parts for name in (*part.tensors, *part.unreadable))
+    others = every.keys() - matched(parts[0].root, every, patterns)
     return [part.without(others & {*part.tensors, *part.unreadable}) for part in parts]
 
 
