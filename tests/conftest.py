@@ -35,6 +35,9 @@ def mindspore_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return helpers.unpack(tmp_path_factory.mktemp("mindspore"))
 
 
+if "COLUMNS" not in os.environ:
+    os.unsetenv("COLUMNS")  # readline, which pytest imports, sets it for the commands that tests start
+
 _COLUMNS = ("faults", "not finished", "resumed", "told to add an option")
 
 
