@@ -320,6 +320,13 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="The source may lack ranks, but not the blocks that are needed.",
         ),
         option(
+            "--iteration",
+            under="Source",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Which checkpoint of a run's directory; by default the one that the run names as its last.",
+        ),
+        option(
             "--stage",
             under="Source",
             type=click.IntRange(min=0),

@@ -41,6 +41,7 @@ _DEFAULTS: dict[str, Any] = {
     "suffix": None,
     "layouts": {},
     "stage": None,
+    "iteration": None,
     "partial": False,
 }
 
@@ -81,6 +82,13 @@ def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME=RULE",
             callback=layout_rules,
             help="As --layout, for TARGET.",
+        ),
+        option(
+            "--target-iteration",
+            under="Target",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="As --iteration, for TARGET.",
         ),
         option("--target-suffix", under="Target", metavar="SUFFIX", help="As --suffix, for TARGET."),
         option(

@@ -5,8 +5,8 @@ of another program's blocks, would pass for whole tensors or for rank files. Wha
 any header is read: names that no other files have, and the first bytes of files that other programs use too. (Blocks of
 PyTorch's safetensors also say in their header that they are some.)
 
-None of these formats is read from here: a unified set is with its index (`sets`), the others are not yet. Whoever
-reads one takes it out of this list.
+None of these formats is read file by file: a unified set is with its index (`sets`), a Checkpoint 2.0 with its metadata
+(`readers.checkpoint2`), the others are not yet.
 
 Sources: PyTorch 2.13 `distributed/checkpoint` (`filesystem.py`, `hf_storage.py`), hyper-parallel
 `core/distributed_checkpoint`, mindformers 2.1.0 `checkpoint/checkpoint.py`, MindSpore 2.10
@@ -72,12 +72,22 @@ PARTS = DirectoryFormat(
 )
 """Told by short names, which the only file of a rank may have too."""
 
+ITERATION = re.compile(r"iteration_(\d{8,})")
+"""The directory of a Checkpoint 2.0 in that of a run."""
+
 RUNS = DirectoryFormat(
     re.compile(r"latest_checkpoint(?:ed)?_iteration\.txt"),
     "names an iteration of a training run that saves distributed checkpoints",
     f"{_WHOLE}such checkpoints are not read yet: save rank files or whole tensors instead",
 )
 """Above the directories that have the files; a whole file next to it is not a part of it."""
+
+CHECKPOINT2 = DirectoryFormat(
+    re.compile(r"(?P<prefix>(?:.+-)?)(?P<kind>model|opt)-(?P<number>\d{7,})-(?P<count>\d{7,})\.safetensors", re.DOTALL),
+    "is of a Checkpoint 2.0 of MindSpore Transformers",
+    "expected all of its files; open their directory",
+    {"metadata.json": re.compile(rb'"state_dict_metadata"\s*:')},
+)
 
 DIRECTORY_FORMATS = (
     DirectoryFormat(
@@ -91,12 +101,7 @@ DIRECTORY_FORMATS = (
         "has blocks that PyTorch saved for Hugging Face",
         _CONSOLIDATE,
     ),
-    DirectoryFormat(
-        re.compile(r"(?:.+-)?(?:model|opt)-\d{7,}-\d{7,}\.safetensors"),
-        "is of a Checkpoint 2.0 of MindSpore Transformers",
-        f"{_WHOLE}such checkpoints are not read yet: save it with use_legacy_format: True",
-        {"metadata.json": re.compile(rb'"state_dict_metadata"\s*:')},
-    ),
+    CHECKPOINT2,
     RUNS,
     DirectoryFormat(
         re.compile(r"(?:.+[-_.])?\d{5,}-of-(?!0*1\.)\d{5,}\.(?:safetensors|ckpt)"),

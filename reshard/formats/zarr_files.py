@@ -42,7 +42,12 @@ def is_store(root: Place) -> bool:
     Raises:
         SourceError: what is at the URL cannot be looked at.
     """
-    return any(name in {METADATA, *V2} or stem_of_unfinished(name) == METADATA for name in root.names())
+    return any(map(is_of_store, root.names()))
+
+
+def is_of_store(name: str) -> bool:
+    """Return whether a file, by its name, is one that only a zarr store has."""
+    return name in {METADATA, *V2} or stem_of_unfinished(name) == METADATA
 
 
 class StoreFiles:

@@ -50,6 +50,7 @@ _RANK_IN_PATH = re.compile(r"rank_?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 WORDS: Words = {
     **PYTHON,
+    "iteration": ("iteration to reshard.open", "iteration={} to reshard.open"),
     "key": ("dec_key", "dec_key=key, dec_mode={!r}"),
     "layout": ("layouts={{{!r}: {!r}}} to reshard.open",),
     "partial": ("partial=True to reshard.open",),

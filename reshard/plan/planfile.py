@@ -39,6 +39,7 @@ from reshard.source.checkpoint import Looked
 from reshard.source.headers import index_digests, pages_digest
 from reshard.source.made import STRATEGY, read_small_strategy, small_strategy
 from reshard.source.open import files_read, reopen
+from reshard.source.open import open as open_checkpoint
 from reshard.storage.places import Place, as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse
@@ -67,6 +68,7 @@ _WAYS: dict[str, tuple[type[Any], tuple[object, ...]]] = {
 
 _SOURCE = {
     "root": LINE,
+    "described_by": TEXT,
     "strategy": Maybe(STRATEGY),
     "stage": Maybe(COUNT),
     "partial": FLAG,
@@ -195,10 +197,10 @@ class PlanFile:
         paths: dict[int, list[Place]] = {}
         for rank, path, *_ in given["files"]:
             paths.setdefault(rank, []).append(as_place(root / path))
-        if given["files"][-1][1] == METADATA:  # below a directory, which makes that a store
-            from reshard.source.zarr import open_store  # not on every start
-
-            checkpoint = open_store(as_place(root))
+        if given["described_by"]:
+            checkpoint = open_checkpoint(as_place(root), contents=False)
+            if checkpoint.described_by != given["described_by"]:
+                raise TargetError(f"{root}: has no {given['described_by']}; {_OTHER_FILES}")
         else:
             checkpoint = reopen(
                 str(root),
@@ -354,6 +356,7 @@ def _source_data(source: Checkpoint) -> Json:
         files.append((file.rank, file.path, file.nbytes, number, pages_digest(file.place)))
     return {
         "root": os.path.abspath(root),  # noqa: PTH100 -- without `..`, links as they are
+        "described_by": source.described_by,
         "strategy": small_strategy(source.strategy),
         "stage": source.part,
         "partial": source.partial,

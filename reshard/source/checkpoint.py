@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import FileIndex, Runs
     from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Block, Shape
+    from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
     from reshard.plan.select import Selection
     from reshard.run.run import Report
@@ -190,6 +191,8 @@ class Checkpoint(Mapping[str, Any]):
         lone_rank: why its tensors, which are taken as whole ones, seem to be the blocks of one rank; else empty.
         elsewhere: where `part` is one stage of a pipeline, names that only others have, as far as is known.
         step: which of the checkpoints of a training run it is; None where the names of its files do not say.
+        described_by: the file that says which block is where, in place of a strategy; else empty.
+        layouts: how tensors are cut, as that file says it.
     """
 
     root: str
@@ -208,6 +211,8 @@ class Checkpoint(Mapping[str, Any]):
     lone_rank: str = ""
     elsewhere: frozenset[str] = frozenset()
     step: Step | None = None
+    described_by: str = ""
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     def require_whole(self) -> None:
         """Check that nothing says that its tensors, opened as whole ones, are the blocks of one rank.

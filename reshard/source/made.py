@@ -46,7 +46,7 @@ STRATEGY = {
 
 _SOURCE = {
     "root": LINE,
-    "is_store": FLAG,
+    "describes_itself": FLAG,
     "files": [(COUNT, LINE)],  # rank and path
     "strategy": Maybe(STRATEGY),
     "stage": Maybe(COUNT),
@@ -158,11 +158,11 @@ def _newest(root: str, file: str | None = None, *, directory: str | None = None)
 
 def source_data(source: Checkpoint) -> dict[str, Any]:
     """Return what a ledger says of a source."""
-    is_zarr = source.format == "zarr"
+    alone = bool(source.described_by)
     return {
         "root": str(as_place(source.root).absolute()),
-        "is_store": is_zarr,
-        "files": [] if is_zarr else [(r, file.path) for r, file in zip(source.ranks, source.files, strict=True)],
+        "describes_itself": alone,
+        "files": [] if alone else [(r, file.path) for r, file in zip(source.ranks, source.files, strict=True)],
         "strategy": small_strategy(source.strategy),
         "stage": source.part,
         "partial": source.partial,

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import partial as applied
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from reshard.errors import Faults, LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats import index_file
-from reshard.formats.directories import PARTS, is_later_part, refuse_blocks, refuse_directory, refuse_one_of_several
+from reshard.formats.directories import (
+    CHECKPOINT2,
+    ITERATION,
+    PARTS,
+    is_later_part,
+    refuse_blocks,
+    refuse_directory,
+    refuse_one_of_several,
+)
 from reshard.formats.entries import FileIndex
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files, rank_of
 from reshard.formats.sets import SET_FILES, read_index
-from reshard.formats.zarr_files import is_store
+from reshard.formats.zarr_files import is_of_store, is_store
 from reshard.layout.layout import Layout
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile
@@ -46,14 +55,16 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     layouts: Mapping[str, str] | None = None,
     stage: int | Literal["own"] | None = None,
     partial: bool = False,
+    iteration: int | None = None,
     cipher: Cipher | None = None,
     contents: bool | Literal["blocks"] = True,
 ) -> Checkpoint:
     """Open a checkpoint, reading headers and samples of the contents.
 
     Args:
-        path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; or one
-            file of whole tensors. A local path, or a URL that fsspec knows, such as `s3://bucket/run`.
+        path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; a
+            Checkpoint 2.0 of MindSpore Transformers, or the directory of a run that saves such; or one file of whole
+            tensors. A local path, or a URL that fsspec knows, such as `s3://bucket/run`.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the source is one rank of whole tensors.
         rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
@@ -64,6 +75,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             files next to it or those of the checkpoint show that there are others. `own`: take a strategy as it is;
             of one stage among the files of others, its tensors are taken, with a warning.
         partial: the files of some ranks are enough; a plan that needs others is refused.
+        iteration: which checkpoint of a run; by default that which the run names as the last.
         cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra.
         contents: compare samples of what the strategy calls replicas, and of what it calls different blocks
             (`Checkpoint.looked` says how many); `blocks` compares the latter alone. Copies that are not sampled and may
@@ -74,15 +86,17 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             all faults at once.
         StrategyError: the strategy cannot be read.
     """
-    if not isinstance(path, Mapping) and is_store(place := as_place(path)):
-        if strategy is not None or layouts or stage is not None or suffix is not None or cipher is not None:
+    bare = strategy is None and not layouts and stage is None and suffix is None and rank_pattern == RANK_PATTERN
+    opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration)
+    if opener is not None:
+        if not bare or cipher is not None:
             raise UsageError(
-                f"{path}: is a zarr store of whole tensors; give no strategy, layout, stage, suffix or key"
+                f"{path}: says itself which block is where; give no strategy, layout, stage, suffix, pattern or key"
             )
-        from reshard.source.zarr import open_store  # not on every start
-
-        return open_store(place)
-    if strategy is None and not layouts and stage is None and suffix is None and rank_pattern == RANK_PATTERN:
+        return opener(contents=contents)
+    if iteration is not None:
+        raise UsageError(Text(f"{path}: has no iterations; leave ", Option("iteration", iteration), " out"))
+    if bare:
         found = None if isinstance(path, Mapping) else _as_made(as_place(path), cipher, contents)
         if found is not None:
             return found
@@ -127,6 +141,32 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         step=step,
     )
     return compare_contents(checkpoint, ruled, contents=contents)
+
+
+class _Opener(Protocol):
+    """Opens a directory."""
+
+    def __call__(self, *, contents: bool | Literal["blocks"]) -> Checkpoint:
+        """Return its checkpoint, with samples of the contents compared as `open` does."""
+
+
+def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
+    """Return what opens a directory that says itself which block is where; None for any other.
+
+    Args:
+        root: a zarr store, a Checkpoint 2.0, or the directory of a run that saves such.
+        iteration: which checkpoint of a run; by default that which the run names as the last.
+    """
+    there = root.names()
+    if any(map(is_of_store, there)):
+        from reshard.source.zarr import open_store  # not on every start
+
+        return applied(open_store, root)
+    if CHECKPOINT2.shown_by(root, there) or any(map(ITERATION.fullmatch, there)):
+        from reshard.readers.checkpoint2 import open_checkpoint2  # likewise
+
+        return applied(open_checkpoint2, root, there, iteration)
+    return None
 
 
 def made_at(path: AnyName) -> Made | None:
@@ -230,7 +270,7 @@ def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix
         SourceError: no files, no step that every rank has.
     """
     root = as_place(path)
-    if is_store(root) or (root.is_dir() and read_index(root)):
+    if self_described(root) or (root.is_dir() and read_index(root)):
         return False
     return len(rank_files(root, rank_pattern, suffix, [])[0]) > 1
 
@@ -269,15 +309,13 @@ def read_headers(
         )
     root = as_place(path)
     root.refresh()
-    if is_store(root):
-        from reshard.source.zarr import open_store  # likewise
-
-        store = open_store(root)
-        return Read(store.files, store.ranks, list(store.warnings))
+    if opener := self_described(root):
+        found = opener(contents=False)
+        return Read(found.files, found.ranks, list(found.warnings), found.step)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
-        found, step = rank_files(root, rank_pattern, suffix, warnings)
-        return Read(*indexed(found, cipher), warnings, step)
+        of_ranks, step = rank_files(root, rank_pattern, suffix, warnings)
+        return Read(*indexed(of_ranks, cipher), warnings, step)
     paths, weight_map = unified
     files, ranks = indexed({0: paths}, cipher)
     held = {paths[number].name: file.index.entries for number, file in enumerate(files)}

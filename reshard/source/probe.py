@@ -82,7 +82,13 @@ def compare_contents(
             found[name] = tensor._replace(varies=name != _STEP)
     looked = look.samples(others) if contents else None
     look.faults.raise_if_any(SourceError)
-    return replace(checkpoint, tensors=found, warnings=(*checkpoint.warnings, *look.warnings), looked=looked)
+    return replace(
+        checkpoint,
+        tensors={name: tensor for name, tensor in found.items() if name not in look.unreadable},
+        unreadable={**checkpoint.unreadable, **look.unreadable},
+        warnings=(*checkpoint.warnings, *look.warnings),
+        looked=looked,
+    )
 
 
 def _may_vary(tensor: Tensor, ruled: Mapping[str, str]) -> bool:
@@ -108,6 +114,7 @@ class _Look:
         self.faults, self.warnings = Faults(checkpoint.root), list[str]()
         self.most = _MOST_REQUESTS if any(can(file.path).waits for file in self.files) else _MOST_READS
         self.proven_split = False
+        self.unreadable: dict[str, str] = {}
         self.alike: list[str] = []
         self.constant: list[str] = []
 
@@ -117,7 +124,9 @@ class _Look:
         differs = tensor.varies
         if tensor.text is None and len(copies) > 1:
             differs = self.differ(tensor, copies, _PAGES)
-        if differs and name == _STEP:
+        if differs and name == _STEP and self.checkpoint.described_by:
+            self.unreadable[name] = "differs between the ranks, which are of different steps"
+        elif differs and name == _STEP:
             advice = Text("choose the files with ", Option("suffix"))
             self.faults.add(_STEP, Text("differs between the ranks, which are of different steps; ", advice))
         elif differs:
@@ -155,7 +164,8 @@ class _Look:
 
     def _may_be_whole(self, tensor: Tensor) -> bool:
         """Return whether a tensor should be in several blocks, and nobody has looked already."""
-        return len(tensor.sharding.blocks) > 1 and tensor.listed and tensor.spec.name not in self.ruled
+        known = self.checkpoint.described_by or tensor.spec.name in self.ruled  # by the shapes in headers, or by hand
+        return len(tensor.sharding.blocks) > 1 and tensor.listed and not known
 
     def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, Where]]:
         """Yield the numbers of blocks and where they are, those first that say most."""
@@ -184,7 +194,13 @@ class _Look:
     def _tell_differing(self, tensor: Tensor, block: int, one: int, other: int) -> None:
         name, ranks = tensor.spec.name, f"rank {self.ranks[one]} and rank {self.ranks[other]}"
         where = f"block {tensor.sharding.blocks[block]} differs between {ranks}"
-        if not tensor.listed:
+        metadata = self.checkpoint.described_by
+        if metadata and not tensor.listed:
+            self.unreadable[name] = f"differs between the ranks, and {metadata} does not list it"
+            return
+        if metadata:
+            fault = Text(f"{where}, which {metadata} says hold the same")
+        elif not tensor.listed:
             fault = Text("differs between the ranks and no strategy lists it; ", unlisted(name))
         elif name in self.ruled:
             fault = Text(f"{where}, which the rule {self.ruled[name]!r} says hold the same")

@@ -62,7 +62,7 @@ _CHUNKS = FileIndex(zarr.NAME, {})
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
-def open_store(root: Place) -> Checkpoint:
+def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: ARG001 -- it has no replicas
     """Open a zarr store, reading its metadata and the indexes of its shards.
 
     Raises:
@@ -127,7 +127,7 @@ class _Store:
         return Checkpoint(
             root, ordered, tuple(self.files.values()), (0,) * len(self.files), unreadable=self.unreadable,
             decoding=Decoding.of(self.units, self.slabs, self.chunks) if self.units else None,
-            warnings=tuple(self._warnings()),
+            warnings=tuple(self._warnings()), described_by=METADATA,
         )  # fmt: skip
 
     def _warnings(self) -> Iterator[str]:

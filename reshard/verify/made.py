@@ -78,7 +78,7 @@ def _source(given: dict[str, Any], cipher: Cipher | None) -> Checkpoint:
         raise SourceError(
             Text(f"{given['root']}: is encrypted, and a ledger holds no key; give it: ", Option("source_key"))
         )
-    if given["is_store"]:
+    if given["describes_itself"]:
         return open_checkpoint(given["root"], cipher=cipher).without(set(given["left_out"]))
     paths: dict[int, list[str]] = {}
     for rank, path in given["files"]:

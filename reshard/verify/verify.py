@@ -24,7 +24,7 @@ from reshard.plan.budget import comparison_budget
 from reshard.plan.select import Selection
 from reshard.run.executor import map_tasks
 from reshard.source.checkpoint import Checkpoint
-from reshard.source.open import made_at, read_headers
+from reshard.source.open import made_at, read_headers, self_described
 from reshard.source.open import open as open_checkpoint
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
@@ -316,7 +316,8 @@ def opened(
         SourceError: as `reshard.open`; the message also names unfinished files that are there.
     """
     try:
-        if strategy is None and not reading.get("layouts") and reading.get("stage") is None:
+        unruled = strategy is None and not reading.get("layouts") and reading.get("stage") is None
+        if unruled and not self_described(as_place(path), reading.get("iteration")):
             some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix", "cipher"}}
             files, ranks, warnings, step = read_headers(path, **some)
             if len(set(ranks)) > 1:
@@ -343,7 +344,7 @@ def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> O
 def _structure(target: Checkpoint, selection: Selection, deduplicated: bool) -> Verification:
     """Check all that headers tell; what is not valid is an error."""
     warnings = check_structure(target, selection, deduplicated=deduplicated)
-    unnamed = () if target.strategy else ("names and shapes, which no strategy tells",)
+    unnamed = () if target.strategy or target.described_by else ("names and shapes, which no strategy tells",)
     return Verification(
         target.root,
         None,

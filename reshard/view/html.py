@@ -130,7 +130,7 @@ def _tree(checkpoint: Checkpoint) -> Markup:
         tree.append(
             _note(f"and {count_text(more, 'more tensor')}: look at some with .sel(glob), or at .groups('prefix')")
         )
-    if checkpoint.strategy is not None:
+    if checkpoint.strategy is not None or checkpoint.layouts:
         tree.append(_note(LEGEND.replace("\n", " ")))
     return join(tree)
 

@@ -257,7 +257,8 @@ def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: i
     known: dict[Sharding, str] = {}
     shards = {name: shards_text(tensor, known) for name, tensor in checkpoint.tensors.items()}
     more: dict[str, Callable[[Tensor], str]] = {}
-    if checkpoint.strategy is not None:
+    cut = checkpoint.strategy is not None or bool(checkpoint.layouts)
+    if cut:
         more["layout"] = lambda tensor: _layouts(checkpoint, tensor)
     if set(shards.values()) - {"1 x 1"}:
         more["shards x replicas"] = lambda tensor: shards[tensor.spec.name]
@@ -269,13 +270,13 @@ def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: i
     stored = sum(sizes[file.index.header] for file in checkpoint.files)
     lines = [*source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.step), ""]
     lines += [*_rows(checkpoint, "shape", sort, width, more), ""]
-    if checkpoint.strategy is not None:
+    if cut:
         lines += [*LEGEND.splitlines(), ""]
     lines += [*_totals(checkpoint, width), ""]
     if looked := looked_text(checkpoint.looked):
         lines.append(f"sampled: {looked}")
     in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas"
-    lines.append(f"{_counted(checkpoint)}{in_files if checkpoint.strategy is not None else ''}")
+    lines.append(f"{_counted(checkpoint)}{in_files if cut else ''}")
     for name, reason in checkpoint.unreadable.items():
         lines.append(f"not readable: {printable(name)}: {printable(reason)}")
     return joined("\n", lines)
@@ -345,9 +346,10 @@ def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
 
 
 def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
-    """Return the layouts of a tensor by stage; none of one that no strategy names."""
+    """Return the layouts of a tensor by stage; none of one that neither a strategy nor metadata name."""
     if checkpoint.strategy is None or not tensor.listed:
-        return []
+        layout = checkpoint.layouts.get(tensor.spec.name)
+        return [] if layout is None else [(0, layout)]
     return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
 
 
@@ -377,6 +379,6 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
             row = (name, kind_of[name], dtype.name, str([*shape]), prod(shape), tensor.spec.nbytes)
             if whole:
                 blocks, _, replicas = shards_text(tensor, known).partition(" x ")
-                yield (*row, _layouts(part, tensor) if part.strategy is not None else "", blocks, replicas)
+                yield (*row, _layouts(part, tensor) if part.strategy or part.layouts else "", blocks, replicas)
             else:
                 yield (ranks, *row)

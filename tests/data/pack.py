@@ -13,7 +13,7 @@ import tarfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FOLDERS = ("cases", "deduplicated", "directories", "encrypted", "merged", "real", "strategies")
+FOLDERS = ("cases", "checkpoint2", "deduplicated", "directories", "encrypted", "merged", "real", "strategies")
 
 
 def pack(folder: Path, archive: Path) -> None:

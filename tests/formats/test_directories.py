@@ -13,7 +13,7 @@ from commands import call, done
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
-from reshard.errors import SourceError
+from reshard.errors import SourceError, UsageError
 from reshard.storage.remote import filesystem
 
 if TYPE_CHECKING:
@@ -111,13 +111,12 @@ def hyper_parameters_alone(root: Path) -> None:
 
 
 DIRECTORIES = [
-    checkpoint2, checkpoint2_of_one, checkpoint2_under_other_names, torch_dcp, torch_dcp_unfinished, hyper_dcp,
-    hyper_dcp_by_rank, beside_a_pickle, blocks_for_hugging_face, blocks_that_say_so, shards_without_their_index,
-    a_shard_without_the_others, parts_without_their_index, a_part_without_the_others, hyper_parameters_alone,
+    torch_dcp, torch_dcp_unfinished, hyper_dcp, hyper_dcp_by_rank, beside_a_pickle, blocks_for_hugging_face,
+    blocks_that_say_so, shards_without_their_index, a_shard_without_the_others, parts_without_their_index,
+    a_part_without_the_others, hyper_parameters_alone,
 ]  # fmt: skip
 
 SAID = {
-    "checkpoint2": "Checkpoint 2.0 of MindSpore Transformers",
     "torch_dcp": "distributed checkpoint (DCP)",
     "hyper_dcp": "distributed checkpoint (DCP)",
     "beside_a_pickle": "distributed checkpoint (DCP)",
@@ -218,10 +217,6 @@ def test_it_is_recognised_at_a_url(foreign: tuple[Path, str]) -> None:
         ("dcp_hf_sharded", "blocks that PyTorch saved"),
         ("hyper_fsdp2_tp2", "distributed checkpoint (DCP)"),
         ("hyper_by_rank", "distributed checkpoint (DCP)"),
-        ("checkpoint2_graph_1", "names an iteration of a training run"),
-        ("checkpoint2_graph_dp2_tp4", "names an iteration of a training run"),
-        ("checkpoint2_graph_1/iteration_00000004", "Checkpoint 2.0 of MindSpore Transformers"),
-        ("checkpoint2_graph_dp2_tp4/iteration_00000004", "Checkpoint 2.0 of MindSpore Transformers"),
     ],
 )
 def test_directories_that_their_programs_wrote(mindspore_data: Path, place: str, said: str) -> None:
@@ -233,15 +228,29 @@ def test_directories_that_their_programs_wrote(mindspore_data: Path, place: str,
         assert "--suffix" not in refused.stderr
 
 
-@pytest.mark.parametrize("tracker", ["latest_checkpointed_iteration.txt", "latest_checkpoint_iteration.txt"])
-def test_the_directory_above_the_iterations(tmp_path: Path, tracker: str) -> None:
-    (tmp_path / "iteration_00000004").mkdir()
-    checkpoint2(tmp_path / "iteration_00000004")
-    (tmp_path / tracker).write_text("4")
+@pytest.mark.parametrize("make", [checkpoint2, checkpoint2_of_one, checkpoint2_under_other_names])
+def test_a_file_of_a_checkpoint_2_is_refused_by_itself(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """With its directory it is read (`readers.checkpoint2`)."""
+    root = tmp_path / "src"
+    root.mkdir()
+    make(root)
+    for path in weights_in(root):
+        for command in (["inspect", path], ["unify", path, tmp_path / "out"], ["verify", path]):
+            refused = call(*command)
+            assert refused.exit_code == 4, command
+            assert "Checkpoint 2.0 of MindSpore Transformers; expected all of its files" in refused.stderr
+        with pytest.raises(SourceError, match="open their directory"):
+            reshard.open({0: path})
+        for options in ({"suffix": path.stem}, {"rank_pattern": path.name.replace("0", "{rank}", 1)}):
+            with pytest.raises(UsageError, match="says itself which block is where"):
+                reshard.open(root, **options)
+
+
+def test_a_tracker_without_iterations(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpoint_iteration.txt").write_text("4")
+    (tmp_path / "global_step_4").mkdir()
     with pytest.raises(SourceError, match="names an iteration of a training run"):
         reshard.open(tmp_path)
-    with pytest.raises(SourceError, match="Checkpoint 2.0"):
-        reshard.open(tmp_path, rank_pattern="iteration_00000004/tiny-model-{rank}-0000002.safetensors")
     write_file(tmp_path / "exported.safetensors", FULL)
     assert set(reshard.open(tmp_path)) == set(FULL)
 

@@ -1,0 +1,407 @@
+"""Checkpoint 2.0 of MindSpore Transformers as a source: real files give the whole tensors, and each trap is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import numpy as np
+import pytest
+from checkpoints import write_file
+from commands import call, done
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import SourceError, UsageError
+from reshard.storage.remote import filesystem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+CASES = sorted(
+    {path.split("/")[1] for path in helpers.packed_files("checkpoint2") if path.count("/") > 3 and "dcp_" not in path}
+)
+SPLIT = "graph_dp2_tp4"
+ONCE = "graph_dp2_tp2_pp2_zero_once"
+SUBMESH = "pynative_submesh"
+NORM = "decoder.layers.0.input_layernorm.weight"
+
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def case(mindspore_data: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a case, to be spoilt; returns the directory of its last iteration."""
+
+    def copied(name: str) -> Path:
+        shutil.copytree(mindspore_data / "checkpoint2" / name, tmp_path / name)
+        return max((tmp_path / name / "checkpoint").glob("iteration_*"))
+
+    return copied
+
+
+def full_of(place: Path) -> Mapping[str, Any]:
+    return dict(np.load(place.parent.parent / "full.npz"))
+
+
+def change(place: Path, what: Callable[[Json, Json], None]) -> None:
+    """Change the metadata: the tensors, and the places of their blocks."""
+    content = json.loads((place / "metadata.json").read_text())
+    what(content["state_dict_metadata"], content["storage_data"])
+    (place / "metadata.json").write_text(json.dumps(content))
+
+
+def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> None:
+    assert set(checkpoint) == set(full) - set(but)
+    for name in checkpoint:
+        found = checkpoint[name].compute()
+        assert (found.shape, found.tobytes()) == (full[name].shape, full[name].tobytes()), name
+
+
+def rewrite(place: Path, name: str, new: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any] | None]) -> None:
+    """Write the files that have a tensor with another, or without it."""
+    for path in place.glob("*.safetensors"):
+        held = {
+            key: np.frombuffer(content, np.uint8).view(_word(dtype)).reshape(shape)
+            for key, (dtype, shape, content) in helpers.read_rank_file(path).items()
+        }
+        if name in held:
+            found = new(held.pop(name))
+            write_file(path, held | ({} if found is None else {name: found}))
+
+
+def _word(dtype: str) -> Any:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_real_ones_are_their_whole_tensors(mindspore_data: Path, name: str) -> None:
+    root = mindspore_data / "checkpoint2" / name
+    full = dict(np.load(root / "full.npz"))
+    if name.endswith("pp2_zero_once"):
+        del full["global_step"]  # which is in common.json alone
+    for path in (root / "checkpoint", max((root / "checkpoint").glob("iteration_*"))):
+        assert_equal(reshard.open(path), full)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_converted_and_verified(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    """To whole tensors, to other ranks and back to whole ones, to zarr, and by a saved plan."""
+    root = mindspore_data / "checkpoint2" / name
+    source = reshard.open(root / "checkpoint")
+    full = {key: value for key, value in np.load(root / "full.npz").items() if key in source}
+    rows = Strategy.of({
+        key: Layout.of([2, 2], [1, *[-1] * (value.ndim - 1)]) for key, value in full.items() if value.ndim and not
+        value.shape[0] % 2
+    })  # fmt: skip
+    reshard.plan(source, rows).run(tmp_path / "rows", fsync=False)
+    assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
+    assert_equal(reshard.open(tmp_path / "zarr"), full)
+    plan = reshard.plan(source)
+    plan.save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
+    assert_equal(reshard.open(tmp_path / "whole"), full)
+    for target in ("rows", "zarr", "whole"):
+        found = reshard.verify(tmp_path / target)  # against the source, as the ledger says
+        assert found.equal
+        assert found.against == source.root
+
+
+def test_another_iteration_of_a_run(mindspore_data: Path) -> None:
+    root = mindspore_data / "checkpoint2" / "graph_dp4_tp2_weights_two" / "checkpoint"
+    assert reshard.open(root).root.endswith("iteration_00000004")
+    assert reshard.open(root, iteration=2).root.endswith("iteration_00000002")
+    assert reshard.open(root / "iteration_00000002", iteration=2).root.endswith("iteration_00000002")
+    with pytest.raises(SourceError, match="has no iteration 3; iterations 2, 4"):
+        reshard.open(root, iteration=3)
+    with pytest.raises(SourceError, match="expected a run that has iteration 4"):
+        reshard.open(root / "iteration_00000002", iteration=4)
+
+
+def test_a_run_that_does_not_say_which_iteration_is_complete(case: Callable[[str], Path]) -> None:
+    place = case(SPLIT)
+    tracker = place.parent / "latest_checkpointed_iteration.txt"
+    tracker.write_text("5")
+    with pytest.raises(SourceError, match=r"has no iteration 5; .*names it, and iteration 4 is there"):
+        reshard.open(place.parent)
+    tracker.write_text("the last")
+    with pytest.raises(SourceError, match="expected the number of an iteration"):
+        reshard.open(place.parent)
+    tracker.unlink()
+    with pytest.raises(SourceError, match="give e.g. iteration=4"):
+        reshard.open(place.parent)
+    refused = call("inspect", place.parent)
+    assert refused.exit_code == 4
+    assert "--iteration 4" in refused.stderr
+    assert_equal(reshard.open(place.parent, iteration=4), full_of(place))
+
+
+def test_at_a_url(mindspore_data: Path) -> None:
+    root = mindspore_data / "checkpoint2" / "pynative_fsdp2_tp2" / "checkpoint"
+    fs, place = filesystem("memory://checkpoint2")
+    for path in root.rglob("*"):
+        if path.is_file():
+            fs.pipe(f"{place}/{path.relative_to(root)}", path.read_bytes())
+    assert_equal(reshard.open("memory://checkpoint2"), np.load(root.parent / "full.npz"))
+    assert_equal(reshard.open("memory://checkpoint2/iteration_00000004"), np.load(root.parent / "full.npz"))
+
+
+def test_options_that_say_what_the_metadata_say_are_refused(mindspore_data: Path) -> None:
+    root = mindspore_data / "checkpoint2" / SPLIT / "checkpoint"
+    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layouts": {"*": "whole"}}, {"stage": 0}):
+        with pytest.raises(UsageError, match="says itself which block is where"):
+            reshard.open(root, **options)
+
+
+def test_inspect_shows_layouts(mindspore_data: Path) -> None:
+    root = mindspore_data / "checkpoint2" / SPLIT / "checkpoint"
+    shown = done("inspect", root).stdout
+    assert "[2, 4] map [0, -1]" in shown
+    assert "8 ranks (0-7)" in shown
+    (row,) = (one for one in json.loads(done("inspect", root, "--json").stdout)["tensors"] if one["name"] == NORM)
+    assert row["layouts"][0]["dev_matrix"] == [2, 4]
+
+
+# --- the traps of FORMAT.md ---
+
+
+def test_files_may_have_any_names(case: Callable[[str], Path]) -> None:
+    """Ranks are in the metadata, not in names: of de-duplicated sets numbers are others."""
+    place = case(SPLIT)
+    new = {path.name: f"{number}.safetensors" for number, path in enumerate(sorted(place.glob("*.safetensors")))}
+    for old, name in new.items():
+        (place / old).rename(place / name)
+
+    def renamed(_: Json, places: Json) -> None:
+        for some in places.values():
+            for one in some:
+                one["file_name"] = new[one["file_name"]]
+
+    change(place, renamed)
+    assert_equal(reshard.open(place), full_of(place))
+
+
+def test_numbers_that_contradict_the_layout(case: Callable[[str], Path]) -> None:
+    """The metadata have one layout a name; mindformers 2.1.0 numbers blocks of ranks on another mesh wrongly."""
+    place = case(SUBMESH)
+    found = reshard.open(place)
+    assert_equal(found, full_of(place))
+    assert any("numbers the blocks of" in warning and NORM in warning for warning in found.warnings)
+
+
+def test_blocks_that_were_lost(case: Callable[[str], Path], tmp_path: Path) -> None:
+    """With remove_redundancy the same defect drops blocks from the disk: named, refused, and left out by name."""
+    place = case(SUBMESH)
+
+    def stored_once(_: Json, places: Json) -> None:
+        places[f"('{NORM}', (0,))"] = places[f"('{NORM}', (0,))"][:1]
+        del places[f"('{NORM}', (1,))"]
+        places[f"('{NORM}', (1,))"] = [{**places[f"('{NORM}', (0,))"][0], "rank_group": [0, 2]}]
+
+    change(place, stored_once)
+    found = reshard.open(place)
+    assert "lacks 1 of its 2 blocks, which no file has" in found.unreadable[NORM]
+    assert "they were lost when it was saved (remove_redundancy)" in found.unreadable[NORM]
+    refused = call("unify", place, tmp_path / "u")
+    assert refused.exit_code == 4
+    assert f"--drop '{NORM}'" in refused.stderr
+    done("unify", place, tmp_path / "u", "--drop", NORM)
+    assert_equal(reshard.open(tmp_path / "u"), full_of(place), but=(NORM,))
+
+
+def test_a_place_that_the_layout_is_not_about(case: Callable[[str], Path]) -> None:
+    """It is taken by its number where no described one has the block and all else agrees; otherwise not."""
+    place = case(SPLIT)
+    name = "embedding.word_embeddings.weight"
+
+    def moved(tensors: Json, _: Json) -> None:
+        tensors[name]["layout"]["rank_list"] = [8, 1, 2, 3, 9, 5, 6, 7]
+
+    change(place, moved)
+    assert_equal(reshard.open(place), full_of(place))
+
+    def wrong(_: Json, places: Json) -> None:
+        one, other = f"('{name}', (1,))", f"('{name}', (2,))"
+        places[one], places[other] = places[other], places[one]
+
+    change(place, wrong)
+    assert "lacks 1 of its 4 blocks" in reshard.open(place).unreadable[name]
+
+
+def test_files_with_whole_tensors_whatever_the_layout(case: Callable[[str], Path]) -> None:
+    """MindSpore's integrated_save gathers; a tensor without dimensions is written with one."""
+    place = case(SPLIT)
+    full = full_of(place)
+    name = "adam_m.embedding.word_embeddings.weight"
+    rewrite(place, name, lambda _: full[name])
+    assert_equal(reshard.open(place), full)
+    seen = iter(range(99))
+    rewrite(place, name, lambda _: full[name] if next(seen) else np.array_split(full[name], 4)[0])
+    assert "whole in some files and cut in others" in reshard.open(place).unreadable[name]
+    rewrite(place, name, lambda _: full[name][:3])
+    assert "is of shape [3, 12] in" in reshard.open(place).unreadable[name]
+
+
+def test_a_single_value_without_dimensions(case: Callable[[str], Path]) -> None:
+    place = case(SPLIT)
+
+    def described(tensors: Json, places: Json) -> None:
+        like = tensors[NORM]
+        tensors["global_step"] = {
+            "properties": like["properties"] | {"dtype": "Int32"}, "global_shape": [], "axis_fragmentations": [],
+            "layout": None, "chunk": [{"global_offset": [0], "local_shape": []}],
+        }  # fmt: skip
+        places["('global_step', (0,))"] = places[f"('{NORM}', (0,))"]
+
+    change(place, described)
+    found = reshard.open(place)
+    assert found.tensors["global_step"].spec.shape == ()
+    assert found["global_step"].compute() == full_of(place)["global_step"]
+
+
+def test_states_that_the_metadata_leave_out(case: Callable[[str], Path]) -> None:
+    """They lie as their weights; other values must be the same on every rank."""
+    place = case(SPLIT)
+
+    def left_out(tensors: Json, places: Json) -> None:
+        for name in [name for name in tensors if name.startswith("adam_v.")]:
+            del tensors[name]
+            for key in [key for key in places if f"'{name}'" in key]:
+                del places[key]
+
+    change(place, left_out)
+    assert_equal(reshard.open(place), full_of(place))
+    steps = iter(range(99))
+    rewrite(place, "global_step", lambda step: np.full_like(step, next(steps)))
+    assert "differs between the ranks" in reshard.open(place).unreadable["global_step"]
+
+
+def test_what_is_in_the_other_file_of_its_rank(case: Callable[[str], Path]) -> None:
+    place = case(SPLIT)
+    for model in place.glob("*-model-*"):
+        opt = place / model.name.replace("-model-", "-opt-")
+        spare = model.with_name("spare")
+        model.rename(spare)
+        opt.rename(model)
+        spare.rename(opt)
+    assert_equal(reshard.open(place), full_of(place))
+
+
+def test_weights_alone(case: Callable[[str], Path]) -> None:
+    place = case(SPLIT)
+    for path in place.glob("*-opt-*"):
+        path.unlink()
+    found = reshard.open(place)
+    assert any("no file of the optimizer is there" in warning for warning in found.warnings)
+    full = {name: value for name, value in full_of(place).items() if name in found}
+    assert all(not name.startswith("adam_") for name in full)
+    assert_equal(found, full)
+    assert NORM in full
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (lambda one: one["layout"].update(interleaved_parallel=True), "is interleaved within each card"),
+        (lambda one: one.update(global_shape=[26, 12]), "26 elements in dimension 0, which 4 blocks do not divide"),
+        (lambda one: one.update(global_shape=[28, 12]), r"is of shape \[6, 12\] in"),
+        (lambda one: one["properties"].update(dtype="Float32"), "is bfloat16 in the files and float32 in metadata"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    case: Callable[[str], Path], what: Callable[[Json], None], said: str
+) -> None:
+    place = case(SPLIT)
+    name = "embedding.word_embeddings.weight"
+    change(place, lambda tensors, _: what(tensors[name]))
+    with pytest.raises(SourceError, match=f"{name}.*{said}.*drop="):
+        reshard.plan(reshard.open(place))
+    plan = reshard.plan(reshard.open(place), selection=reshard.Selection(drop=(name,)))
+    assert plan.dropped == (name,)
+
+
+def test_an_iteration_that_is_not_complete(case: Callable[[str], Path]) -> None:
+    place = case(SPLIT)
+    gone = min(place.glob("*-model-*"))
+    gone.rename(place / "spare")
+    with pytest.raises(SourceError, match=f"{gone.name}: is not there, and metadata.json names it"):
+        reshard.open(place)
+    (place / "spare").rename(gone)
+    content = gone.read_bytes()
+    gone.write_bytes(content[:-1])
+    with pytest.raises(SourceError, match=gone.name):
+        reshard.open(place)
+    gone.write_bytes(content)
+    (place / "metadata.json").unlink()
+    with pytest.raises(SourceError, match="each in one file, as there is no metadata.json"):
+        reshard.open(place)
+    gone.unlink()
+    with pytest.raises(SourceError, match="has no number 0 of 8, and there is no metadata.json"):
+        reshard.open(place)
+
+
+def test_a_training_that_was_not_healthy(case: Callable[[str], Path]) -> None:
+    place = case(SPLIT)
+    common = json.loads((place / "common.json").read_text())
+    (place / "common.json").write_text(json.dumps(common | {"ckpt_status": 1}))
+    assert any("was not healthy" in warning for warning in reshard.open(place).warnings)
+    (place / "common.json").write_text("{")
+    with pytest.raises(SourceError, match="common.json: is not JSON"):
+        reshard.open(place)
+    (place / "common.json").unlink()
+    assert any("has no common.json" in warning for warning in reshard.open(place).warnings)
+
+
+def test_whole_tensors_in_several_files_need_no_metadata(case: Callable[[str], Path]) -> None:
+    place = case("graph_1")
+    (path,) = place.glob("*-model-*")
+    held = full_of(place)
+    names = sorted(name for name in helpers.read_rank_file(path))
+    path.unlink()
+    for number, some in enumerate((names[::2], names[1::2])):
+        write_file(place / f"x-model-{number:07d}-0000002.safetensors", {name: held[name] for name in some})
+    assert_equal(reshard.open(place), held)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (lambda _, some: some[0].update(file_name="../x.safetensors"), "expected a safetensors file in the same"),
+        (lambda _, some: some[0].update(storage_rank=-1), "storage_rank is -1"),
+        (lambda _, some: some[0].update(storage_rank=7), "is of rank 7 here"),
+        (lambda _, some: some[0].pop("file_name"), "has no 'file_name'"),
+        (lambda places, _: places.update(x=[]), "is not a name and the number of a block"),
+        (lambda places, some: places.update({"('x', (0,))": some}), "has places of 'x', and no such tensor"),
+    ],
+)
+def test_places_that_cannot_be(case: Callable[[str], Path], what: Callable[[Json, Any], None], said: str) -> None:
+    place = case(SPLIT)
+    change(place, lambda _, places: what(places, places[f"('{NORM}', (0,))"]))
+    with pytest.raises(SourceError, match=said):
+        reshard.open(place)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (lambda one: one.update(global_shape="24"), "expected whole numbers"),
+        (lambda one: one.update(global_shape=[-24, 12]), "expected whole numbers"),
+        (lambda one: one.pop("properties"), "has no 'properties'"),
+        (lambda one: one["layout"].update(rank_list=[0, 1]), "expected one for each device"),
+        (lambda one: one["layout"].update(rank_list=[0] * 8), "expected one for each device"),
+        (lambda one: one["layout"].update(tensor_map=[0]), "tensor_map is of 1 dimensions; the shape has 2"),
+        (lambda one: one["layout"].update(tensor_map=[7, -1]), r"tensor_map\[0\] is 7"),
+        (lambda one: one["layout"].update(device_matrix=[1 << 40]), "taken for a corrupt file"),
+    ],
+)
+def test_tensors_that_cannot_be(case: Callable[[str], Path], what: Callable[[Json], None], said: str) -> None:
+    place = case(SPLIT)
+    change(place, lambda tensors, _: what(tensors["embedding.word_embeddings.weight"]))
+    with pytest.raises(SourceError, match=said):
+        reshard.open(place)
