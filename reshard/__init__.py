@@ -25,7 +25,7 @@ _HOMES = {
     "Manifest": "verify.manifest",
     "merge_strategies": "strategy.files",
     "MindSporeSet": "formats.sets",
-    "open": "source.open",
+    "open": "readers.open",
     "plan": "plan.make",
     "Plan": "plan.plan",
     "read_manifest": "verify.manifest",
@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan
     from reshard.plan.planfile import read_plan
     from reshard.plan.select import Selection
+    from reshard.readers.open import open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.source.checkpoint import Checkpoint
-    from reshard.source.open import open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy

@@ -18,7 +18,7 @@ import numpy as np
 from reshard.dtypes import BY_NAME
 from reshard.errors import TargetError, VerifyError, bytes_text, names
 from reshard.plan.make import plan
-from reshard.source.open import open as open_checkpoint
+from reshard.readers.open import open as open_checkpoint
 from reshard.strategy.files import read_strategy
 from reshard.strategy.proto import message_class
 from reshard.view.text import count_text

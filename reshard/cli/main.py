@@ -159,7 +159,7 @@ def inspect(
     summed over the row. Without a strategy, files of ranks are shown as they are.
     """
     from reshard.formats.rank_dirs import RANK_PATTERN, rank_of
-    from reshard.source.open import has_several_ranks, is_made, read_headers
+    from reshard.readers.open import has_several_ranks, is_made, read_headers
     from reshard.view.data import checkpoint_data, rank_files_data
     from reshard.view.tables import checkpoint_text, chosen, in_order, rank_files_text, rank_parts, table_rows
 

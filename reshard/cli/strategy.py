@@ -176,7 +176,7 @@ def make_strategy(
     Tensors that no rule matches are whole on every device of a stage; optimizer states go with their weights. What the
     source strategy does not name (global_step and the like) is left out unless a rule matches it.
     """
-    from reshard.source.open import files_read
+    from reshard.readers.open import files_read
     from reshard.strategy.rules_file import strategy_from_file
 
     refuse_existing(output, overwrite=overwrite)
@@ -295,7 +295,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     With --source-strategy, or for a file of whole tensors, STRATEGY is that of a target to be made from CHECKPOINT;
     else it is CHECKPOINT's own.
     """
-    from reshard.source.open import read_headers
+    from reshard.readers.open import read_headers
     from reshard.strategy.diff import check
     from reshard.view.text import count_text, looked_text, printable
 

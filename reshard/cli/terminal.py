@@ -267,7 +267,7 @@ class Group(click.Group):
 def refuse_to_write(outputs: Sequence[Any]) -> None:
     """Refuse to write what the command was given to read: files, or strategy files in a directory.
 
-    Which files of a checkpoint's directory are read is known when it is opened (`source.open.files_read`).
+    Which files of a checkpoint's directory are read is known when it is opened (`readers.open.files_read`).
 
     Raises:
         TargetError: an output is an input.

@@ -335,7 +335,7 @@ def _make(
     target: Place, path: Place, reading: dict[str, Any], threads: int | None, *, overwrite: bool, quiet: bool
 ) -> None:
     """Make a manifest, and write it."""
-    from reshard.source.open import files_read, read_headers
+    from reshard.readers.open import files_read, read_headers
     from reshard.storage.places import as_place
     from reshard.storage.small import refuse_existing, refuse_inputs
     from reshard.verify.manifest import write_manifest

@@ -44,7 +44,7 @@ from reshard.cli.terminal import (
 )
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.plan.select import Selection
-from reshard.source.open import files_read, made_at
+from reshard.readers.open import files_read, made_at
 from reshard.storage.small import is_within, refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
@@ -312,7 +312,7 @@ def _make_store(
         TargetError: the store is finished, and of another source or of one that changed since.
     """
     from reshard.plan.destination import provenance
-    from reshard.source.zarr import noted_provenance
+    from reshard.readers.zarr import noted_provenance
 
     noted = noted_provenance(store)
     if noted is not None and not (source.is_dir() or source.is_file()):
@@ -345,7 +345,7 @@ def _make_store(
 
 def _format_before(store: Place) -> str | None:
     """Return the format of the files that a store was made of; None where it is not one that all have."""
-    from reshard.source.zarr import noted_provenance
+    from reshard.readers.zarr import noted_provenance
 
     sources = (noted_provenance(store) or {}).get("sources")
     paths = [str(item.get("path")) for item in sources if isinstance(item, dict)] if isinstance(sources, list) else []

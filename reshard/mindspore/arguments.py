@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.errors import PYTHON, Faults, SourceError, StrategyError, Text, UsageError, Words, names, spelled
 from reshard.mindspore.strategy import any_layout, layout_of
 from reshard.plan.select import all_states
+from reshard.readers.open import open as open_source
+from reshard.readers.open import read_headers
 from reshard.run.run import run
-from reshard.source.open import open as open_source
-from reshard.source.open import read_headers
 from reshard.source.replicas import is_deduplicated
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_inputs

@@ -20,7 +20,7 @@ from reshard.plan.make import plan_files
 from reshard.plan.select import Selection
 from reshard.run.run import run
 from reshard.source.checkpoint import Checkpoint
-from reshard.source.open import indexed
+from reshard.source.headers import indexed
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place
 

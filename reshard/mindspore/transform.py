@@ -44,7 +44,7 @@ from reshard.mindspore.arguments import (
 from reshard.mindspore.network import load_param_into_net
 from reshard.mindspore.save_load import load_parts
 from reshard.plan.make import plan
-from reshard.source.open import open as open_source
+from reshard.readers.open import open as open_source
 from reshard.strategy.needed import lacking_ranks, needed_ranks
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ from reshard.mindspore.parameter import Parameter, Tensor, qint4x2
 from reshard.plan.budget import THREADS
 from reshard.plan.make import plan
 from reshard.plan.select import Selection
-from reshard.source.open import open as open_source
+from reshard.readers.open import open as open_source
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place
 

@@ -18,9 +18,9 @@ from reshard.plan.build import Item, build
 from reshard.plan.destination import Ranks, SameFiles
 from reshard.plan.plan import Plan, Request
 from reshard.plan.select import Selection, globs, select
+from reshard.readers.open import read_headers
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
-from reshard.source.open import read_headers
 from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES

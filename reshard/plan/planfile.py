@@ -35,11 +35,11 @@ from reshard.layout.layout import MOST_DEVICES
 from reshard.plan.make import plan as make_plan
 from reshard.plan.plan import plan_digest
 from reshard.plan.select import Selection, selection_data
+from reshard.readers.open import files_read, reopen
+from reshard.readers.open import open as open_checkpoint
 from reshard.source.checkpoint import Looked
 from reshard.source.headers import index_digests, pages_digest
 from reshard.source.made import STRATEGY, read_small_strategy, small_strategy
-from reshard.source.open import files_read, reopen
-from reshard.source.open import open as open_checkpoint
 from reshard.storage.places import Place, as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse

@@ -1,1 +1,1 @@
-"""Opening directories that describe themselves: one room a format that lists its own blocks."""
+"""Opening what is there: the way to a `Checkpoint`, and one room for each format that lists its own blocks."""

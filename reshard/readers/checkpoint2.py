@@ -25,6 +25,7 @@ from reshard.layout.layout import Layout
 from reshard.readers.members import members
 from reshard.source.assemble import assemble_whole, where
 from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec
+from reshard.source.headers import indexed
 from reshard.source.probe import compare_contents
 from reshard.storage.small import parse_json, read_small
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.entries import Entry
     from reshard.layout.block import Shape
-    from reshard.source.checkpoint import SourceFile
     from reshard.storage.places import Place
 
 METADATA = "metadata.json"
@@ -118,7 +118,7 @@ def _whole(place: Place, there: set[str]) -> Checkpoint:
                     f"there is no {METADATA}; was saving it interrupted?"
                 )  # fmt: skip
     faults.raise_if_any(SourceError)
-    files, ranks = _indexed({0: sorted(place / name for name in there)})
+    files, ranks = indexed({0: sorted(place / name for name in there)}, None)
     held: dict[str, str] = {}
     for file in files:
         for name in file.index.entries:
@@ -129,12 +129,6 @@ def _whole(place: Place, there: set[str]) -> Checkpoint:
     faults.raise_if_any(SourceError)
     tensors = assemble_whole(str(place), files, ranks, range(len(files)))
     return Checkpoint(str(place), tensors, files, ranks, warnings=tuple(_health(place)), described_by=COMMON)
-
-
-def _indexed(chosen: Mapping[int, Sequence[Place]]) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
-    from reshard.source.open import indexed
-
-    return indexed(chosen, None)
 
 
 def _health(place: Place) -> Iterator[str]:
@@ -307,7 +301,7 @@ class _Joined:
         by_rank: dict[int, list[Place]] = {}
         for rank, name in present:
             by_rank.setdefault(rank, []).append(self.place / name)
-        self.files, self.ranks = _indexed(by_rank)
+        self.files, self.ranks = indexed(by_rank, None)
         self.number = {said.files[name]: number for number, (_, name) in enumerate(present)}
         tensors: dict[str, Tensor] = {}
         for name, one in said.listed.items():

@@ -14,15 +14,21 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats import index_file
-from reshard.formats.entries import RangeReader
+from reshard.formats.directories import refuse_blocks
+from reshard.formats.entries import FileIndex, RangeReader
+from reshard.source.checkpoint import SourceFile
 from reshard.source.records import digest
+from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
+from reshard.storage.places import of_each
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from reshard.formats.entries import FileIndex, Runs
-    from reshard.storage.base import ReadStore
+    from reshard.formats.entries import Runs
+    from reshard.storage.base import ReadStore, Status
+    from reshard.storage.cipher import Cipher
+    from reshard.storage.places import Place
 
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; what cannot be converted, such as a hash table, may be huge
 
@@ -125,3 +131,40 @@ def pages_digest(path: str) -> str:
 
 def _entries_digest(index: FileIndex) -> str:
     return digest([(name, e.dtype.name, e.shape, e.runs, e.text) for name, e in index.entries.items()])
+
+
+def indexed(
+    chosen: Mapping[int, Sequence[Place]], cipher: Cipher | None
+) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
+    """Return the files of each rank, indexed, and the rank of each file.
+
+    Raises:
+        SourceError: a file is not valid, or says of itself that it has blocks of tensors.
+    """
+    # One name for each file everywhere: what is held open of it goes by name.
+    paths = [path.absolute() for of_rank in chosen.values() for path in of_rank]
+    files = [
+        SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
+        for path, (status, index) in zip(paths, _headers(paths, cipher), strict=True)
+    ]
+    for file in files:
+        refuse_blocks(file.path, dict(file.index.metadata))
+    return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
+
+
+def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[Status, FileIndex]]:
+    """Yield the state and the header of every file."""
+    store = store_of(cipher)
+    headers = Headers(store)
+
+    def header(path: Place) -> tuple[Status, FileIndex]:
+        status = path.status()
+        # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
+        empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
+        if empty:
+            return status, headers.shared(FileIndex("ckpt", {}))
+        if path.can.waits:  # to look whether its header is one that is known is a request too
+            return status, headers.shared(index_file(str(path), store=store))
+        return status, headers.index(str(path))
+
+    return of_each(header, paths)

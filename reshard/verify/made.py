@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
 from reshard.plan.planfile import read_selection
+from reshard.readers.open import open as open_checkpoint
+from reshard.readers.open import reopen
 from reshard.source.made import read_small_strategy
-from reshard.source.open import open as open_checkpoint
-from reshard.source.open import reopen
 from reshard.source.records import known
 from reshard.storage.places import any_store, as_place, of_each
 from reshard.verify.difference import Difference

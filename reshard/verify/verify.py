@@ -22,10 +22,10 @@ from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
 from reshard.plan.budget import comparison_budget
 from reshard.plan.select import Selection
+from reshard.readers.open import made_at, read_headers, self_described
+from reshard.readers.open import open as open_checkpoint
 from reshard.run.executor import map_tasks
 from reshard.source.checkpoint import Checkpoint
-from reshard.source.open import made_at, read_headers, self_described
-from reshard.source.open import open as open_checkpoint
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
 from reshard.upward import upward

@@ -27,7 +27,7 @@ from reshard.formats import zarr as format_zarr
 from reshard.formats.entries import Content
 from reshard.plan import budget
 from reshard.plan.destination import provenance
-from reshard.source.zarr import clipped
+from reshard.readers.zarr import clipped
 
 if TYPE_CHECKING:
     from faulty import Faults

@@ -9,38 +9,34 @@ from functools import partial as applied
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from reshard.errors import Faults, LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
-from reshard.formats import index_file
 from reshard.formats.directories import (
     CHECKPOINT2,
     ITERATION,
     PARTS,
     is_later_part,
-    refuse_blocks,
     refuse_directory,
     refuse_one_of_several,
 )
-from reshard.formats.entries import FileIndex
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files, rank_of
 from reshard.formats.sets import SET_FILES, read_index
 from reshard.formats.zarr_files import is_of_store, is_store
 from reshard.layout.layout import Layout
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile
-from reshard.source.headers import Headers
+from reshard.source.headers import indexed
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
 from reshard.storage.base import reading
-from reshard.storage.cipher import Cipher, store_of
-from reshard.storage.places import AnyName, Place, as_place, of_each
+from reshard.storage.places import AnyName, Place, as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ALL_STAGES
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from reshard.source.made import Made
-    from reshard.storage.base import Status
+    from reshard.storage.cipher import Cipher
 
 COPY = "copy"
 """The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
@@ -159,7 +155,7 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
     """
     there = root.names()
     if any(map(is_of_store, there)):
-        from reshard.source.zarr import open_store  # not on every start
+        from reshard.readers.zarr import open_store  # not on every start
 
         return applied(open_store, root)
     if CHECKPOINT2.shown_by(root, there) or any(map(ITERATION.fullmatch, there)):
@@ -462,43 +458,6 @@ def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Se
     inside = {n for file, rank in zip(files, ranks, strict=True) if rank in strategy.ranks for n in file.index.entries}
     own = inside & set(strategy.tensors)
     return not any(own <= set(files[number].index.entries) for number in outside)
-
-
-def indexed(
-    chosen: Mapping[int, Sequence[Place]], cipher: Cipher | None
-) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
-    """Return the files of each rank, indexed, and the rank of each file.
-
-    Raises:
-        SourceError: a file is not valid, or says of itself that it has blocks of tensors.
-    """
-    # One name for each file everywhere: what is held open of it goes by name.
-    paths = [path.absolute() for of_rank in chosen.values() for path in of_rank]
-    files = [
-        SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
-        for path, (status, index) in zip(paths, _headers(paths, cipher), strict=True)
-    ]
-    for file in files:
-        refuse_blocks(file.path, dict(file.index.metadata))
-    return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
-
-
-def _headers(paths: Sequence[Place], cipher: Cipher | None) -> Iterator[tuple[Status, FileIndex]]:
-    """Yield the state and the header of every file."""
-    store = store_of(cipher)
-    headers = Headers(store)
-
-    def header(path: Place) -> tuple[Status, FileIndex]:
-        status = path.status()
-        # MindSpore refuses an empty .ckpt file; it is what a rank without any tensor gets.
-        empty = not status.nbytes and path.suffix == ".ckpt" and path.is_file()
-        if empty:
-            return status, headers.shared(FileIndex("ckpt", {}))
-        if path.can.waits:  # to look whether its header is one that is known is a request too
-            return status, headers.shared(index_file(str(path), store=store))
-        return status, headers.index(str(path))
-
-    return of_each(header, paths)
 
 
 def _with_rules(
