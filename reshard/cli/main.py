@@ -18,18 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 import reshard
+from reshard.cli.commands import Border, option
 from reshard.cli.options import READ_PLACE, TARGET, json_option, source_options
-from reshard.cli.terminal import (
-    Border,
-    called_as,
-    option,
-    print_csv,
-    print_json,
-    print_text,
-    say_warnings,
-    width,
-    wrote,
-)
+from reshard.cli.terminal import called_as, print_csv, print_json, print_text, say_warnings, width, wrote
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 import reshard
-from reshard.cli.terminal import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS, option
+from reshard.cli.commands import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS, option
 from reshard.dtypes import by_name
 from reshard.errors import Faults, ReshardError, SourceError, UsageError
 from reshard.layout.block import LONGEST_NAME
@@ -161,7 +161,7 @@ def cluster_address(_ctx: click.Context, param: click.Parameter, value: str | No
 
 
 class PathType(click.Path):
-    """A path, and what a command does with it, so that no file is written that is read (`terminal.Command`).
+    """A path, and what a command does with it, so that no file is written that is read (`commands.Command`).
 
     It is not empty: that of a shell variable that is not set would be the current directory.
 

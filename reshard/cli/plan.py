@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
+from reshard.cli.commands import Command, option
 from reshard.cli.options import (
     READ,
     TARGET,
@@ -24,7 +25,7 @@ from reshard.cli.options import (
     target_key_option,
     target_options,
 )
-from reshard.cli.terminal import Command, called_as, option, print_json, print_text, say, say_warnings, wrote
+from reshard.cli.terminal import called_as, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.write import KEYS, carry_out
 from reshard.errors import UsageError
 from reshard.storage.small import refuse_existing

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
+from reshard.cli.commands import Command, Group, option
 from reshard.cli.options import READ, STRATEGY, WRITE, json_option, source_options
-from reshard.cli.terminal import Command, Group, option, print_json, say, say_warnings, wrote
+from reshard.cli.terminal import print_json, say, say_warnings, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.storage.small import refuse_existing, refuse_inputs
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.cli.commands import Command, option
 from reshard.cli.options import (
     READ_PLACE,
     STRATEGY_PLACE,
@@ -21,7 +22,7 @@ from reshard.cli.options import (
     source_options,
     target_key_option,
 )
-from reshard.cli.terminal import OPTIONS, Command, cluster_client, option, print_json, say, say_warnings, wrote
+from reshard.cli.terminal import OPTIONS, cluster_client, print_json, say, say_warnings, wrote
 from reshard.errors import UsageError, VerifyError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.select import Selection

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.neighbours import neighbours
+from reshard.cli.commands import KEY_FILES, Command, option, refuse_to_write
 from reshard.cli.options import (
     READ_PLACE,
     TARGET_PLACE,
@@ -29,19 +29,7 @@ from reshard.cli.options import (
     suffix_option,
     target_options,
 )
-from reshard.cli.terminal import (
-    KEY_FILES,
-    Command,
-    called_as,
-    cluster_client,
-    option,
-    print_json,
-    print_text,
-    refuse_to_write,
-    say,
-    say_warnings,
-    wrote,
-)
+from reshard.cli.terminal import called_as, cluster_client, print_json, print_text, say, say_warnings, wrote
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.plan.select import Selection
 from reshard.readers.open import files_read, made_at
@@ -362,6 +350,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         result: what was asked for, where that is a file in the target directory.
     """
     from reshard.plan.partition import partitioned
+    from reshard.run.preflight import neighbours
     from reshard.view.data import report_data
     from reshard.view.text import report_text
 

@@ -14,8 +14,8 @@ import click
 import pytest
 from commands import call
 
+from reshard.cli.commands import Command, GroupedOption
 from reshard.cli.main import cli
-from reshard.cli.terminal import Command, GroupedOption
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

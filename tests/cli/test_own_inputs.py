@@ -16,9 +16,9 @@ from stopped_runs import FULL, SOURCE, TARGET
 import reshard
 import reshard.mindspore as ms
 from reshard import Layout, Strategy
+from reshard.cli.commands import OUTPUTS
 from reshard.cli.main import cli
 from reshard.cli.options import PathType
-from reshard.cli.terminal import OUTPUTS
 from reshard.errors import TargetError
 from reshard.storage.small import is_within, refuse_inputs
 
