@@ -103,8 +103,9 @@ The object of --json has the keys source, step (of several checkpoints the
 newest is read: name, and which are older), ranks, files (rank, path, format,
 nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
 of_copies: what was looked at), unreadable, totals (kind, dtype, tensors,
-parameters, nbytes), and tensors: name, dtype, shape, nbytes, layouts, shards.
-For the files of ranks without a strategy it has source, step, ranks,
+parameters, nbytes), iterations (of a run's directory: number, root, nbytes,
+is_last, problem, warnings), and tensors: name, dtype, shape, nbytes, layouts,
+shards. For the files of ranks without a strategy it has source, step, ranks,
 files, warnings, and groups of ranks that hold the same: ranks, totals, tensors.
 
 The rows of --csv have name, kind (weights, a prefix of the optimizer's states,
@@ -150,12 +151,23 @@ def inspect(
     summed over the row. Without a strategy, files of ranks are shown as they are.
     """
     from reshard.formats.rank_dirs import RANK_PATTERN, rank_of
-    from reshard.readers.open import has_several_ranks, is_made, read_headers
+    from reshard.readers.open import has_several_ranks, is_made, iterations_at, read_headers
     from reshard.view.data import checkpoint_data, rank_files_data
-    from reshard.view.tables import checkpoint_text, chosen, in_order, rank_files_text, rank_parts, table_rows
+    from reshard.view.tables import (
+        checkpoint_text,
+        chosen,
+        in_order,
+        iterations_text,
+        rank_files_text,
+        rank_parts,
+        table_rows,
+    )
 
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
+    listed = iterations_at(source) if reading["iteration"] is None else []
+    if listed and not (as_json or as_csv):  # also where none of them can be opened
+        print_text(f"{iterations_text(listed, width=width())}\n")
     found_by: dict[str, Any] = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
     known = found_by == {"rank_pattern": RANK_PATTERN, "suffix": None} and is_made(source)
@@ -175,7 +187,11 @@ def inspect(
         print_csv(table_rows([in_order(part, sort) for part in parts], whole=whole))
     elif as_json:
         parts = [in_order(part, sort) for part in parts]
-        print_json(checkpoint_data(parts[0]) if whole else rank_files_data(parts, warnings))
+        print_json(
+            {**checkpoint_data(parts[0]), "iterations": [one._asdict() for one in listed]}
+            if whole
+            else rank_files_data(parts, warnings)
+        )
     elif whole:
         print_text(checkpoint_text(parts[0], sort=sort, width=width()))
     else:

@@ -81,6 +81,47 @@ def _number_of(place: Place) -> int | None:
     return int(match[1]) if match else None
 
 
+class Iteration(NamedTuple):
+    """A checkpoint of a run.
+
+    Attributes:
+        number: how many steps were done.
+        root: its directory.
+        nbytes: the size of its files.
+        is_last: the run names it as its last.
+        problem: why it cannot be read, such as a file that is not there; empty where it is complete.
+        warnings: what else is known of it, such as that the training was not healthy.
+    """
+
+    number: int
+    root: str
+    nbytes: int
+    is_last: bool
+    problem: str
+    warnings: tuple[str, ...]
+
+
+def iterations(root: Place, there: Sequence[str]) -> list[Iteration]:
+    """Return the checkpoints in the directory of a run, ascending; headers are read, to see whether all is there."""
+    known = sorted((int(match[1]), root / name) for name in there if (match := ITERATION.fullmatch(name)))
+    if not known:
+        return []
+    try:
+        last = _chosen(root, there, None)
+    except SourceError:
+        last = None
+    found = []
+    for number, place in known:
+        problem, warnings = "", tuple[str, ...]()
+        try:
+            warnings = open_checkpoint2(place, place.names(), contents=False).warnings
+        except SourceError as error:
+            problem = str(error).removeprefix(f"{place}: ")
+        nbytes = sum(file.status().nbytes for file in place.files(depth=1) if file.suffix == ".safetensors")
+        found.append(Iteration(number, str(place), nbytes, place == last, problem, warnings))
+    return found
+
+
 def open_checkpoint2(
     root: Place, there: Sequence[str], iteration: int | None = None, *, contents: bool | Literal["blocks"] = True
 ) -> Checkpoint:

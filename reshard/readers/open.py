@@ -35,6 +35,7 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from reshard.readers.checkpoint2 import Iteration
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
 
@@ -163,6 +164,17 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
 
         return applied(open_checkpoint2, root, there, iteration)
     return None
+
+
+def iterations_at(path: AnyName) -> list[Iteration]:
+    """Return the checkpoints in the directory of a run, ascending; none of what is not a run's directory."""
+    root = as_place(path)
+    there = root.names()
+    if not any(map(ITERATION.fullmatch, there)):
+        return []
+    from reshard.readers.checkpoint2 import iterations  # not on every start
+
+    return iterations(root, there)
 
 
 def made_at(path: AnyName) -> Made | None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
+    from reshard.readers.checkpoint2 import Iteration
     from reshard.source.checkpoint import SourceFile
 
 _KEYS: dict[str, Callable[[Checkpoint], Callable[[str], str]]] = {
@@ -280,6 +281,21 @@ def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: i
     for name, reason in checkpoint.unreadable.items():
         lines.append(f"not readable: {printable(name)}: {printable(reason)}")
     return joined("\n", lines)
+
+
+def iterations_text(listed: Sequence[Iteration], *, width: int | None = None) -> str:
+    """Write which checkpoints a run has: how large each is, and whether it is complete and the run was healthy.
+
+    Args:
+        listed: the checkpoints.
+        width: how many columns the terminal has; None for any number.
+    """
+    table = []
+    for one in listed:
+        state = f"not complete: {one.problem}" if one.problem else "complete"
+        said = [state, *(["the last"] if one.is_last else []), *one.warnings]
+        table.append((f"iteration {one.number}", bytes_text(one.nbytes), printable("; ".join(said))))
+    return "\n".join(table_lines(("checkpoint", "bytes", "state"), table, width, below=1))
 
 
 def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, width: int | None = None) -> str:

@@ -168,6 +168,32 @@ def test_inspect_shows_layouts(mindspore_data: Path) -> None:
     assert row["layouts"][0]["dev_matrix"] == [2, 4]
 
 
+def test_inspect_lists_the_iterations_of_a_run(mindspore_data: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(mindspore_data / "checkpoint2" / "graph_dp4_tp2_weights_two" / "checkpoint", root)
+    two, four = root / "iteration_00000002", root / "iteration_00000004"
+    shutil.copytree(four, root / "iteration_00000006")
+    gone = min((root / "iteration_00000006").glob("*-model-*"))
+    gone.unlink()
+    (two / "common.json").write_text(json.dumps(json.loads((two / "common.json").read_text()) | {"ckpt_status": 1}))
+    shown = done("inspect", root).stdout.split("\n\n")[0]
+    assert [line.split()[1] for line in shown.splitlines()[1:]] == ["2", "4", "6"]
+    assert "complete; the last" in shown.splitlines()[2]
+    assert "was not healthy" in shown.splitlines()[1]
+    assert f"not complete: {gone.name}: is not there" in shown.splitlines()[3]
+    assert "iteration 2" not in done("inspect", root, "--iteration", "4").stdout
+    found = json.loads(done("inspect", root, "--json").stdout)["iterations"]
+    assert [(one["number"], one["is_last"], not one["problem"]) for one in found] == [
+        (2, False, True), (4, True, True), (6, False, False),
+    ]  # fmt: skip
+    assert all(one["nbytes"] > 0 for one in found)
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    refused = call("inspect", root)
+    assert refused.exit_code == 4
+    assert "iteration 6" in refused.stdout
+    assert "--iteration 6" in refused.stderr
+
+
 # --- the traps of FORMAT.md ---
 
 
