@@ -588,7 +588,7 @@ def commands_with_keys(tmp_path: Path, made: Path, key: bytes, target_key: bytes
     """Type commands with keys that are right, wrong and no keys; return all that they say."""
     reshard.write_strategy(SOURCE, tmp_path / "source.ckpt")
     reshard.write_strategy(TARGET, tmp_path / "target.ckpt")
-    keys = {"right": key.hex().encode(), "other": target_key, "longer": key.hex().encode() + target_key.hex().encode()}
+    keys = {"right": key, "other": target_key, "longer": key.hex().encode() + target_key.hex().encode()}
     for name, content in keys.items():
         (tmp_path / name).write_bytes(content)
     right, other = ("--key-file", tmp_path / "right"), ("--target-key-file", tmp_path / "other")

@@ -216,6 +216,8 @@ def _help_all_option() -> GroupedOption:
 
 def _color_option() -> GroupedOption:
     def remember(ctx: click.Context | None, _param: click.Parameter, value: str | None) -> None:
+        if value == "never":
+            os.environ["NO_COLOR"] = "1"  # for the bar
         while value and ctx:  # errors are reported in the context of the outermost group
             ctx.color, ctx = _COLORS[value], ctx.parent
 

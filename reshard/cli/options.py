@@ -274,7 +274,7 @@ key_option = option(
     callback=_cipher,
     envvar="RESHARD_KEY_FILE",
     metavar="FILE",
-    help="Key of encrypted .ckpt files of SOURCE: 16, 24 or 32 bytes, or twice as many hexadecimal digits. Without it "
+    help="Key of encrypted .ckpt files of SOURCE: 16, 24 or 32 bytes, or 48 or 64 hexadecimal digits. Without it "
     "$RESHARD_KEY_FILE names the file, or $RESHARD_KEY is the key.",
 )
 target_key_option = option(
@@ -285,7 +285,8 @@ target_key_option = option(
     callback=_cipher,
     envvar="RESHARD_TARGET_KEY_FILE",
     metavar="FILE",
-    help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY.",
+    help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY. Of a run that is stopped, "
+    "encrypted files start over.",
 )
 
 

@@ -26,7 +26,7 @@ from reshard.cli.options import (
     target_options,
 )
 from reshard.cli.terminal import called_as, print_json, print_text, say, say_warnings, wrote
-from reshard.cli.write import KEYS, carry_out
+from reshard.cli.write import KEYS, carry_out, key_typed
 from reshard.errors import UsageError
 from reshard.storage.small import refuse_existing
 
@@ -132,7 +132,8 @@ def plan(
     elif not quiet:
         print_text(plan_text(made, directory))
         if output is not None:
-            words = ["run", str(output), *([] if target else ["TARGET"])]
+            keys = key_typed("--key-file", "cipher") if made.source.cipher else ()
+            words = ["run", str(output), *([] if target else ["TARGET"]), *map(str, keys)]
             say(f"saved; to run it: {called_as()} {shlex.join(words)}")
 
 

@@ -98,7 +98,6 @@ rules:  # globs of names; the first that matches counts
   "*.layer1.weight": [mp]         # dimension 0 by mp, the others whole
   "*.layer2.weight": [null, mp]   # dimension 1 by mp
   "*.layer3.weight": [[dp, mp]]   # dimension 0 by both, dp outermost
-  "learning_rate*": null          # not in the strategy: copied as it is
 # What no rule matches is whole on every rank; optimizer states go with their
 # weights.
 
@@ -303,7 +302,8 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     wanted = reshard.read_strategy(strategy_file)
     own: Strategy | Path | None = source_strategy
     if source_strategy is None:
-        ranks = read_headers(checkpoint, suffix=reading["suffix"], rank_pattern=reading["rank_pattern"]).ranks
+        found_by: dict[str, Any] = {name: reading[name] for name in ("suffix", "rank_pattern", "cipher")}
+        ranks = read_headers(checkpoint, **found_by).ranks
         own = wanted if len(set(ranks)) > 1 else None
     opened = reshard.open(checkpoint, strategy=own, **reading)
     say_warnings([*opened.warnings, *check(wanted, opened)])

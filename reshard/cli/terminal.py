@@ -215,7 +215,7 @@ def print_csv(rows: Iterable[Sequence[str | int]]) -> None:
 
     shown = printable if sys.stdout.isatty() else str
     csv.writer(sys.stdout).writerows(
-        [f"'{cell}" if str(cell).startswith(_FORMULA) else shown(cell) for cell in row] for row in rows
+        ["'" * str(cell).startswith(_FORMULA) + shown(str(cell)) for cell in row] for row in rows
     )
     sys.stdout.flush()
 

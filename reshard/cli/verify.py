@@ -324,8 +324,9 @@ def _check_usage(
         raise UsageError(f"{' and '.join(ways)} are ways to check, each for itself; give one of them")
     if source is not None:
         return
-    if source_strategy is not None or sample is not None:
-        raise UsageError("--source-strategy and --sample are about a comparison; give --against SOURCE too")
+    for name, value in (("--source-strategy", source_strategy), ("--sample", sample)):
+        if value is not None:
+            raise UsageError(f"{name} is about a comparison; give --against SOURCE too")
     for name, default in _DEFAULTS.items():
         if reading[name] != default:
             option = name.rstrip("s").replace("_", "-")

@@ -106,6 +106,9 @@ def transform(
         _check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
         if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading):
             return
+        if reading["cipher"] and not running.quiet:
+            plain = str(via_zarr) if planning["target_cipher"] else f"{via_zarr} and {target}"
+            say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
         source, source_strategy, reading = via_zarr, None, {}
         planning["format"] = planning["format"] or _format_before(via_zarr)
     with noting_swap(source, source_strategy, target_strategy, reading):
@@ -393,14 +396,18 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     if running.quiet and not running.as_json:
         return
     is_known = _is_known(plan, place)
-    keys = (*_key("--key-file", "cipher"), *_key("--target-key-file", "target_cipher"))
+    keys = [
+        *(key_typed("--key-file", "cipher") if plan.source.cipher else ()),
+        *(key_typed("--target-key-file", "target_cipher") if plan.cipher else ()),
+    ]
     verify = _command("verify", place, *keys) if is_known else None
     if running.as_json:
         print_json(report_data(plan, str(target), done, verify, check))
         return
     print_text(report_text(plan, done, verify, manifest, check))
     if is_known:
-        say(f"to look at it: {_command('inspect', place, *_key('--key-file', 'target_cipher'))}")
+        key = key_typed("--key-file", "target_cipher") if plan.cipher else ()
+        say(f"to look at it: {_command('inspect', place, *key)}")
 
 
 def _is_known(plan: Plan, place: Place) -> bool:
@@ -417,7 +424,7 @@ def _command(*words: object) -> str:
     return f"{called_as()} {shlex.join(map(str, words))}"
 
 
-def _key(option: str, name: str) -> tuple[object, ...]:
+def key_typed(option: str, name: str) -> tuple[object, ...]:
     """Return an option with the key file that was typed for the parameter of a name; nothing where none was."""
     typed = click.get_current_context().meta.get(KEY_FILES, {})
     return (option, typed[name]) if name in typed else ()

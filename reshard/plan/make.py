@@ -115,6 +115,8 @@ def plan(
     tensors = source.tensors
     items = [Item(new, tensors[old], selection.target_dtype(tensors[old].spec.dtype)) for old, new in selected.kept]
     faults = Faults(source.root)
+    held = {tensors[old].spec.dtype.name for old, _ in selected.kept}
+    idle = [f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in held]
     warnings: tuple[str, ...] = ()
     if isinstance(files, ZarrGroup):
         from reshard.plan.destination import ZarrStore  # likewise
@@ -133,7 +135,7 @@ def plan(
         dropped=selected.dropped,
         missing=selected.missing,
         left_out=selected.left_out,
-        warnings=(*source.warnings, *selected.warnings, *warnings),
+        warnings=(*source.warnings, *selected.warnings, *warnings, *idle),
         request=Request(asked, made.format, files, ranks, selection, remove_redundancy, link_replicas, memory, stage),
     )
 

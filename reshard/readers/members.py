@@ -30,10 +30,11 @@ def members(path: str) -> Iterator[tuple[str, str, Any]]:
         ValueError: it is not such JSON, or an object has a key twice.
         SourceError: the file cannot be read.
 
-    >>> import tempfile, os
-    >>> path = os.path.join(tempfile.mkdtemp(), "a.json")
-    >>> _ = open(path, "w").write('{"a": {"b": [1], "c": 2}, "d": null}')
-    >>> list(members(path))
+    >>> from pathlib import Path
+    >>> from tempfile import mkdtemp
+    >>> path = Path(mkdtemp(), "a.json")
+    >>> _ = path.write_text('{"a": {"b": [1], "c": 2}, "d": null}')
+    >>> list(members(str(path)))
     [('a', 'b', [1]), ('a', 'c', 2), ('d', '', None)]
     """
     text = _Text(RangeReader(path, window=_PIECE))

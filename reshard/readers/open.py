@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from reshard.readers.checkpoint2 import Iteration
+    from reshard.source.checkpoint import Tensor
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
 
@@ -121,6 +122,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")
     tensors = assemble(root, files, ranks, strategy, partial=partial)
+    if strategy is not None and part is None and not (layouts or isinstance(path, Mapping)):
+        _refuse_other_strategy(root, strategy, tensors)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     checkpoint = Checkpoint(
         root,
@@ -175,6 +178,32 @@ def iterations_at(path: AnyName) -> list[Iteration]:
     from reshard.readers.checkpoint2 import iterations  # not on every start
 
     return iterations(root, there)
+
+
+def _refuse_other_strategy(root: str, strategy: Strategy, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a strategy that cuts tensors otherwise than the one with which a run of this program wrote the files."""
+    made = _with_strategy(as_place(root))
+    own = made and made.strategy
+    if not own:
+        return
+    wrong = []
+    for name, tensor in tensors.items():
+        if tensor.listed and name in own.tensors:
+            try:
+                is_same = own.grid(name, tensor.spec.shape) == strategy.grid(name, tensor.spec.shape)
+            except LayoutError:
+                is_same = False
+            if not is_same:
+                wrong.append(name)
+    if wrong:
+        raise SourceError(
+            Text(
+                f"{root}: was written with another strategy, as its ledger says, which cuts "
+                f"{names(wrong, most=3)} otherwise; leave ",
+                Option("strategy"),
+                " out",
+            )
+        )
 
 
 def made_at(path: AnyName) -> Made | None:

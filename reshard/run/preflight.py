@@ -326,7 +326,7 @@ def neighbours(plan: Plan, target: Place) -> tuple[str, ...]:
     It is what an older run left there, or another program: files of other ranks, of another format or checkpoint, a
     unified set or a zarr store, whose readers do not look at rank files at all.
     """
-    if plan.exclusive:  # `check_target` refuses any
+    if plan.exclusive or target.absolute() == as_place(plan.source.root).absolute():  # which a run refuses
         return ()
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)

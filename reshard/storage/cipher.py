@@ -53,11 +53,12 @@ MODES = tuple(MAGICS.values())
 
 _KEY_BYTES = {"AES-GCM": (16, 24, 32), "AES-CBC": (16, 24, 32), "SM4-CBC": (16,)}
 _DIGITS = re.compile(rb"(?:[0-9a-fA-F]{16}){2,4}")
+_AMBIGUOUS = 32
 _MAGIC_OF = {mode: magic for magic, mode in MAGICS.items()}
 _UNIT = 16  # bytes in a block of AES and of SM4; also the size of an IV and of a tag
 _GCM_IV_BYTES = 12  # MindSpore stores 16 and gives OpenSSL all, which by default takes the first 12
 _PIECE_BYTES = 4 << 20
-_MEMORY_BYTES = 28 << 20
+_IMPORTED_BYTES, _THREAD_BYTES = 20 << 20, 9 << 20  # measured with up to 24 threads, in each mode
 # MindSpore 2.10 puts a CRC trailer of zeros behind the blocks when both are asked for, and cannot read that itself.
 _TRAILER, _TRAILER_BYTES = b"crc_num", 17
 _WRONG_KEY = "{path}: cannot be decrypted with this key; it is wrong, or the file was changed"
@@ -66,6 +67,8 @@ _WRONG_KEY = "{path}: cannot be decrypted with this key; it is wrong, or the fil
 def read_key(content: bytes, where: str) -> bytes:
     r"""Return the key that a file or a variable holds: its bytes, or hexadecimal digits; without a newline at the end.
 
+    32 hexadecimal digits may be a key of 32 bytes, or of 16, and are refused.
+
     Args:
         content: what it holds.
         where: for messages, which never show it.
@@ -73,17 +76,22 @@ def read_key(content: bytes, where: str) -> bytes:
     Raises:
         UsageError: it is not a key.
 
-    >>> read_key(b"0123456789ABCDEF\n", "key.txt"), read_key(b"00" * 16 + b"\n", "key.txt") == bytes(16)
+    >>> read_key(b"0123456789ABCDEF\n", "key.txt"), read_key(b"00" * 32 + b"\n", "key.txt") == bytes(32)
     (b'0123456789ABCDEF', True)
     """
     lines = [content, content.removesuffix(b"\n"), content.removesuffix(b"\r\n")]
     if digits := next(filter(_DIGITS.fullmatch, lines), None):
+        if len(digits) == _AMBIGUOUS:
+            raise UsageError(
+                f"{where}: has {_AMBIGUOUS} hexadecimal digits, which may be a key of as many bytes, or of half; "
+                "expected the bytes of a key of 16 (openssl rand 16), or twice as many digits for one of 32"
+            )
         return bytes.fromhex(digits.decode())
     for key in lines:
         if len(key) in _KEY_BYTES[MODE]:
             return key
     raise UsageError(
-        f"{where}: is not a key; expected 16, 24 or 32 bytes (openssl rand 32), or twice as many hexadecimal digits "
+        f"{where}: is not a key; expected 16, 24 or 32 bytes (openssl rand 32), or 48 or 64 hexadecimal digits "
         f"(openssl rand -hex 32), found {len(content)} bytes"
     )
 
@@ -169,9 +177,9 @@ class Cipher:
         """Return what reads the files decrypted."""
         return DecryptingStore(self)
 
-    def nbytes(self, threads: int) -> int:  # noqa: ARG002 -- measured with as many as runs have by default
-        """Return the memory that the import of cryptography and the pieces that are decrypted add."""
-        return _MEMORY_BYTES
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that the import of cryptography adds, and the blocks and pieces of so many threads."""
+        return _IMPORTED_BYTES + threads * _THREAD_BYTES
 
     def encryptor(self, iv: bytes) -> Any:
         """Return the library's encryption of one block."""

@@ -477,9 +477,13 @@ def free_bytes(path: str) -> int:
 def write_error(path: str, error: OSError, nbytes: int, done: str = "written") -> BudgetError | TargetError:
     """Return the error that so many bytes cannot be written to a file, or that it cannot be `done` something else."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        free = ""
+        if error.errno == errno.ENOSPC:
+            with suppress(OSError):
+                free = f"; {bytes_text(free_bytes(path))} are free"
         return BudgetError(
-            f"{path}: no room for {bytes_text(nbytes)} more ({error.strerror}; {bytes_text(free_bytes(path))} are "
-            "free); free space or choose another target"
+            f"{path}: no room for {bytes_text(nbytes)} more ({error.strerror}{free}); free space or choose "
+            "another target"
         )
     return TargetError(f"{path}: cannot be {done}: {error.strerror}")
 

@@ -76,6 +76,7 @@ class Verification:
         unchecked: what of the files was not looked at, and could be anything.
         step: which of the checkpoints of a training run the target is; None where the names of its files do not say.
         against_step: likewise of the source.
+        by_checksums: sizes and checksums were compared, those that the ledger has, because the source is gone.
     """
 
     target: str
@@ -96,6 +97,7 @@ class Verification:
     unchecked: tuple[str, ...] = ()
     step: Step | None = None
     against_step: Step | None = None
+    by_checksums: bool = False
 
     @property
     def equal(self) -> bool:
@@ -258,6 +260,7 @@ def _against_made(
             differences,
             warnings=(warning, *leftovers(as_place(made.target))),
             unchecked=("headers, and what has no checksum", _NEVER),
+            by_checksums=True,
         )
     try:
         target = target_of(made, cipher)
@@ -344,6 +347,8 @@ def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> O
 def _structure(target: Checkpoint, selection: Selection, deduplicated: bool) -> Verification:
     """Check all that headers tell; what is not valid is an error."""
     warnings = check_structure(target, selection, deduplicated=deduplicated)
+    if made_at(target.root) is not None:
+        warnings = [*warnings, "its ledger names a source: verified by its path alone, every bit is compared with that"]
     unnamed = () if target.strategy or target.described_by else ("names and shapes, which no strategy tells",)
     return Verification(
         target.root,

@@ -113,6 +113,7 @@ def rank_files_data(parts: Sequence[Checkpoint], warnings: Sequence[str]) -> dic
             {
                 "ranks": sorted(set(part.ranks)),
                 "totals": [total._asdict() for total in totals(part)],
+                "unreadable": dict(part.unreadable),
                 "tensors": [_tensor_data(tensor) for tensor in part.tensors.values()],
             }
             for part in parts

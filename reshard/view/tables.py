@@ -278,9 +278,7 @@ def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: i
         lines.append(f"sampled: {looked}")
     in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas"
     lines.append(f"{_counted(checkpoint)}{in_files if cut else ''}")
-    for name, reason in checkpoint.unreadable.items():
-        lines.append(f"not readable: {printable(name)}: {printable(reason)}")
-    return joined("\n", lines)
+    return joined("\n", [*lines, *_unreadable(checkpoint)])
 
 
 def iterations_text(listed: Sequence[Iteration], *, width: int | None = None) -> str:
@@ -314,6 +312,7 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
         lines += ["", f"{some if len(parts) > 1 or len(alike) > 1 else ''}{_counted(part)}"]
         if part.tensors:
             lines += [*_rows(part, "shape in the file", sort, width, {}), "", *_totals(part, width)]
+        lines += _unreadable(part)
     return joined("\n", lines)
 
 
@@ -351,6 +350,10 @@ def _rows(
         for name, (spec, texts), count in rows
     ]
     return table_lines(("tensor", "count", "dtype", shape, "bytes", *more), table, width, below=len(more))
+
+
+def _unreadable(checkpoint: Checkpoint) -> list[str]:
+    return [f"not readable: {printable(name)}: {printable(reason)}" for name, reason in checkpoint.unreadable.items()]
 
 
 def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:

@@ -450,6 +450,8 @@ def conclusion(found: Verification) -> str:
         return "complete and valid in structure; contents were not read"
     if not found.ranks:
         return f"as the manifest {against} says"
+    if found.by_checksums:
+        return "sizes and checksums are those that its ledger has"
     rows = "" if found.sample is None else " in the rows that were compared"
     return f"equal to {against}, bit for bit{rows}"
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("cryptography")
 
-KEY = bytes(range(16, 32))
+KEY = b"sixteen-bytes-ok"
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
         ("inspect PLAIN --key-file KEY", 4, "is not encrypted; leave the key out (--key-file or RESHARD_KEY)"),
         ("inspect SEALED --key-file nothing", 2, "key file nothing: cannot be read: No such file or directory"),
         ("inspect SEALED --key-file .", 2, "key file .: cannot be read: Is a directory"),
-        ("inspect SEALED --key-file SHORT", 2, "is not a key; expected 16, 24 or 32 bytes (openssl rand 32), or twice"),
+        ("inspect SEALED --key-file SHORT", 2, "is not a key; expected 16, 24 or 32 bytes (openssl rand 32), or 48"),
         ("inspect SM4 --key-file OTHER", 2, "is encrypted in mode SM4-CBC: the key has 32 bytes; SM4-CBC takes 16"),
         ("verify SEALED", 2, "the target is encrypted, and a ledger holds no key; give it: --target-key-file"),
         ("verify SEALED --key-file KEY", 2, "the target is encrypted, and a ledger holds no key; give it: --targ"),
@@ -282,13 +282,13 @@ def test_another_key_does_not_go_on_where_one_ended(case: Case, sealed: Path, ke
 
 
 def test_keys_from_the_environment(case: Case, tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RESHARD_TARGET_KEY", KEY.hex())
+    monkeypatch.setenv("RESHARD_TARGET_KEY", KEY.decode())
     written = done("transform", case.source, tmp_path / "out", *case.strategies)
     assert "--target-key-file" not in written.output
     assert mode_of(tmp_path / "out" / "rank_0" / "checkpoint_0.ckpt") == "AES-GCM"
     done("verify", tmp_path / "out")
     monkeypatch.setenv("RESHARD_KEY_FILE", str(key))
-    monkeypatch.setenv("RESHARD_KEY", "ab" * 16)  # the file comes first
+    monkeypatch.setenv("RESHARD_KEY", "ab" * 24)  # the file comes first
     done("inspect", tmp_path / "out")
     monkeypatch.delenv("RESHARD_KEY_FILE")
     assert call("inspect", tmp_path / "out").exit_code == 4
@@ -303,7 +303,7 @@ def test_keys_from_the_environment(case: Case, tmp_path: Path, key: Path, monkey
 
 
 def test_a_program_may_hand_the_key_over(sealed: Path) -> None:
-    command = f"{sys.executable} -m reshard inspect {sealed} --key-file <(printf {KEY.hex()})"
+    command = f"{sys.executable} -m reshard inspect {sealed} --key-file <(printf {KEY.decode()})"
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert "net.layer1.weight" in shown.stdout
@@ -332,9 +332,13 @@ def test_no_file_is_written_over_a_key(plain: Path, key: Path) -> None:
 @pytest.mark.parametrize("nbytes", [16, 24, 32])
 def test_a_key_is_bytes_or_digits_with_or_without_a_newline(nbytes: int) -> None:
     key = bytes(range(128, 128 + nbytes))
-    for content in (key, key.hex().encode(), key.hex().upper().encode()):
-        for end in (b"", b"\n", b"\r\n"):
+    digits = [key.hex().encode(), key.hex().upper().encode()]
+    for end in (b"", b"\n", b"\r\n"):
+        for content in (key, *(digits if nbytes > 16 else ())):
             assert read_key(content + end, "k") == key
+        if nbytes == 16:  # of 32 digits nobody knows whether they are the key
+            with pytest.raises(UsageError, match="k: has 32 hexadecimal digits, which may be a key of as many bytes"):
+                read_key(digits[0] + end, "k")
     ends = key[:-1] + b"\n"
     assert read_key(ends, "k") == ends
     assert read_key(b"0123456789ABCDEF", "k") == b"0123456789ABCDEF"  # too few digits for a key
@@ -342,3 +346,13 @@ def test_a_key_is_bytes_or_digits_with_or_without_a_newline(nbytes: int) -> None
         if len(wrong) not in {16, 24, 32}:  # which text may be, too
             with pytest.raises(UsageError, match=rf"k: is not a key; .* found {len(wrong)} bytes"):
                 read_key(wrong, "k")
+
+
+def test_through_zarr_what_is_plain_is_said(case: Case, sealed: Path, key: Path, tmp_path: Path) -> None:
+    options = ["--target-strategy", case.target_strategy, "--key-file", key]
+    said = done("transform", sealed, tmp_path / "out", *options, "--via-zarr", tmp_path / "st.zarr", "--json")
+    assert f"is encrypted, and what is written is not: {tmp_path / 'st.zarr'} and {tmp_path / 'out'}" in said.stderr
+
+
+def test_a_strategy_is_checked_with_an_encrypted_checkpoint(case: Case, sealed: Path, key: Path) -> None:
+    done("strategy", "check", case.target_strategy, sealed, "--key-file", key)

@@ -110,9 +110,10 @@ def a_plan_file(**source: Any) -> Callable[[Path], None]:
 
     def make(path: Path) -> None:
         known = {
-            "root": str(path.parents[1] / "valid"), "strategy": None, "stage": None, "partial": False, "varying": [],
-            "elsewhere": [], "looked": None, "left_out": [], "warnings": ["\x1b[2J"], "encrypted": False,
-            "headers": ["0" * 32], "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
+            "root": str(path.parents[1] / "valid"), "described_by": "", "strategy": None, "stage": None,
+            "partial": False, "varying": [], "elsewhere": [], "looked": None, "left_out": [],
+            "warnings": ["\x1b[2J"], "encrypted": False, "headers": ["0" * 32],
+            "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
         }  # fmt: skip
         target = {
             "strategy": None,

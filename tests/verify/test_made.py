@@ -263,3 +263,47 @@ def test_workers_of_a_cluster_compare(plan: Plan, tmp_path: Path) -> None:
         path.write_bytes(content)
         (found,) = reshard.verify(tmp_path / "out", client=client).differences
         assert (found.name, found.rank, found.count) == ("w", 1, 1)
+
+
+def test_a_strategy_that_the_ledger_contradicts_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """Of as many ranks, and equal in all that headers and samples can show; a cut that is the same otherwise passes."""
+    target = tmp_path / "out"
+    one = Strategy.of({name: Layout.of([2], [0, *[-1] * (value.ndim - 1)]) for name, value in FULL.items()})
+    other = Strategy.of({name: Layout.of([2], [*[-1] * (value.ndim - 1), 0]) for name, value in FULL.items()})
+    reshard.plan(source, one, selection=Selection(include=("w", "c"), drop=("b",))).run(target)
+    same = Strategy.of(dict.fromkeys("wc", Layout.of([2, 1], [1, -1])))
+    for options in ({}, {"strategy": one}, {"strategy": same}):
+        assert np.array_equal(reshard.open(target, **options)["w"].compute(), FULL["w"])
+    with pytest.raises(SourceError, match="was written with another strategy, as its ledger says, which cuts w, c"):
+        reshard.open(target, strategy=other)
+    refused = call("transform", target, tmp_path / "z", "--source-strategy", write_strategy(tmp_path, other))
+    assert refused.exit_code == 4
+    assert "leave --source-strategy out" in refused.stderr
+    shutil.rmtree(target / ".reshard")
+    assert reshard.open(target, strategy=other, contents=False).tensors["w"].spec.shape == (24, 32)
+
+
+def write_strategy(folder: Path, strategy: Strategy) -> Path:
+    reshard.write_strategy(strategy, folder / "strategy.ckpt")
+    return folder / "strategy.ckpt"
+
+
+def test_checksums_alone_are_not_called_equal_bit_for_bit(plan: Plan, tmp_path: Path) -> None:
+    plan.run(tmp_path / "out")
+    shutil.rmtree(tmp_path / "src")
+    shown = call("verify", tmp_path / "out")
+    assert shown.exit_code == 0
+    assert "sizes and checksums are those that its ledger has" in shown.stdout
+    assert "bit for bit" not in shown.stdout
+
+
+def test_less_than_the_ledger_allows_is_said(plan: Plan, tmp_path: Path) -> None:
+    plan.run(tmp_path / "out")
+    found = reshard.verify(tmp_path / "out", TARGET)
+    assert any("verified by its path alone, every bit is compared" in warning for warning in found.warnings)
+
+
+def test_a_cast_of_what_is_not_there_is_said(source: reshard.Checkpoint) -> None:
+    made = reshard.plan(source, TARGET, selection=Selection(cast={"float16": "bfloat16", "float32": "bfloat16"}))
+    assert "no tensor is float16, so that none becomes bfloat16" in made.warnings
+    assert not any("no tensor is float32" in warning for warning in made.warnings)
