@@ -513,7 +513,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if cluster and (scheduler or (threads and not cluster.startswith("local"))):
             given = "--scheduler" if scheduler else "--threads"
-            raise click.UsageError(f"{given} is of runs on this machine; the workers of {cluster} have their own")
+            raise click.UsageError(f"{given} is only for runs on this machine; the workers of {cluster} have their own")
         running = Running(
             dry_run=dry_run,
             overwrite=overwrite,

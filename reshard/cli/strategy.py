@@ -174,7 +174,7 @@ def make_strategy(
     """Make a strategy file from RULES, a YAML file, without compiling the network.
 
     Tensors that no rule matches are whole on every device of a stage; optimizer states go with their weights. What the
-    source strategy does not name (global_step and the like) is left out unless a rule matches it.
+    source strategy does not name (global_step and the like) is left out unless a rule gives it a layout.
     """
     from reshard.readers.open import files_read
     from reshard.strategy.rules_file import strategy_from_file

@@ -129,7 +129,7 @@ Example:
       --source-strategy src_strategy.ckpt
 """,
     details=KEYS,
-    short_help="Write whole tensors, in a few safetensors files and an index, or in a zarr store.",
+    short_help="Merge into whole tensors: a Hugging Face or MindSpore set, or a zarr store.",
 )
 @click.argument("source", type=READ_PLACE)
 @click.argument("target", type=TARGET_PLACE)
@@ -502,8 +502,8 @@ def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
         )
     if plan.cipher:
         raise UsageError(
-            f"--write-manifest is of plain files, and those of {target} are encrypted; leave it out, and compare them "
-            "with their source by `reshard verify --against`"
+            f"--write-manifest is only for plain files, and those of {target} are encrypted; leave it out, and compare "
+            "them with their source by `reshard verify --against`"
         )
     advice = "choose another name for the manifest"
     refuse_inputs([path], files_read(plan.source.root, plan.source.files), "one of the source files", advice)

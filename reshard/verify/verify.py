@@ -214,7 +214,7 @@ def _refuse_idle(target: AnyName, memory: int | None, client: Any, source_cipher
     given = ((Option("memory"), memory), (Option("client"), client), (Option("source_key"), source_cipher))
     for option, value in given:
         if value is not None:
-            advice = " is of a comparison with a source; name a source, or leave it out"
+            advice = " is only for a comparison with a source; name a source, or leave it out"
             raise UsageError(Text(f"{target}: ", option, advice))
 
 

@@ -737,5 +737,5 @@ def test_what_only_a_comparison_obeys_is_refused_elsewhere(
     _, target = sides
     what = {"manifest": reshard.make_manifest(target)} if manifest else {"strategy": AFTER}
     assert reshard.verify(target, **what)
-    with pytest.raises(UsageError, match=f"{re.escape(word)} is of a comparison with a source"):
+    with pytest.raises(UsageError, match=f"{re.escape(word)} is only for a comparison with a source"):
         reshard.verify(target, **what, **option)
