@@ -232,7 +232,7 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
         ("verify SEALED --against PLAIN", 4, "is encrypted (AES-GCM); open it with its key: --target-key-file FILE"),
         ("verify PLAIN --against SEALED", 4, "is encrypted (AES-GCM); open it with its key: --key-file FILE"),
         ("verify PLAIN --target-key-file KEY", 4, "is not encrypted; leave the key out (--target-key-file or"),
-        ("verify SEALED --target-key-file KEY --deduplicated --key-file KEY", 2, "--key-file or RESHARD_KEY is only for"),
+        ("verify SEALED --target-key-file KEY --deduplicated --key-file KEY", 2, "RESHARD_KEY is only for"),
         ("verify SEALED --target-key-file KEY --write-manifest m", 2, "a manifest is of files that are not encrypted"),
         ("convert PLAIN x --format safetensors --target-key-file KEY", 2, "safetensors files are not encrypted"),
         ("unify PLAIN x --key-file KEY", 4, "is not encrypted"),
