@@ -41,6 +41,7 @@ _ADVICE = {
     "strategy files of a pipeline",
     "continue resume": "type the same command again; it resumes what was begun",
     "dtype": "--cast float32=bfloat16 converts one dtype to another",
+    "hf huggingface": "`reshard unify` with --style huggingface writes a Hugging Face set",
     "help": "`reshard --help` lists the commands, `reshard COMMAND --help` the options of one",
     "info list ls show": "`reshard inspect` shows a checkpoint, `reshard strategy show` a strategy",
     "make": "`reshard strategy make` makes a strategy file",
@@ -54,6 +55,7 @@ _COLORS = {"auto": None, "always": True, "never": False}
 _ALL = "reshard.all"
 _EXAMPLE = re.compile(r"^Examples?:$", re.MULTILINE)
 _NUMBER = re.compile(r"[0-9]+")
+_NOT_ONE = re.compile(r"'([^']+)' is not one of")
 
 
 class GroupedOption(click.Option):
@@ -312,7 +314,9 @@ def _usage_message(error: click.UsageError) -> str:
     if isinstance(error, click.MissingParameter):
         needed = (param.get_help_record(ctx) or [name])[0]
         return f"{name}: is missing; expected {needed if isinstance(param, click.Option) else _usage(ctx)}"
-    return f"{name}: {error.message.removesuffix('.')}"
+    value = _NOT_ONE.match(error.message)
+    advice = _ADVICE_ON.get(value[1].lower()) if value else None
+    return f"{name}: {error.message.removesuffix('.')}{f'; {advice}' if advice else ''}"
 
 
 def _usage(ctx: click.Context) -> str:

@@ -10,7 +10,7 @@ import reshard
 from reshard.cli.commands import Command, Group, option
 from reshard.cli.options import READ, STRATEGY, WRITE, json_option, source_options
 from reshard.cli.terminal import print_json, say, say_warnings, wrote
-from reshard.errors import UsageError, VerifyError
+from reshard.errors import SourceError, UsageError, VerifyError
 from reshard.storage.small import refuse_existing, refuse_inputs
 
 if TYPE_CHECKING:
@@ -305,7 +305,12 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
         found_by: dict[str, Any] = {name: reading[name] for name in ("suffix", "rank_pattern", "cipher")}
         ranks = read_headers(checkpoint, **found_by).ranks
         own = wanted if len(set(ranks)) > 1 else None
-    opened = reshard.open(checkpoint, strategy=own, **reading)
+    try:
+        opened = reshard.open(checkpoint, strategy=own, **reading)
+    except SourceError as error:
+        if own is wanted:
+            error.add_note("if STRATEGY is of a target to be made from CHECKPOINT, give --source-strategy too")
+        raise
     say_warnings([*opened.warnings, *check(wanted, opened)])
     click.echo(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
     if looked := looked_text(opened.looked):
