@@ -72,6 +72,9 @@ PARTS = DirectoryFormat(
 )
 """Told by short names, which the only file of a rank may have too."""
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Names the last complete iteration of a run that saves Checkpoint 2.0."""
+
 ITERATION = re.compile(r"iteration_(\d{8,})")
 """The directory of a Checkpoint 2.0 in that of a run."""
 

@@ -19,7 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.errors import Faults, LayoutError, Option, SourceError, Text, names
-from reshard.formats.directories import CHECKPOINT2, ITERATION
+from reshard.formats.directories import CHECKPOINT2, ITERATION, TRACKER
 from reshard.layout.block import Block, shape_text
 from reshard.layout.layout import Layout
 from reshard.readers.members import members
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 METADATA = "metadata.json"
 COMMON = "common.json"
-TRACKER = "latest_checkpointed_iteration.txt"
 
 _KEY = re.compile(r"""\((?:'(?P<single>.*)'|"(?P<double>.*)"), \((?P<number>\d{1,18}),\)\)""", re.DOTALL)
 _LARGEST = 1 << 20

@@ -13,6 +13,7 @@ from reshard.formats.directories import (
     CHECKPOINT2,
     ITERATION,
     PARTS,
+    TRACKER,
     is_later_part,
     refuse_directory,
     refuse_one_of_several,
@@ -158,7 +159,7 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
         iteration: which checkpoint of a run; by default that which the run names as the last.
     """
     there = root.names()
-    if any(map(is_of_store, there)):
+    if any(map(is_of_store, there)) and iteration is None:
         from reshard.readers.zarr import open_store  # not on every start
 
         return applied(open_store, root)
@@ -291,11 +292,11 @@ def reopen(
 
 
 def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
-    """Return all that is read of a checkpoint, by its path and files: an index too, and whatever a zarr store has."""
+    """Return all that is read of a checkpoint, by its path and files: an index too, all of what describes itself."""
     root = as_place(path)
     found: list[AnyName] = [file.path for file in files]
-    if is_store(root):
-        return [root, *root.files()]
+    if self_described(root):
+        return [root, *root.files(), root.absolute().parent / TRACKER]
     return [*found, *(root / name for name in SET_FILES)]
 
 

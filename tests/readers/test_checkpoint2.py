@@ -194,6 +194,23 @@ def test_inspect_lists_the_iterations_of_a_run(mindspore_data: Path, tmp_path: P
     assert "--iteration 6" in refused.stderr
 
 
+def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Path) -> None:
+    place = case(SPLIT)
+    for path in (place / "metadata.json", place / "common.json", place.parent / "latest_checkpointed_iteration.txt"):
+        for source in (place.parent, place) if path.parent == place else (place.parent,):
+            refused = call("unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite")
+            assert refused.exit_code == 6, path
+            assert "is one of the source files" in refused.stderr
+
+
+def test_what_has_no_iterations_has_none(case: Callable[[str], Path], tmp_path: Path) -> None:
+    reshard.open(case(SPLIT)).to_zarr(tmp_path / "z", fsync=False)
+    write_file(tmp_path / "w.safetensors", {"w": np.zeros(4, np.float32)})
+    for path in ("z", "w.safetensors"):
+        with pytest.raises(UsageError, match="has no iterations; leave iteration=3 out"):
+            reshard.open(tmp_path / path, iteration=3)
+
+
 # --- the traps of FORMAT.md ---
 
 
