@@ -193,7 +193,7 @@ def _debug_option() -> GroupedOption:
         is_flag=True,
         expose_value=False,
         callback=remember,
-        help="Show the traceback of an error, as RESHARDDEBUG=1 does.",
+        help="Show the traceback of an error, as RESHARD_DEBUG=1 does.",
     )
 
 
@@ -272,7 +272,7 @@ class Border(Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click knows what to do with these
         except (Exception, KeyboardInterrupt) as error:
-            if ctx.meta.get(DEBUG) or os.environ.get("RESHARDDEBUG", "0") not in {"", "0"}:
+            if ctx.meta.get(DEBUG) or os.environ.get("RESHARD_DEBUG", "0") not in {"", "0"}:
                 import traceback
 
                 say(traceback.format_exc())

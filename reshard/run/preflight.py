@@ -326,12 +326,13 @@ def neighbours(plan: Plan, target: Place) -> tuple[str, ...]:
     It is what an older run left there, or another program: files of other ranks, of another format or checkpoint, a
     unified set or a zarr store, whose readers do not look at rank files at all.
     """
-    if plan.exclusive or target.absolute() == as_place(plan.source.root).absolute():  # which a run refuses
+    if plan.exclusive:  # `check_target` refuses any
         return ()
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)
         hiding += ["a zarr store"] if is_store(target) else []
-        ranks = _other_ranks(plan, target)
+        read = {file.path for file in plan.source.files}  # is not old
+        ranks = [place for place in _other_ranks(plan, target) if str(target.absolute() / place) not in read]
         own = _own(plan)
         others = [place for place in _checkpoint_files(target) if place not in ranks and not own.fullmatch(place)]
         said = (

@@ -347,8 +347,8 @@ def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> O
 def _structure(target: Checkpoint, selection: Selection, deduplicated: bool) -> Verification:
     """Check all that headers tell; what is not valid is an error."""
     warnings = check_structure(target, selection, deduplicated=deduplicated)
-    if made_at(target.root) is not None:
-        warnings = [*warnings, "its ledger names a source: verified by its path alone, every bit is compared with that"]
+    more = " (its ledger names a source: verified by its path alone, every bit is compared with that)"
+    contents = f"contents{more if made_at(target.root) is not None else ''}"
     unnamed = () if target.strategy or target.described_by else ("names and shapes, which no strategy tells",)
     return Verification(
         target.root,
@@ -358,7 +358,7 @@ def _structure(target: Checkpoint, selection: Selection, deduplicated: bool) -> 
         len({name for file in target.files for name in file.index.entries}),
         sum(len(file.index.entries) for file in target.files),
         warnings=(*warnings, *leftovers(as_place(target.root))),
-        unchecked=("contents", *unnamed, "notes (__metadata__)", _NEVER),
+        unchecked=(contents, *unnamed, "notes (__metadata__)", _NEVER),
         step=target.step,
     )
 

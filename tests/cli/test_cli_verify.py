@@ -97,7 +97,8 @@ def test_structure(folder: Path) -> None:
     assert result.stdout == (
         "dst: complete and valid in structure; contents were not read\n3 tensors, 18 blocks of them; "
         "6 files of 6 ranks (0-5)\n"
-        "not looked at: contents; notes (__metadata__); checksums that files carry (crc_num), and how text entries are "
+        "not looked at: contents (its ledger names a source: verified by its path alone, every bit is compared with "
+        "that); notes (__metadata__); checksums that files carry (crc_num), and how text entries are "
         "stored\n"
     )
     Path("dst/rank_3/checkpoint_3.ckpt").rename("dst/rank_3/checkpoint_3.ckpt.partial")
