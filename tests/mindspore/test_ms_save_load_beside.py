@@ -179,7 +179,7 @@ class TestBesideMindSpore:
         source = tmp_path / "source" / "rank_0" / f"x.{format}"
         source.parent.mkdir(parents=True)
         ms.save_checkpoint(given, source, format=format)
-        (tmp_path / "key").write_text(KEY.hex())
+        (tmp_path / "key").write_bytes(KEY)
         options = ["--encryption", mode] if mode else []
         options += ["--format", "ckpt", "--target-key-file", tmp_path / "key"]
         done(command, source if command == "transform" else source.parent.parent, tmp_path / "out", *options)
