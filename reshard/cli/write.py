@@ -302,8 +302,8 @@ def _make_store(
     Raises:
         TargetError: the store is finished, and of another source or of one that changed since.
     """
-    from reshard.plan.destination import provenance
     from reshard.readers.zarr import noted_provenance
+    from reshard.targets.zarr import provenance
 
     noted = noted_provenance(store)
     if noted is not None and not (source.is_dir() or source.is_file()):

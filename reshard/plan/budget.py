@@ -18,8 +18,8 @@ from reshard.storage.remote import fetched_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.plan.build import Destination, Item
     from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.targets.destination import Destination, Item
 
 BAND_BYTES = 4 << 20
 """The most bytes of a tensor that a thread reads at once; measured best between 1 and 16 MB."""

@@ -14,48 +14,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.entries import Where
 from reshard.plan.bands import Recipe, is_grid
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Label, Move, Plan, Stats, Way
+from reshard.targets.destination import Item
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from reshard.dtypes import DType
     from reshard.formats.entries import FileLayout, Runs
-    from reshard.layout.block import Block, Shape
-    from reshard.plan.budget import Budget, Share
-    from reshard.plan.plan import TargetFile
+    from reshard.layout.block import Shape
+    from reshard.plan.budget import Budget
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.base import TargetCoding
-    from reshard.storage.cipher import Cipher
-
-
-class Item(NamedTuple):
-    """A tensor that is planned: its name in the target, the tensor of the source, its dtype in the target."""
-
-    name: str
-    tensor: Tensor
-    dtype: DType
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
-    """The blocks of a tensor that are wanted; equal only to itself, since tensors share it.
-
-    Attributes:
-        blocks: the blocks.
-        files: for each, the numbers of the target files that get it.
-        unit_rows: how many rows of the tensor whole files have, where each is written by one task; else 0.
-    """
-
-    blocks: tuple[Block, ...]
-    files: tuple[tuple[int, ...], ...]
-    unit_rows: int = 0
+    from reshard.targets.destination import Destination, TargetFile, Wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,43 +53,6 @@ class Route:
 
 
 Routed = tuple[Item, Route]
-
-
-class Destination(Protocol):
-    """A way to lay out the files of a target.
-
-    Attributes:
-        format: the name of the files' format.
-        ranks: the ranks of the target that are written.
-        exclusive: the target directory may have nothing else in it.
-        coding: how the files are encoded; None where their contents are plain.
-        cipher: encrypts the files; None where they are plain.
-        memory: what it takes besides what every plan does.
-    """
-
-    format: str
-    ranks: tuple[int, ...]
-    exclusive: bool
-    coding: TargetCoding | None
-    cipher: Cipher | None
-    memory: tuple[Share, ...]
-
-    def wanted(self, item: Item) -> Wanted | None:
-        """Return which blocks of a tensor are wanted and where; None where a fault was found, which is kept."""
-
-    def cuts(self, name: str) -> bool:
-        """Return whether it says itself how a tensor is cut, so that a copy may not differ from rank to rank."""
-
-    def copies(self, item: Item, read: Mapping[int, set[int]]) -> Sequence[tuple[Where, Wanted]]:
-        """Return, for a tensor whose copies differ, which of them is read for which files.
-
-        Args:
-            item: the tensor.
-            read: for each target file, the source files that are read for it anyway.
-        """
-
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
-        """Lay out every file; those with equal contents share a layout."""
 
 
 def build(source: Checkpoint, items: Sequence[Item], destination: Destination, budget: Budget, faults: Faults) -> Plan:

@@ -14,8 +14,7 @@ from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import ZarrGroup
 from reshard.formats.zarr_files import is_store
 from reshard.plan.budget import budget
-from reshard.plan.build import Item, build
-from reshard.plan.destination import Ranks, SameFiles
+from reshard.plan.build import build
 from reshard.plan.plan import Plan, Request
 from reshard.plan.select import Selection, globs, select
 from reshard.readers.open import read_headers
@@ -24,6 +23,9 @@ from reshard.source.checkpoint import Checkpoint
 from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES
+from reshard.targets.destination import Item
+from reshard.targets.ranks import Ranks
+from reshard.targets.same_files import SameFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -119,7 +121,7 @@ def plan(
     idle = [f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in held]
     warnings: tuple[str, ...] = ()
     if isinstance(files, ZarrGroup):
-        from reshard.plan.destination import ZarrStore  # likewise
+        from reshard.targets.zarr import ZarrStore  # likewise
 
         store = ZarrStore(source, items, files)
         made = build(source, items, store, budget(source, items, store, memory=memory, threads=threads), faults)

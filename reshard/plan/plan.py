@@ -36,28 +36,9 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
+    from reshard.targets.destination import TargetFile
     from reshard.view.arrays import RankArrays
     from reshard.view.svg import Picture
-
-
-class TargetFile(NamedTuple):
-    """A file to be written.
-
-    Attributes:
-        rank: the target rank that it is for.
-        path: where it goes, below the target directory.
-        layout: its size, its own bytes and the places of the contents; shared by ranks with equal contents.
-        last: it gets its name after all others: the index of a unified set.
-        link: the path of the file that it is a link to, where replicas are linked; nothing is written then.
-        done: it is there already, as it shall be; nothing is written then either.
-    """
-
-    rank: int
-    path: str
-    layout: FileLayout
-    last: bool = False
-    link: str | None = None
-    done: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,8 +43,9 @@ from reshard.upward import upward
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reshard.plan.plan import Plan, TargetFile
+    from reshard.plan.plan import Plan
     from reshard.run.tasks import Receipt
+    from reshard.targets.destination import TargetFile
 
 _KIND = re.compile("reshard-([a-z]+)--[0-9]{6}|reshard-(check)-")
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Entry, FileLayout, Runs
-    from reshard.plan.plan import TargetFile
     from reshard.run.run import Report
     from reshard.source.checkpoint import SourceFile
     from reshard.storage.places import AnyName, Place
+    from reshard.targets.destination import TargetFile
     from reshard.verify.difference import Kind
 
 

@@ -26,8 +26,8 @@ from reshard.formats import by_name
 from reshard.formats import zarr as format_zarr
 from reshard.formats.entries import Content
 from reshard.plan import budget
-from reshard.plan.destination import provenance
 from reshard.readers.zarr import clipped
+from reshard.targets.zarr import provenance
 
 if TYPE_CHECKING:
     from faulty import Faults

@@ -1,45 +1,34 @@
-"""Destinations: the files of a target, and which blocks of which tensors go into each.
+"""The files of the ranks of a strategy, or of one rank of whole tensors.
 
-`Ranks` is that of a strategy, or of one rank of whole tensors: rank directories, named files, the sets of
-`formats.sets`. `SameFiles` has for each file of the source one with the same tensors. `ZarrStore` has whole
-tensors, of which each chunk is a block to be made, in a file or a shard; its files are numbered array by array: chunks
-or shards, then metadata; the group's metadata are the last.
+They are in rank directories, have names that were given, or are a set (`formats.sets`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 from dataclasses import replace
-from math import prod
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats.entries import Content, FileLayout, Stored
-from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
-from reshard.plan.build import Wanted
-from reshard.plan.plan import TargetFile
 from reshard.strategy.names import is_training_state
+from reshard.targets.destination import TargetFile, Wanted, literal, merged_notes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from reshard.dtypes import DType
     from reshard.errors import Faults
     from reshard.formats.entries import Format, TargetFiles, Where
-    from reshard.formats.zarr import Array, ZarrGroup
-    from reshard.formats.zarr_chunks import Encoding
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
     from reshard.plan.budget import Share
-    from reshard.plan.build import Item, Routed
-    from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile
+    from reshard.plan.build import Routed
+    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
     from reshard.strategy.strategy import Strategy
+    from reshard.targets.destination import Item
 
 
 class Ranks:
@@ -247,84 +236,6 @@ class Ranks:
         return found
 
 
-class SameFiles:
-    """For each file of the source one with the same tensors, in another format: `Destination`.
-
-    Names are those of each file, so that tensors of several files may have the same; the tensors of the n-th file are
-    in `items[n]`, and go to `paths[n]`.
-    """
-
-    exclusive = False
-    coding: TargetCoding | None = None
-    memory: tuple[Share, ...] = ()
-
-    def __init__(
-        self,
-        source: Checkpoint,
-        items: Sequence[Sequence[Item]],
-        paths: Sequence[str],
-        written: Format,
-        cipher: Cipher | None,
-    ) -> None:
-        self.format = written.NAME
-        self.cipher = cipher
-        self.ranks = tuple(sorted(set(source.ranks)))
-        self._source, self._items, self._paths = source, items, paths
-        self._lay_out = written.lay_out
-        self._wanted: dict[tuple[Shape, int], Wanted] = {}
-
-    def cuts(self, name: str) -> bool:  # noqa: ARG002 -- as in Destination
-        """Return True: a file has one copy of a tensor."""
-        return True
-
-    def wanted(self, item: Item) -> Wanted:
-        """Return the whole of what a file has of a tensor, for the same file."""
-        ((at,),) = item.tensor.sharding.replicas
-        key = (item.tensor.spec.shape, at.file)
-        if key not in self._wanted:
-            self._wanted[key] = Wanted((Block.whole(key[0]),), ((at.file,),))
-        return self._wanted[key]
-
-    def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:  # noqa: ARG002 -- likewise
-        """Return nothing: it is never asked."""
-        return []
-
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
-        """Lay out every file; those with equal contents share a layout."""
-        layouts: dict[tuple[tuple[Content, ...], tuple[tuple[str, str], ...]], FileLayout] = {}
-        shared: dict[Content, Content] = {}
-        found = []
-        for file, rank, items, path in zip(
-            self._source.files, self._source.ranks, self._items, self._paths, strict=True
-        ):
-            contents = []
-            for name, tensor, dtype in items:
-                content = Content(name, dtype, () if tensor.text is not None else tensor.spec.shape, tensor.text)
-                contents.append(shared.setdefault(content, content))
-            notes = merged_notes([file], {}, deduplicated=file.index.deduplicated)
-            key = tuple(contents), tuple(sorted(notes.items()))
-            if key not in layouts:
-                layouts[key] = self._lay_out(contents, notes)
-            found.append(TargetFile(rank, path, layouts[key]))
-        return tuple(found)
-
-
-def literal(content: bytes) -> FileLayout:
-    """Return the layout of a file without tensors."""
-    return FileLayout(len(content), ((0, content),))
-
-
-def merged_notes(files: Sequence[SourceFile], more: Mapping[str, str], *, deduplicated: bool) -> dict[str, str]:
-    """Return the notes of source files, the first one's first; MindSpore marks its safetensors files with `format`."""
-    notes = {"format": "ms"}
-    for file in reversed(files):
-        notes.update(file.index.metadata)
-    notes.update(more)
-    if deduplicated:
-        notes["remove_redundancy"] = "True"
-    return notes
-
-
 def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:
     """Let a rank that would store nothing store its smallest block after all; MindSpore reads no file without any."""
     storing = {rank for grid in kept.values() for ranks in grid.ranks for rank in ranks}
@@ -350,144 +261,3 @@ def _wanted_ranks(target: Strategy | None, ranks: Iterable[int] | None) -> tuple
             f"rank {names(outside) or 'none'} is asked for; the target has ranks {every.start} to {every.stop - 1}"
         )
     return wanted
-
-
-FILE_BYTES = 1000
-"""Resident memory of a file of chunks in a plan; measured."""
-
-
-class ZarrStore:
-    """The files of one zarr store: `Destination`."""
-
-    format = NAME
-    ranks: tuple[int, ...] = (0,)
-    exclusive = True
-    cipher: Cipher | None = None
-
-    def __init__(self, source: Checkpoint, items: Sequence[Item], group: ZarrGroup) -> None:
-        self._source, self._items, self._group = source, items, group
-        self._arrays = self._chosen()
-        self._directories = {name: escaped(name) for name in self._arrays}
-        self._first: dict[str, int] = {}  # of an array, the number of its first file
-        number = 0
-        for name, array in self._arrays.items():
-            self._first[name] = number
-            number += len(array.units) + 1
-        self.coding: TargetCoding | None = self._encoding()
-        self.memory: tuple[Share, ...] = (("files of chunks", FILE_BYTES * (number - len(self._arrays))),)
-
-    def cuts(self, name: str) -> bool:  # noqa: ARG002 -- as in Destination
-        """Return False: where copies of a tensor differ, one of them is taken."""
-        return False
-
-    def wanted(self, item: Item) -> Wanted:
-        """Return the blocks that have chunks, or shards, of their own."""
-        array, first = self._arrays[item.name], self._first[item.name]
-        files = tuple((first + number,) for number, unit in enumerate(array.units) for _ in unit.blocks)
-        return Wanted(array.blocks, files, array.unit[0] if array.unit else 0)
-
-    def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:  # noqa: ARG002 -- as in Destination
-        """Return the copy of the lowest rank: there is one of each tensor."""
-        return [(item.tensor.sharding.replicas[0][0], self.wanted(item))]
-
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
-        """Lay out every file of chunks, and write the metadata."""
-        items = {item.name: item for item in self._items}
-        found: list[TargetFile] = []
-        for name, array in self._arrays.items():
-            directory = self._directories[name]
-            layouts = _layouts(array, name)
-            found += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
-            metadata = array.metadata(self._attributes(items[name], array))
-            found.append(TargetFile(0, f"{directory}/{METADATA}", literal(metadata)))
-        attributes = {
-            "tensors": list(items),
-            "texts": {item.name: item.tensor.text for item in texts},
-            "notes": merged_notes(self._source.files, {}, deduplicated=False),
-            **provenance(self._source, times=self._group.times),
-        }
-        found.append(TargetFile(0, METADATA, literal(group_metadata(attributes)), last=True))
-        return tuple(found)
-
-    def _chosen(self) -> dict[str, Array]:
-        """Return how each tensor is stored; tensors alike share it."""
-        known: dict[tuple[Shape, DType, Sharding], Array] = {}
-        found = {}
-        for name, tensor, dtype in self._items:
-            if tensor.text is None:
-                key = (tensor.spec.shape, dtype, tensor.sharding)
-                if key not in known:
-                    known[key] = self._group.array(tensor.spec.shape, dtype, tensor.sharding.blocks)
-                found[name] = known[key]
-        return found
-
-    def _encoding(self) -> Encoding | None:
-        """Return how chunks are compressed."""
-        if self._group.level is None:
-            return None
-        from reshard.formats.zarr_chunks import Encoding, ToCompress, slab_bytes  # not on every start
-
-        known: dict[tuple[Array, Shape], ToCompress] = {}
-        units = {}
-        for name, array in self._arrays.items():
-            for unit in array.units:
-                key = (array, unit.valid)
-                if key not in known:
-                    there = tuple(place for place, valid in enumerate(unit.valid) if valid)
-                    valid = tuple(unit.valid[place] for place in there)
-                    known[key] = ToCompress(array.chunk_bytes, valid, there, len(unit.valid) if array.shard else 0)
-                units[f"{self._directories[name]}/{unit.path}"] = known[key]
-        every = set(self._arrays.values())
-        held = max((slab_bytes(a.shape, a.chunk, a.dtype.itemsize) for a in every if prod(a.shape)), default=0)
-        return Encoding(units, self._group.level, held, max((a.chunk_bytes for a in every), default=0))
-
-    def _attributes(self, item: Item, array: Array) -> dict[str, Any]:
-        """Return what the metadata of an array say beyond what zarr asks for."""
-        strategy, tensor = self._source.strategy, item.tensor
-        placed = strategy.tensors.get(tensor.spec.name) if strategy and tensor.listed else None
-        found: dict[str, Any] = {"dtype": array.dtype.name, "listed": tensor.listed}
-        if placed:
-            found["layout"] = str(placed[0].layout)
-        if self._directories[item.name] != item.name:
-            found["name"] = item.name
-        return found
-
-
-def _layouts(array: Array, name: str) -> Iterator[FileLayout]:
-    """Yield the layout of each file of an array; alike files share it."""
-    known: dict[tuple[int, ...], FileLayout] = {}
-    for unit in array.units:
-        key = unit.valid
-        if key not in known:
-            known[key] = array.file_layout(name, unit)
-        yield known[key]
-
-
-def provenance(source: Checkpoint, *, times: bool) -> dict[str, Any]:
-    """Return what a store says of where it comes from: files, strategy, this program.
-
-    Args:
-        source: the checkpoint.
-        times: with the times of the files, by which a change is found. Without them it is the same wherever and
-            whenever the same files lie.
-    """
-    from reshard import __version__
-
-    files = {file.path: file for file in source.files}
-    base = os.path.commonpath([PurePath(path).parent for path in files])
-    listed = [
-        {"path": os.path.relpath(path, base), "nbytes": file.nbytes} | ({"mtime_ns": file.mtime_ns} if times else {})
-        for path, file in files.items()
-    ]
-    return {"sources": listed, "strategy": strategy_digest(source), "version": __version__}
-
-
-def strategy_digest(source: Checkpoint) -> str | None:
-    """Return a digest of the layouts of a source's tensors; None of one of whole tensors."""
-    strategy = source.strategy
-    if strategy is None:
-        return None
-    lines = [f"{strategy.stages} {strategy.devices}"]
-    for name, places in sorted(strategy.tensors.items()):
-        lines += [f"{name!r} {placed.stage} {placed.layout}" for placed in places]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

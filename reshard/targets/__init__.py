@@ -1,0 +1,1 @@
+"""Which files a target has, and which blocks of which tensors go into each."""

@@ -1,0 +1,120 @@
+"""Destinations: what lays out the files of a target, and says which blocks of which tensors go into each.
+
+`plan.build` asks one: for every tensor which blocks are wanted, and in which of its files; then, when it is known which
+blocks these are, for the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from reshard.formats.entries import FileLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.dtypes import DType
+    from reshard.formats.entries import Where
+    from reshard.layout.block import Block
+    from reshard.plan.budget import Share
+    from reshard.plan.build import Routed
+    from reshard.source.checkpoint import SourceFile, Tensor
+    from reshard.storage.base import TargetCoding
+    from reshard.storage.cipher import Cipher
+
+
+class Item(NamedTuple):
+    """A tensor that is planned: its name in the target, the tensor of the source, its dtype in the target."""
+
+    name: str
+    tensor: Tensor
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """The blocks of a tensor that are wanted; equal only to itself, since tensors share it.
+
+    Attributes:
+        blocks: the blocks.
+        files: for each, the numbers of the target files that get it.
+        unit_rows: how many rows of the tensor whole files have, where each is written by one task; else 0.
+    """
+
+    blocks: tuple[Block, ...]
+    files: tuple[tuple[int, ...], ...]
+    unit_rows: int = 0
+
+
+class TargetFile(NamedTuple):
+    """A file to be written.
+
+    Attributes:
+        rank: the target rank that it is for.
+        path: where it goes, below the target directory.
+        layout: its size, its own bytes and the places of the contents; shared by ranks with equal contents.
+        last: it gets its name after all others: the index of a unified set.
+        link: the path of the file that it is a link to, where replicas are linked; nothing is written then.
+        done: it is there already, as it shall be; nothing is written then either.
+    """
+
+    rank: int
+    path: str
+    layout: FileLayout
+    last: bool = False
+    link: str | None = None
+    done: bool = False
+
+
+class Destination(Protocol):
+    """A way to lay out the files of a target.
+
+    Attributes:
+        format: the name of the files' format.
+        ranks: the ranks of the target that are written.
+        exclusive: the target directory may have nothing else in it.
+        coding: how the files are encoded; None where their contents are plain.
+        cipher: encrypts the files; None where they are plain.
+        memory: what it takes besides what every plan does.
+    """
+
+    format: str
+    ranks: tuple[int, ...]
+    exclusive: bool
+    coding: TargetCoding | None
+    cipher: Cipher | None
+    memory: tuple[Share, ...]
+
+    def wanted(self, item: Item) -> Wanted | None:
+        """Return which blocks of a tensor are wanted and where; None where a fault was found, which is kept."""
+
+    def cuts(self, name: str) -> bool:
+        """Return whether it says itself how a tensor is cut, so that a copy may not differ from rank to rank."""
+
+    def copies(self, item: Item, read: Mapping[int, set[int]]) -> Sequence[tuple[Where, Wanted]]:
+        """Return, for a tensor whose copies differ, which of them is read for which files.
+
+        Args:
+            item: the tensor.
+            read: for each target file, the source files that are read for it anyway.
+        """
+
+    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
+        """Lay out every file; those with equal contents share a layout."""
+
+
+def literal(content: bytes) -> FileLayout:
+    """Return the layout of a file without tensors."""
+    return FileLayout(len(content), ((0, content),))
+
+
+def merged_notes(files: Sequence[SourceFile], more: Mapping[str, str], *, deduplicated: bool) -> dict[str, str]:
+    """Return the notes of source files, the first one's first; MindSpore marks its safetensors files with `format`."""
+    notes = {"format": "ms"}
+    for file in reversed(files):
+        notes.update(file.index.metadata)
+    notes.update(more)
+    if deduplicated:
+        notes["remove_redundancy"] = "True"
+    return notes

@@ -1,0 +1,83 @@
+"""For each file of the source one with the same tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.formats.entries import Content, FileLayout
+from reshard.layout.block import Block
+from reshard.targets.destination import TargetFile, Wanted, merged_notes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.formats.entries import Format, Where
+    from reshard.layout.block import Shape
+    from reshard.plan.budget import Share
+    from reshard.plan.build import Routed
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.base import TargetCoding
+    from reshard.storage.cipher import Cipher
+    from reshard.targets.destination import Item
+
+
+class SameFiles:
+    """For each file of the source one with the same tensors, in another format: `Destination`.
+
+    Names are those of each file, so that tensors of several files may have the same; the tensors of the n-th file are
+    in `items[n]`, and go to `paths[n]`.
+    """
+
+    exclusive = False
+    coding: TargetCoding | None = None
+    memory: tuple[Share, ...] = ()
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        items: Sequence[Sequence[Item]],
+        paths: Sequence[str],
+        written: Format,
+        cipher: Cipher | None,
+    ) -> None:
+        self.format = written.NAME
+        self.cipher = cipher
+        self.ranks = tuple(sorted(set(source.ranks)))
+        self._source, self._items, self._paths = source, items, paths
+        self._lay_out = written.lay_out
+        self._wanted: dict[tuple[Shape, int], Wanted] = {}
+
+    def cuts(self, name: str) -> bool:  # noqa: ARG002 -- as in Destination
+        """Return True: a file has one copy of a tensor."""
+        return True
+
+    def wanted(self, item: Item) -> Wanted:
+        """Return the whole of what a file has of a tensor, for the same file."""
+        ((at,),) = item.tensor.sharding.replicas
+        key = (item.tensor.spec.shape, at.file)
+        if key not in self._wanted:
+            self._wanted[key] = Wanted((Block.whole(key[0]),), ((at.file,),))
+        return self._wanted[key]
+
+    def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:  # noqa: ARG002 -- likewise
+        """Return nothing: it is never asked."""
+        return []
+
+    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
+        """Lay out every file; those with equal contents share a layout."""
+        layouts: dict[tuple[tuple[Content, ...], tuple[tuple[str, str], ...]], FileLayout] = {}
+        shared: dict[Content, Content] = {}
+        found = []
+        for file, rank, items, path in zip(
+            self._source.files, self._source.ranks, self._items, self._paths, strict=True
+        ):
+            contents = []
+            for name, tensor, dtype in items:
+                content = Content(name, dtype, () if tensor.text is not None else tensor.spec.shape, tensor.text)
+                contents.append(shared.setdefault(content, content))
+            notes = merged_notes([file], {}, deduplicated=file.index.deduplicated)
+            key = tuple(contents), tuple(sorted(notes.items()))
+            if key not in layouts:
+                layouts[key] = self._lay_out(contents, notes)
+            found.append(TargetFile(rank, path, layouts[key]))
+        return tuple(found)
