@@ -19,8 +19,9 @@ import click
 
 import reshard
 from reshard.cli.commands import Border, option
-from reshard.cli.options import READ_PLACE, TARGET, json_option, source_options
+from reshard.cli.options import OPENING, json_option, source_options
 from reshard.cli.terminal import called_as, print_csv, print_json, print_text, say_warnings, width, wrote
+from reshard.cli.values import READ_PLACE, TARGET
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def inspect(
     Repeated layers share one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors,
     summed over the row. Without a strategy, files of ranks are shown as they are.
     """
-    from reshard.formats.rank_dirs import RANK_PATTERN, rank_of
+    from reshard.formats.rank_dirs import rank_of
     from reshard.readers.open import has_several_ranks, is_made, iterations_at, read_headers
     from reshard.view.data import checkpoint_data, rank_files_data
     from reshard.view.tables import (
@@ -171,7 +172,7 @@ def inspect(
         print_text(f"{iterations_text(listed, width=width())}\n")
     found_by: dict[str, Any] = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
-    known = found_by == {"rank_pattern": RANK_PATTERN, "suffix": None} and is_made(source)
+    known = found_by == {name: OPENING[name] for name in found_by} and is_made(source)
     if unruled and not known and has_several_ranks(source, **found_by):
         files, ranks, warnings, step = read_headers(source, **found_by, cipher=reading["cipher"])
         warnings.append("shapes are those in the files of each rank; --source-strategy shows whole tensors")

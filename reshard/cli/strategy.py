@@ -8,8 +8,9 @@ import click
 
 import reshard
 from reshard.cli.commands import Command, Group, option
-from reshard.cli.options import READ, STRATEGY, WRITE, json_option, source_options
+from reshard.cli.options import json_option, overwrite_file_option, source_options
 from reshard.cli.terminal import print_json, say, say_warnings, wrote
+from reshard.cli.values import READ, STRATEGY, WRITE
 from reshard.errors import SourceError, UsageError, VerifyError
 from reshard.storage.small import refuse_existing, refuse_inputs
 
@@ -30,7 +31,6 @@ _output = option(
     metavar="FILE",
     help="The file to write; JSON if its name ends with .json.",
 )
-_overwrite = option("--overwrite", under="Output", first=True, is_flag=True, help="Replace FILE if it exists.")
 
 
 @click.group(cls=Group, name="strategy")
@@ -76,7 +76,7 @@ Example:
 )
 @click.argument("directory", type=STRATEGY)
 @_output
-@_overwrite
+@overwrite_file_option
 def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
     """Merge the strategy files of a pipeline's ranks in DIRECTORY into one file."""
     if output.parent.resolve() == directory.resolve():
@@ -154,7 +154,7 @@ Without arguments it prints rules with comments, to begin with:
 )
 @source_options
 @_output
-@_overwrite
+@overwrite_file_option
 @option(
     "--predict",
     under="Tensors",

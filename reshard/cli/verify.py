@@ -2,115 +2,36 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.cli.commands import Command, option
 from reshard.cli.options import (
-    READ_PLACE,
-    STRATEGY_PLACE,
-    WRITE_PLACE,
-    cluster_address,
+    OPENING,
+    cluster_option,
     json_option,
-    layout_rules,
-    noting_swap,
+    memory_option,
+    opened_target_options,
+    opening_flag,
+    overwrite_file_option,
+    quiet_option,
     selection_options,
-    size,
     source_options,
-    target_key_option,
+    threads_option,
 )
 from reshard.cli.terminal import OPTIONS, cluster_client, print_json, say, say_warnings, wrote
+from reshard.cli.values import READ_PLACE, WRITE_PLACE, noting_swap, share
 from reshard.errors import UsageError, VerifyError
-from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.plan.select import Selection
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
     from reshard.verify.verify import Verification
 
-_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
 _WORDS = ("comparing", "comparing", "compared")
-_DEFAULTS: dict[str, Any] = {
-    "rank_pattern": RANK_PATTERN,
-    "suffix": None,
-    "layouts": {},
-    "stage": None,
-    "iteration": None,
-    "partial": False,
-}
-
-
-def _share(_ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return the share that a text such as `5%` or `0.05` means."""
-    if value is None:
-        return None
-    match = _SHARE.fullmatch(value.strip())
-    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
-    if not 0 < share <= 1:
-        raise click.BadParameter(f"{value!r}: invalid share; expected e.g. 5%", param=param)
-    return share
-
-
-def _target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what the target is, and pass those for opening it as one `target_reading`."""
-
-    @functools.wraps(command)
-    def reading(*args: Any, **options: Any) -> Any:
-        target_reading = {name: options.pop(f"target_{name}") for name in _DEFAULTS}
-        return command(*args, target_reading=target_reading, **options)
-
-    wrapped: Callable[..., Any] = reading
-    for add in (
-        target_key_option,
-        option(
-            "--target-partial", under="Target", is_flag=True, help="TARGET may lack ranks, or files of the manifest."
-        ),
-        option(
-            "--target-stage", under="Target", type=click.IntRange(min=0), metavar="N", help="As --stage, for TARGET."
-        ),
-        option(
-            "--target-layout",
-            "target_layouts",
-            under="Target",
-            multiple=True,
-            metavar="NAME=RULE",
-            callback=layout_rules,
-            help="As --layout, for TARGET.",
-        ),
-        option(
-            "--target-iteration",
-            under="Target",
-            type=click.IntRange(min=0),
-            metavar="N",
-            help="As --iteration, for TARGET.",
-        ),
-        option("--target-suffix", under="Target", metavar="SUFFIX", help="As --suffix, for TARGET."),
-        option(
-            "--target-rank-pattern",
-            under="Target",
-            metavar="PATTERN",
-            default=RANK_PATTERN,
-            show_default=True,
-            help="Where a rank's files are below TARGET.",
-        ),
-        option(
-            "--target-strategy",
-            under="Target",
-            first=True,
-            type=STRATEGY_PLACE,
-            metavar="STRATEGY",
-            help="Strategy file of TARGET. Without it, TARGET is one rank of whole tensors.",
-        ),
-    ):
-        wrapped = add(wrapped)
-    return wrapped
 
 
 @click.command(
@@ -154,9 +75,9 @@ index_in_block, count, found, expected, reference.
     first=True,
     type=READ_PLACE,
     metavar="SOURCE",
-    help="The checkpoint that it was made from. Or one that it is equal to.",
+    help="The checkpoint that TARGET was made from, or one that TARGET should be equal to.",
 )
-@_target_options
+@opened_target_options
 @option(
     "--deduplicated",
     under="Target",
@@ -169,7 +90,7 @@ index_in_block, count, found, expected, reference.
     "--sample",
     under="Running",
     first=True,
-    callback=_share,
+    callback=share,
     metavar="SHARE",
     help="Compare only a share of the rows, such as 5%. They are chosen at random, some of every tensor.",
 )
@@ -186,7 +107,8 @@ index_in_block, count, found, expected, reference.
     first=True,
     type=READ_PLACE,
     metavar="FILE",
-    help="Compare its files with the checksums in FILE. Sizes are compared, too; no strategy is needed.",
+    help="Compare the files of TARGET with the checksums in FILE. Sizes are compared, too; no strategy is needed. With "
+    "--target-partial TARGET may lack some of them.",
 )
 @option(
     "--write-manifest",
@@ -194,34 +116,14 @@ index_in_block, count, found, expected, reference.
     first=True,
     type=WRITE_PLACE,
     metavar="FILE",
-    help="Write checksums of its files into FILE. Every file of TARGET is read for them.",
+    help="Write checksums of the files of TARGET into FILE. Every file is read for them.",
 )
-@option("--overwrite", under="Output", first=True, is_flag=True, help="Replace FILE if it exists.")
-@option(
-    "--memory",
-    under="Running",
-    first=True,
-    callback=size,
-    metavar="SIZE",
-    help="Most memory that it may use, such as 512MB.",
-)
-@option(
-    "--threads",
-    under="Running",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of threads.  [default: one per processor, at most 4]",
-)
-@option(
-    "--cluster",
-    under="Running",
-    metavar="ADDRESS",
-    callback=cluster_address,
-    help="Compare on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786; its workers "
-    "reach both by the same paths. Or local, local:4: worker processes of this machine.",
-)
+@overwrite_file_option
+@memory_option
+@threads_option
+@cluster_option
 @json_option
-@option("-q", "--quiet", under="Output", first=True, is_flag=True, help="Print nothing but errors.")
+@quiet_option
 def verify(
     target: Place,
     source: Place | None,
@@ -262,7 +164,7 @@ def verify(
             raise UsageError("a manifest is of files that are not encrypted; leave --target-key-file out")
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
-    given = source or target_strategy or deduplicated or target_reading != _DEFAULTS or selection != Selection()
+    given = source or target_strategy or deduplicated or target_reading != OPENING or selection != Selection()
     if cluster is not None and (manifest or write_manifest or (given and source is None)):
         raise UsageError("workers of a cluster compare with a source; give --against, or leave --cluster out")
     with cluster_client(cluster, threads, quiet=quiet) as client, progress(quiet=quiet, words=_WORDS) as shown:
@@ -327,10 +229,9 @@ def _check_usage(
     for name, value in (("--source-strategy", source_strategy), ("--sample", sample)):
         if value is not None:
             raise UsageError(f"{name} is about a comparison; give --against SOURCE too")
-    for name, default in _DEFAULTS.items():
+    for name, default in OPENING.items():
         if reading[name] != default:
-            option = name.rstrip("s").replace("_", "-")
-            raise UsageError(f"--{option} is about SOURCE; for TARGET give --target-{option}")
+            raise UsageError(f"{opening_flag(name)} is about SOURCE; for TARGET give {opening_flag(name, 'target-')}")
 
 
 def _make(

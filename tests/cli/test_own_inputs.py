@@ -18,7 +18,7 @@ import reshard.mindspore as ms
 from reshard import Layout, Strategy
 from reshard.cli.commands import OUTPUTS
 from reshard.cli.main import cli
-from reshard.cli.options import PathType
+from reshard.cli.values import PathType
 from reshard.errors import TargetError
 from reshard.storage.small import is_within, refuse_inputs
 

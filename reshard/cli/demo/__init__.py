@@ -1,7 +1,7 @@
 """The tutorial's example from real MindSpore files: 8 ranks become 4 with optimizer parallel, every byte is checked.
 
 The check knows nothing of plans: target files are parsed by protobuf, and each tensor is compared with a numpy slice of
-the whole tensors that MindSpore put into the network (`demo_data/README.md` says where the files come from).
+the whole tensors that MindSpore put into the network (`README.md` here says where the files come from).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def make(directory: Path) -> int:
             )
         directory.mkdir(parents=True, exist_ok=True)
         (directory / MARK).write_text(_NOTE, encoding="utf-8")
-        packed = files("reshard.cli").joinpath("demo_data", "demo.tar.gz").read_bytes()
+        packed = files(__name__).joinpath("demo.tar.gz").read_bytes()
         total = 0
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
             for member in archive:

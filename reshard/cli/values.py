@@ -1,0 +1,222 @@
+"""What the values of options are: paths and other types, and what texts are turned into."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from stat import S_IROTH, S_ISREG
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+import reshard
+from reshard.cli.commands import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS
+from reshard.dtypes import by_name
+from reshard.errors import Faults, ReshardError, SourceError, UsageError
+from reshard.layout.block import LONGEST_NAME
+from reshard.storage.cipher import Cipher, read_key
+from reshard.storage.places import as_place, is_url
+from reshard.storage.small import is_text, parse_json, pointed, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reshard.storage.places import AnyName
+
+_MOST_RANKS = 1 << 20
+_LARGEST_NAME_MAP = 1 << 26
+_MOST_KEY = 1 << 20
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
+
+
+def rank_list(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Return the ranks of a list such as `0,3-5`."""
+    if value is None:
+        return None
+    found: set[int] = set()
+    for part in value.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not low <= high < _MOST_RANKS:
+            raise click.BadParameter(f"{part!r}: invalid rank or range of ranks; expected e.g. 0,3-5", param=param)
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def layout_rules(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Return the rules of texts such as `embedding.*=split:0`."""
+    found = {}
+    for value in values:
+        name, equals, rule = value.rpartition("=")
+        if not (name and equals and rule):
+            raise click.BadParameter(f"{value!r}: expected NAME=RULE, e.g. 'embedding.*=split:0'", param=param)
+        found[name] = rule
+    return found
+
+
+def dtype_casts(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Return the dtypes, old to new, of texts such as `float32=bfloat16`."""
+    found: dict[str, str] = {}
+    for value in values:
+        old, equals, new = value.partition("=")
+        if not (old and equals and new):
+            raise click.BadParameter(f"{value!r}: expected OLD=NEW, e.g. float32=bfloat16", param=param)
+        try:
+            before, after = by_name(old, UsageError).name, by_name(new, UsageError).name
+        except UsageError as error:
+            raise click.BadParameter(str(error), param=param) from None
+        if found.setdefault(before, after) != after:
+            raise click.BadParameter(f"{before} cannot become both {found[before]} and {after}", param=param)
+    return found
+
+
+def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means, as dask reads it."""
+    if value is None:
+        return None
+    match = _SIZE.fullmatch(value.strip())
+    if not match:
+        raise click.BadParameter(f"{value!r}: invalid size; expected e.g. 4GB or 512MiB", param=param)
+    power = "kmgtp".index(match[2].lower()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:
+    """Read a JSON object of old names to new names.
+
+    Raises:
+        UsageError: it is none; all faults at once.
+    """
+    if path is None:
+        return {}
+    faults = Faults(f"name map {path}")
+    repeated: list[str] = []
+    raw = read_small(path, "name map", _LARGEST_NAME_MAP, UsageError)
+    try:
+        content = parse_json(raw, repeated)
+    except json.JSONDecodeError as error:
+        shown = pointed(error.doc, error.lineno - 1, error.colno - 1)
+        raise UsageError(f"name map {path}: is not JSON: line {error.lineno}: {error.msg}{shown}") from None
+    except ValueError as error:
+        raise UsageError(f"name map {path}: is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f'name map {path}: is a JSON {type(content).__name__}; expected {{"old name": "new name"}}')
+    for old in repeated:
+        faults.add(f"name {old!r}", "is there twice")
+    for old, new in content.items():
+        if not isinstance(new, str):
+            faults.add(f"name {old!r}", f"becomes a JSON {type(new).__name__}; expected the new name")
+        elif not is_text(new) or not 1 <= len(new.encode()) <= LONGEST_NAME:
+            faults.add(
+                f"name {old!r:.300}", f"becomes {new!r:.60}; expected text of 1 to {LONGEST_NAME} bytes in UTF-8"
+            )
+    faults.raise_if_any(UsageError)
+    return content
+
+
+def cluster_address(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Check the address of a cluster."""
+    if value is not None and not re.fullmatch(r"local(?::[1-9][0-9]{0,3})?|(?!local)[a-z]+://\S+", value):
+        raise click.BadParameter(
+            f"{value!r}: invalid cluster; expected e.g. tcp://10.0.0.1:8786, local or local:4", param=param
+        )
+    return value
+
+
+def share(_ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """Return the share that a text such as `5%` or `0.05` means."""
+    if value is None:
+        return None
+    match = _SHARE.fullmatch(value.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share <= 1:
+        raise click.BadParameter(f"{value!r}: invalid share; expected e.g. 5%", param=param)
+    return share
+
+
+def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -> Cipher | None:
+    """Return the key that is in a file, or in the variable that is called like the one that names the file.
+
+    A pipe will do, so that a program may hand the key over: --key-file <(vault ...).
+    """
+    variable = str(param.envvar).removesuffix("_FILE")
+    if path is None:
+        text = os.environ.get(variable)
+        return Cipher(None, read_key(os.fsencode(text), variable)) if text else None
+    try:
+        with path.open("rb") as file:
+            mode, content = os.fstat(file.fileno()).st_mode, file.read(_MOST_KEY)
+    except OSError as error:
+        raise UsageError(f"key file {path}: cannot be read: {error.strerror}") from None
+    if S_ISREG(mode) and mode & S_IROTH:
+        text = f"key file {path}: every user of this machine may read it; chmod 600 {path}"
+        ctx.meta.setdefault(WARNINGS, []).append(text)
+    if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
+        ctx.meta.setdefault(KEY_FILES, {})[param.name] = path if S_ISREG(mode) else "FILE"
+    return Cipher(None, read_key(content, f"key file {path}"))
+
+
+class PathType(click.Path):
+    """A path, and what a command does with it, so that no file is written that is read (`commands.Command`).
+
+    It is not empty: that of a shell variable that is not set would be the current directory.
+
+    Args:
+        role: `INPUTS` of what is read, `STRATEGIES` of strategy files and directories of them, `OUTPUTS` of a file that
+            is written, None of a directory where files go.
+        remote: it may be a URL that fsspec knows.
+    """
+
+    def __init__(self, role: str | None, *, remote: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self.role, self.remote = role, remote
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the place that a path names."""
+        if value == "":
+            self.fail("is empty; expected a path", param, ctx)
+        place = as_place(value)
+        if is_url(place) and not self.remote:
+            self.fail(f"{value} is a URL; expected a path on this machine", param, ctx)
+        if ctx is not None and self.role is not None:
+            ctx.meta.setdefault(self.role, []).append(place)
+        return place
+
+
+class StyleType(click.Choice[str]):
+    """The style of a set of whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(["mindspore", "huggingface"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the style that a word means."""
+        return super().convert({"hf": "huggingface", "ms": "mindspore"}.get(value, value), param, ctx)
+
+
+READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)
+STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=True)
+WRITE, WRITE_PLACE = PathType(OUTPUTS), PathType(OUTPUTS, remote=True)
+TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)
+
+
+@contextmanager
+def noting_swap(
+    path: AnyName, strategy: AnyName | None, other: AnyName | None, reading: dict[str, Any]
+) -> Iterator[None]:
+    """Note on the error of a checkpoint that does not open with its strategy that it does with the other side's."""
+    try:
+        yield
+    except SourceError as error:
+        if strategy is not None and other is not None:
+            with suppress(ReshardError, OSError):
+                reshard.read_strategy(strategy)
+                reshard.open(path, strategy=other, **reading)
+                error.add_note(f"it fits {other}; are the two strategies swapped?")
+        raise
