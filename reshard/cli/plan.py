@@ -367,15 +367,11 @@ def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
     """
     if path is None:
         return
-    if plan.exclusive:
+    if plan.exclusive or plan.cipher:
+        what = "becomes a zarr store" if plan.exclusive else "is encrypted"
         raise UsageError(
-            f"--write-manifest is of checkpoint files, and {target} becomes a zarr store; leave it out, and compare "
-            "the store with its source by `reshard verify --against`"
-        )
-    if plan.cipher:
-        raise UsageError(
-            f"--write-manifest is only for plain files, and those of {target} are encrypted; leave it out, and compare "
-            "them with their source by `reshard verify --against`"
+            f"--write-manifest is only for plain checkpoint files, and {target} {what}; leave it out, and compare "
+            f"{target} with its source by `reshard verify --against`"
         )
     advice = "choose another name for the manifest"
     refuse_inputs([path], files_read(plan.source.root, plan.source.files), "one of the source files", advice)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
-from reshard.strategy.names import is_training_state, matches, no_match, one_stage_advice, optimizer_states
+from reshard.strategy.names import is_training_state, matches, matching, no_match, one_stage_advice, optimizer_states
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -300,18 +300,15 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
 def _matched(every: Collection[str], patterns: Iterable[str], option: Option, faults: Faults) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
-        counted = _COUNTED.match(pattern)
-        some = {name for name in every if matches(name, [counted["glob"] if counted else pattern])}
+        counted = None if pattern in every else _COUNTED.match(pattern)  # a name may end so
+        glob = counted["glob"] if counted else pattern
+        some = matching(glob, every)
         where = Text(option._replace(value=pattern))
-        if counted and pattern in every:  # a name may end so
-            some.add(pattern)
         if not some:
-            faults.add(where, partial(no_match, pattern, every))
-        elif counted and pattern not in every and len(some) != int(counted["count"]):
-            faults.add(
-                Text(option._replace(value=pattern)), f"matches {len(some)} tensors; expected {counted['count']}"
-            )
-        found |= some
+            faults.add(where, partial(no_match, glob, every))
+        elif counted and len(some) != int(counted["count"]):
+            faults.add(where, f"matches {len(some)} tensors; expected {counted['count']}")
+        found.update(some)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial as applied
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -30,7 +29,7 @@ from reshard.source.probe import compare_contents
 from reshard.storage.base import reading
 from reshard.storage.places import AnyName, Place, as_place
 from reshard.strategy.files import read_strategy
-from reshard.strategy.names import ALL_STAGES
+from reshard.strategy.names import ALL_STAGES, matching
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -313,7 +312,7 @@ def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix
     return len(rank_files(root, rank_pattern, suffix, [])[0]) > 1
 
 
-class Read(NamedTuple):
+class IndexedFiles(NamedTuple):
     """The files of a checkpoint, indexed; the rank of each; warnings; and which of several steps they are of."""
 
     files: tuple[SourceFile, ...]
@@ -329,7 +328,7 @@ def read_headers(
     rank_pattern: str = RANK_PATTERN,
     suffix: str | None = None,
     cipher: Cipher | None = None,
-) -> Read:
+) -> IndexedFiles:
     """Return what the files of a checkpoint are and say of themselves; no strategy is needed for that.
 
     Raises:
@@ -342,18 +341,18 @@ def read_headers(
             if len(chosen) == 1:
                 refuse_one_of_several(file)
             refuse_directory(file.parent, [file.name], besides=[PARTS])
-        return Read(
+        return IndexedFiles(
             *indexed({rank: [file] for rank, file in chosen.items()}, cipher), warnings, Step.of(chosen.values())
         )
     root = as_place(path)
     root.refresh()
     if opener := self_described(root):
         found = opener(contents=False)
-        return Read(found.files, found.ranks, list(found.warnings), found.step)
+        return IndexedFiles(found.files, found.ranks, list(found.warnings), found.step)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
         of_ranks, step = rank_files(root, rank_pattern, suffix, warnings)
-        return Read(*indexed(of_ranks, cipher), warnings, step)
+        return IndexedFiles(*indexed(of_ranks, cipher), warnings, step)
     paths, weight_map = unified
     files, ranks = indexed({0: paths}, cipher)
     held = {paths[number].name: file.index.entries for number, file in enumerate(files)}
@@ -369,7 +368,7 @@ def read_headers(
         if len(file_names) > 1:  # one of them may be of an older set
             faults.add(f"tensor {name!r}", f"is in {names(file_names)}; expected in one file of the set")
     faults.raise_if_any(SourceError)
-    return Read(files, ranks, warnings)
+    return IndexedFiles(files, ranks, warnings)
 
 
 def _lone_rank(
@@ -513,10 +512,10 @@ def _with_rules(
     result = strategy or Strategy({}, range(1), devices)
     ruled: dict[str, str] = {}
     for pattern, rule in rules.items():
-        matching = [name for name in shapes if name == pattern or fnmatchcase(name, pattern)]
-        if not matching:
+        some = matching(pattern, shapes)
+        if not some:
             raise StrategyError(Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"))
-        for name in matching:
+        for name in some:
             if not shapes[name] and name != pattern and rule != COPY:
                 continue  # a glob for tensors that can be cut means no scalar
             try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from reshard.errors import ReshardError, SourceError, TargetError
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can
-from reshard.storage.threads import run_threads, running, uninterrupted
+from reshard.storage.threads import live_runs, run_threads, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -267,8 +267,8 @@ async def settled(run: str) -> None:
     """On a worker: give a run up, and wait until none of its tasks writes, since the files are to be removed."""
     import asyncio
 
-    running.stopped.add(run)
-    while running.tasks[run]:
+    live_runs.stopped.add(run)
+    while live_runs.tasks[run]:
         await asyncio.sleep(0.05)
 
 
@@ -296,7 +296,7 @@ def work_here(
         return Callback(posttask=posttask)
 
     def give_up() -> None:
-        running.stopped.add(run)
+        live_runs.stopped.add(run)
 
     def work(report: Callable[[Receipt], None]) -> list[Receipt]:
         found: list[Receipt]

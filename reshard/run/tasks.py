@@ -22,7 +22,7 @@ from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, store_at
-from reshard.storage.threads import running
+from reshard.storage.threads import live_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -90,9 +90,9 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
     written; or at least to the server of a network file system, which closing sees to. And a file that is held open is
     not the one that gets its name next time.
     """
-    running.add(how.run, 1)
+    live_runs.add(how.run, 1)
     try:
-        running.check_cancelled(how.run)
+        live_runs.check_cancelled(how.run)
         yield
         if how.apart and how.fsync and written and not (how.cached and how.cached == cache_of(directory)):
             for path in written:
@@ -100,7 +100,7 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
     finally:
         if how.apart:
             local_store().close()
-        running.add(how.run, -1)
+        live_runs.add(how.run, -1)
 
 
 def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
@@ -130,7 +130,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
             spans or store,
             sinks,
             checksums=how.checksums,
-            check_cancelled=lambda: running.check_cancelled(how.run),
+            check_cancelled=lambda: live_runs.check_cancelled(how.run),
         )
         if plan.coding:  # whose files are each of one task
             sinks.finish(durable=False)
@@ -349,7 +349,7 @@ def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], dire
             sinks,
             checksums=how.checksums,
             in_order=True,
-            check_cancelled=lambda: running.check_cancelled(how.run),
+            check_cancelled=lambda: live_runs.check_cancelled(how.run),
         )
         if not plan.exclusive:  # a store is not complete without its group, and the graph looks before that is written
             check_sources(plan, None)

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats.entries import Extent, Where
 from reshard.storage.base import Status
-from reshard.strategy.names import no_match
+from reshard.strategy.names import matches, matching, no_match
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -256,7 +255,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         every = {**self.tensors, **self.unreadable}
         chosen = matched(self.root, every, patterns)
-        wanted = {name for name in self.elsewhere if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        wanted = {name for name in self.elsewhere if matches(name, patterns)}
         return replace(self.without(every.keys() - chosen), elsewhere=frozenset(wanted))
 
     def without(self, left_out: Collection[str]) -> Checkpoint:
@@ -361,7 +360,7 @@ def matched(root: str, every: Collection[str], patterns: Iterable[str]) -> set[s
     """
     chosen: set[str] = set()
     for pattern in patterns:
-        some = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
+        some = matching(pattern, every)
         if not some:
             raise UsageError(f"{root}: {pattern!r}: {no_match(pattern, every)}")
         chosen.update(some)

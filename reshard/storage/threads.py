@@ -151,7 +151,7 @@ def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int) ->
     return found
 
 
-class Running:
+class LiveRuns:
     """The tasks of this process that write, by run, and the runs that are given up."""
 
     def __init__(self) -> None:
@@ -170,4 +170,4 @@ class Running:
             raise ReshardError("the run was given up")
 
 
-running = Running()
+live_runs = LiveRuns()

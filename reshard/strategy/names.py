@@ -87,16 +87,28 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def matching(pattern: str, every: Collection[str]) -> list[str]:
+    """Return those of some names that a pattern means: the name that it is, else all that it matches as a glob.
+
+    >>> matching("layers.*", ["layers.0.w", "layers.1.w", "norm"]), matching("w[0]", ["w[0]", "w0"])
+    (['layers.0.w', 'layers.1.w'], ['w[0]'])
+    """
+    return [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
+
+
 _MOST_ALIKE, _LONGEST_ALIKE = 1000, 300  # names that are compared with one that is not there, which is slow
 _NUMBER = re.compile(r"\d+")
 _OTHER_STARS = re.compile(r"(?:\\d|\[0-9\]|\.)[*+]|\\d")  # what regular expressions have for them
 _OTHER_SIGNS = re.compile(r"[\\^$()]")
+_OF_EXPRESSION = re.compile(r"[\\^$()|+]|^\.\*")  # what no glob of names has
 
 
 def no_match(pattern: str, every: Collection[str]) -> str:
     r"""Return what to say of a pattern that matches no name: the nearest name, with stars for numbers.
 
     >>> no_match("layer.0.wq", ["layers.0.wq", "layers.1.wq", "norm"])
+    "matches no tensor; nearest is 'layers.*.wq'"
+    >>> no_match("layer.*.wq", ["layers.0.wq", "layers.1.wq", "norm"])
     "matches no tensor; nearest is 'layers.*.wq'"
     >>> no_match(r"layers\.(\d+)\.w", ["layers.0.wq", "layers.1.wq", "norm"])
     "matches no tensor; nearest is 'layers.*.wq'; * stands for any text, regular expressions are not known"
@@ -105,8 +117,8 @@ def no_match(pattern: str, every: Collection[str]) -> str:
     starred = dict.fromkeys(_NUMBER.sub("*", name) for name in every if len(name) <= _LONGEST_ALIKE)
     alike = get_close_matches(_NUMBER.sub("*", plain), islice(starred, _MOST_ALIKE), n=1, cutoff=0.4)
     what = f"nearest is {alike[0]!r}" if alike else f"there are {names(every)}"
-    is_glob = "*" in pattern or plain != pattern
-    return f"matches no tensor; {what}" + "; * stands for any text, regular expressions are not known" * is_glob
+    hint = "; * stands for any text, regular expressions are not known" if _OF_EXPRESSION.search(pattern) else ""
+    return f"matches no tensor; {what}{hint}"
 
 
 _INTEGER = re.compile(r"([0-9]{1,18})")  # longer runs of digits are cut, because int() of a huge one is slow

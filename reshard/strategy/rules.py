@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from reshard.dtypes import DType, by_name
 from reshard.errors import Faults, LayoutError, UsageError, names
 from reshard.layout.layout import MOST_DEVICES, Layout, whole
-from reshard.strategy.names import no_match, optimizer_states
+from reshard.strategy.names import matches, matching, no_match, optimizer_states
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -274,10 +273,10 @@ def _first_matches(
     patterns: Collection[str], weights: Collection[str], key: str, every: Collection[str], faults: Faults
 ) -> dict[str, str | None]:
     """Return each weight's first matching glob, or None. A glob that is never the first is a fault."""
-    found = {name: next((glob for glob in patterns if fnmatchcase(name, glob)), None) for name in weights}
+    found = {name: next((glob for glob in patterns if matches(name, [glob])), None) for name in weights}
     used = set(found.values())
     for glob in (glob for glob in patterns if glob not in used):
-        matched = [name for name in every if fnmatchcase(name, glob)]
+        matched = matching(glob, every)
         used_up = (
             f"is never used: what it matches ({names(matched)}) is taken by a pattern before it (the first match "
             "counts), or is an optimizer state, which goes with its weight"
@@ -349,7 +348,7 @@ def _optimizer_parallel(
 ) -> dict[str, Layout]:
     excepted = options.get("optimizer_parallel_except", ())
     for place, glob in enumerate(excepted):
-        if not any(fnmatchcase(name, glob) for name in layouts):
+        if not matching(glob, layouts):
             faults.add(
                 f"$.optimizer_parallel_except[{place}]", f"{glob!r} matches no weight; there are {names(layouts)}"
             )
@@ -359,7 +358,7 @@ def _optimizer_parallel(
         dtype = dtypes.get(name, "float32")
         itemsize = (by_name(dtype, UsageError) if isinstance(dtype, str) else dtype).itemsize
         found[name] = layout
-        if not any(fnmatchcase(name, glob) for glob in excepted):
+        if not matches(name, excepted):
             found[name] = optimizer_sharded(
                 layout,
                 shapes[name],

@@ -284,7 +284,7 @@ def gathered(found: Iterable[Compared]) -> dict[int, list[Mismatch]]:
     return by_check
 
 
-_Step = tuple[tuple[int, Write, int, memoryview] | None, "ReadStore", list["Want"]]
+_Turn = tuple[tuple[int, Write, int, memoryview] | None, "ReadStore", list["Want"]]
 """What is read in turn: a band, or a part of a copy (the number of its check, the part, its file and its buffer).
 
 A part of file `_REFERENCES` is what its copies are compared with, cast; it comes before they are read.
@@ -316,10 +316,10 @@ class _Task:
         moves = {number: check.move for number, check in checks.items()}
         reader = BandReader(moves, self._comparison.paths, self._stores[0], self._comparison.band_bytes)
         converted = memoryview(b"")
-        for step in in_batches(self._steps(reader, checks, pieces)):
-            if step is None:  # another band of the references is there
+        for turn in in_batches(self._turns(reader, checks, pieces)):
+            if turn is None:  # another band of the references is there
                 continue
-            number, write, file, found = step
+            number, write, file, found = turn
             check = checks[number]
             if file == _REFERENCES:
                 converted = cast(write.put_together(), check.move.dtype, check.move.target_dtype)
@@ -338,7 +338,7 @@ class _Task:
                 yield number, self._mismatch(check, write.target, file, write.first, unequal, here, there)
         self.nbytes += reader.nbytes
 
-    def _steps(self, reader: BandReader, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[_Step]:
+    def _turns(self, reader: BandReader, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[_Turn]:
         """Yield what is read in turn: a band of the references, then every copy of each part of it."""
         for (number, band), store, wanted in reader.bands(pieces):
             yield None, store, wanted

@@ -18,7 +18,7 @@ from reshard.strategy.names import group_members, group_names, ranges_text
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
 from reshard.view.flow import plan_picture
 from reshard.view.svg import Markup, colour, details, heading, join, page, table, tag, tiles
-from reshard.view.tables import layouts_of
+from reshard.view.tables import layouts_of, layouts_text
 from reshard.view.text import LEGEND, below, conclusion, count_text, groups_of, layout_text, shards_text
 
 if TYPE_CHECKING:
@@ -187,10 +187,7 @@ def _leaf(
     checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: int, known: dict[Sharding, str]
 ) -> Markup:
     tensor, count = tensors[0], len(tensors)
-    places = [place for each in tensors for place in layouts_of(checkpoint, each)]
-    rule = str(places[0][1]) if places else "whole"
-    if places and checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1:
-        rule = f"stage {ranges_text(sorted({stage for stage, _ in places}))}: {rule}"
+    rule = layouts_text(checkpoint, tensors)
     shape = shape_text(tensor.spec.shape) if tensor.text is None else "text"
     times = [tag("span", f"  x {count:,}", class_="count")] if count > 1 else []
     return tag(

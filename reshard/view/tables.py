@@ -260,7 +260,7 @@ def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: i
     more: dict[str, Callable[[Tensor], str]] = {}
     cut = checkpoint.strategy is not None or bool(checkpoint.layouts)
     if cut:
-        more["layout"] = lambda tensor: _layouts(checkpoint, tensor)
+        more["layout"] = lambda tensor: layouts_text(checkpoint, [tensor])
     if set(shards.values()) - {"1 x 1"}:
         more["shards x replicas"] = lambda tensor: shards[tensor.spec.name]
     distinct = {file.index.header: file.index for file in checkpoint.files}  # ranks mostly share theirs
@@ -372,12 +372,15 @@ def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout
     return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
 
 
-def _layouts(checkpoint: Checkpoint, tensor: Tensor) -> str:
-    """Write the layouts of a tensor, with the stages of each where there are several."""
-    layouts = layouts_of(checkpoint, tensor)
-    if len(layouts) > 1 or (layouts and checkpoint.strategy is not None and len(checkpoint.strategy.stages) > 1):
-        return ", ".join(f"stage {stage}: {layout}" for stage, layout in layouts)
-    return str(layouts[0][1]) if layouts else "whole"
+def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:
+    """Write the layouts of tensors that are shown as one, with the stages of each where there are several."""
+    stages: dict[str, set[int]] = {}
+    for tensor in tensors:
+        for stage, layout in layouts_of(checkpoint, tensor):
+            stages.setdefault(str(layout), set()).add(stage)
+    if stages and checkpoint.strategy and len(checkpoint.strategy.stages) > 1:
+        return ", ".join(f"stage {ranges_text(sorted(some))}: {layout}" for layout, some in stages.items())
+    return next(iter(stages), "whole")
 
 
 def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[str | int, ...]]:
@@ -398,6 +401,6 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
             row = (name, kind_of[name], dtype.name, str([*shape]), prod(shape), tensor.spec.nbytes)
             if whole:
                 blocks, _, replicas = shards_text(tensor, known).partition(" x ")
-                yield (*row, _layouts(part, tensor) if part.strategy or part.layouts else "", blocks, replicas)
+                yield (*row, layouts_text(part, [tensor]) if part.strategy or part.layouts else "", blocks, replicas)
             else:
                 yield (ranks, *row)

@@ -239,7 +239,7 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
         ("convert SEALED x --format ckpt", 4, "is encrypted (AES-GCM); open it with its key: --key-file FILE"),
         ("convert PLAIN x --format ckpt --encryption AES-GCM", 2, "give its key too: --target-key-file FILE"),
         ("convert PLAIN x --format ckpt --target-key-file OTHER --encryption SM4-CBC", 2, "SM4-CBC takes 16"),
-        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "is only for plain files"),
+        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "is only for plain checkpoint files, and x is encrypted"),
         ("plan PLAIN --style huggingface --target-key-file KEY", 2, "safetensors files are not encrypted"),
     ],
 )  # fmt: skip

@@ -33,7 +33,7 @@ from reshard.run import executor as reshard_cluster
 from reshard.run import graph, tasks
 from reshard.storage.local import _LocalSink
 from reshard.storage.page_cache import cache_of
-from reshard.storage.threads import running
+from reshard.storage.threads import live_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -343,15 +343,15 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
 
 
 def test_a_run_that_is_given_up_settles() -> None:
-    running.add("one", 1)
+    live_runs.add("one", 1)
     try:
         with pytest.raises(TimeoutError):
             asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 0.2))
         asyncio.run(asyncio.wait_for(reshard_cluster.settled("another"), 1))
         with pytest.raises(ReshardError, match="given up"):
-            running.check_cancelled("one")
+            live_runs.check_cancelled("one")
     finally:
-        running.add("one", -1)
+        live_runs.add("one", -1)
     asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 1))
 
 

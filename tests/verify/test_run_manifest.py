@@ -244,7 +244,7 @@ SET = ["unify", "src", "dst", *BEFORE]
         (
             [*SET, "--format", "zarr", *MANIFEST],
             2,
-            "is of checkpoint files, and dst becomes a zarr store; leave it out",
+            "is only for plain checkpoint files, and dst becomes a zarr store; leave it out",
         ),
         (
             ["transform", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
