@@ -40,10 +40,18 @@ _ADVICE = {
     "combine gather join merge": "`reshard unify` merges shards into whole tensors, `reshard strategy merge` the "
     "strategy files of a pipeline",
     "continue resume": "type the same command again; it resumes what was begun",
+    "dec-key dec_key": "--key-file FILE names the file that has the key of SOURCE; RESHARD_KEY in the environment is "
+    "the key itself",
+    "dec-mode dec_mode": "encrypted files say their mode themselves; leave it out",
     "dtype": "--cast float32=bfloat16 converts one dtype to another",
     "hf huggingface": "`reshard unify` with --style huggingface writes a Hugging Face set",
+    "enc-key enc_key": "--target-key-file FILE names the file that has the key of TARGET; RESHARD_TARGET_KEY in the "
+    "environment is the key itself",
+    "enc-mode enc_mode": "--encryption MODE is the mode of an encrypted TARGET, with --target-key-file",
     "help": "`reshard --help` lists the commands, `reshard COMMAND --help` the options of one",
     "info list ls show": "`reshard inspect` shows a checkpoint, `reshard strategy show` a strategy",
+    "key": "--key-file FILE names the file that has the key of SOURCE, --target-key-file FILE that of TARGET; in the "
+    "environment RESHARD_KEY and RESHARD_TARGET_KEY are the keys themselves",
     "make": "`reshard strategy make` makes a strategy file",
     "reshard shard split": "`reshard transform` with --target-strategy cuts tensors",
 }

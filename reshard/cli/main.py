@@ -174,7 +174,7 @@ def inspect(
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
     known = found_by == {name: OPENING[name] for name in found_by} and is_made(source)
     if unruled and not known and has_several_ranks(source, **found_by):
-        files, ranks, warnings, step = read_headers(source, **found_by, cipher=reading["cipher"])
+        files, ranks, warnings, step, _ = read_headers(source, **found_by, cipher=reading["cipher"])
         warnings.append("shapes are those in the files of each rank; --source-strategy shows whole tensors")
         parts, whole = rank_parts(str(source), files, ranks, step), False
     else:

@@ -206,9 +206,10 @@ key_option = option(
     envvar="RESHARD_KEY_FILE",
     metavar="FILE",
     help="Key of encrypted .ckpt files of SOURCE: 16, 24 or 32 bytes, or 48 or 64 hexadecimal digits. Without it "
-    "$RESHARD_KEY_FILE names the file, or $RESHARD_KEY is the key.",
+    "$RESHARD_KEY_FILE names the file, or $RESHARD_KEY is the key; these are used only where files are encrypted.",
 )
-target_key_option = option(
+_target_key = functools.partial(
+    option,
     "--target-key-file",
     "target_cipher",
     under="Target",
@@ -216,9 +217,12 @@ target_key_option = option(
     callback=read_cipher,
     envvar="RESHARD_TARGET_KEY_FILE",
     metavar="FILE",
-    help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY. Of a run that is stopped, "
-    "encrypted files start over.",
+    help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY. With any of them nothing is "
+    "written that cannot be encrypted. Of a run that is stopped, encrypted files start over.",
 )
+target_key_option = _target_key()
+refused_target_key_option = _target_key(hidden=True)
+"""Of a command whose target is never encrypted, so that one who asks for that is told."""
 
 
 def encryption_options(command: Callable[..., Any]) -> Callable[..., Any]:

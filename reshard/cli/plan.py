@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from contextlib import suppress
 from dataclasses import replace
@@ -278,8 +279,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         return
     print_text(report_text(plan, done, verify, manifest, check))
     if is_known:
-        key = key_typed("--key-file", "target_cipher") if plan.cipher else ()
-        say(f"to look at it: {_command('inspect', place, *key)}")
+        say(f"to look at it: {_inspect(place) if plan.cipher else _command('inspect', place)}")
 
 
 def _is_known(plan: Plan, place: Place) -> bool:
@@ -294,6 +294,13 @@ def _is_known(plan: Plan, place: Place) -> bool:
 def _command(*words: object) -> str:
     """Return a command of this program, for a shell."""
     return f"{called_as()} {shlex.join(map(str, words))}"
+
+
+def _inspect(place: Place) -> str:
+    """Return the command that shows an encrypted target: what was its key is that of a source then."""
+    command = _command("inspect", place, *(typed := key_typed("--key-file", "target_cipher")))
+    end = "_FILE" if os.environ.get("RESHARD_TARGET_KEY_FILE") else ""
+    return command if typed else f'RESHARD_KEY{end}="$RESHARD_TARGET_KEY{end}" {command}'
 
 
 def key_typed(option: str, name: str) -> tuple[object, ...]:

@@ -148,7 +148,7 @@ def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -
     variable = str(param.envvar).removesuffix("_FILE")
     if path is None:
         text = os.environ.get(variable)
-        return Cipher(None, read_key(os.fsencode(text), variable)) if text else None
+        return Cipher(None, read_key(os.fsencode(text), variable), required=False) if text else None
     try:
         with path.open("rb") as file:
             mode, content = os.fstat(file.fileno()).st_mode, file.read(_MOST_KEY)
@@ -157,9 +157,10 @@ def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -
     if S_ISREG(mode) and mode & S_IROTH:
         text = f"key file {path}: every user of this machine may read it; chmod 600 {path}"
         ctx.meta.setdefault(WARNINGS, []).append(text)
-    if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
+    typed = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+    if typed:
         ctx.meta.setdefault(KEY_FILES, {})[param.name] = path if S_ISREG(mode) else "FILE"
-    return Cipher(None, read_key(content, f"key file {path}"))
+    return Cipher(None, read_key(content, f"key file {path}"), required=typed)
 
 
 class PathType(click.Path):

@@ -24,6 +24,7 @@ from reshard.cli.terminal import OPTIONS, cluster_client, print_json, say, say_w
 from reshard.cli.values import READ_PLACE, WRITE_PLACE, noting_swap, share
 from reshard.errors import UsageError, VerifyError
 from reshard.plan.select import Selection
+from reshard.storage.cipher import required
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def verify(
     if deduplicated and (manifest or write_manifest):
         raise UsageError("--deduplicated is about a strategy's ranks; a manifest says what each file holds")
     if write_manifest is not None:
-        if target_cipher:
+        if required(target_cipher):
             raise UsageError("a manifest is of files that are not encrypted; leave --target-key-file out")
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return

@@ -16,6 +16,7 @@ from reshard.cli.options import (
     max_shard_size_option,
     memory_option,
     rank_pattern_option,
+    refused_target_key_option,
     run_options,
     selection_options,
     source_options,
@@ -81,11 +82,9 @@ def transform(
     if via_zarr is not None:
         _check_apart(via_zarr, source, target, running.write_manifest)
         check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
-        if not _make_store(source, source_strategy, via_zarr, selection, planning["memory"], running, reading):
+        plain = str(via_zarr) if planning["target_cipher"] else f"{via_zarr} and {target}"
+        if not _make_store(source, source_strategy, via_zarr, plain, selection, planning["memory"], running, reading):
             return
-        if reading["cipher"] and not running.quiet:
-            plain = str(via_zarr) if planning["target_cipher"] else f"{via_zarr} and {target}"
-            say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
         source, source_strategy, reading = via_zarr, None, {}
         planning["format"] = planning["format"] or _format_before(via_zarr)
     with noting_swap(source, source_strategy, target_strategy, reading):
@@ -143,6 +142,7 @@ Example:
 @option(
     "--compression", under="Target", metavar="CODEC", help="zarr: zstd, or zstd:LEVEL such as zstd:3.  [default: none]"
 )
+@refused_target_key_option
 @memory_option
 @selection_options
 @run_options
@@ -156,6 +156,7 @@ def unify(
     chunk_size: int | None,
     shard_size: int | None,
     compression: str | None,
+    target_cipher: Cipher | None,
     memory: int | None,
     selection: Selection,
     running: Running,
@@ -172,8 +173,9 @@ def unify(
     files: TargetFiles = reshard.ZarrGroup(*zarr_options) if format == "zarr" else set_files(style, max_shard_size)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     plan = reshard.plan(
-        checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads
-    )
+        checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads,
+        target_cipher=target_cipher,
+    )  # fmt: skip
     carry_out(plan, target, running)
 
 
@@ -253,12 +255,15 @@ def _make_store(
     source: Place,
     source_strategy: Place | None,
     store: Place,
+    plain: str,
     selection: Selection,
     memory: int | None,
     running: Running,
     reading: dict[str, Any],
 ) -> bool:
     """Unify a source into a zarr store, unless that is done; return whether the store is there to be read.
+
+    What is written that is not encrypted is said where the source is.
 
     Raises:
         TargetError: the store is finished, and of another source or of one that changed since.
@@ -271,6 +276,8 @@ def _make_store(
         say_warnings([f"{source} is not there; {store} is used, which is finished"])
         return True
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    if checkpoint.cipher and not running.quiet:
+        say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
     if noted is not None:
         now = provenance(checkpoint, times=True)
         if (now["sources"], now["strategy"]) != (noted.get("sources"), noted.get("strategy")):

@@ -213,7 +213,7 @@ def plan_convert(
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind:
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
-    files, ranks, warnings, step = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
+    files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     if name is not None:
         NamedFile(name).shard_files([], "")  # refuses what is not a name
     extension = by_name(format).EXTENSION
@@ -269,10 +269,10 @@ def _to_write(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A00
     """Return what encrypts target files, in its mode: `UsageError` where there is no such thing in their format."""
     if cipher is not None and format != "ckpt":
         raise UsageError(
-            Text(f"{format} files are not encrypted; choose the format ckpt, or leave the key of the target out (",
-                 Option("target_cipher"), ")")
+            Text(f"{format} files are not encrypted; for encrypted ones choose the format ckpt, which `reshard transform` "
+                 "and `convert` write, for plain ones leave the key of the target out (", Option("target_cipher"), ")")
         )  # fmt: skip
-    return cipher and replace(cipher, mode=cipher.mode or MODE)
+    return cipher and replace(cipher, mode=cipher.mode or MODE, required=True)
 
 
 def _below(path: Place, file: SourceFile) -> str:

@@ -23,10 +23,11 @@ from reshard.formats.zarr_files import is_of_store, is_store
 from reshard.layout.layout import Layout
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile
-from reshard.source.headers import indexed
+from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
 from reshard.storage.base import reading
+from reshard.storage.cipher import required
 from reshard.storage.places import AnyName, Place, as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ALL_STAGES, matching
@@ -74,7 +75,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             of one stage among the files of others, its tensors are taken, with a warning.
         partial: the files of some ranks are enough; a plan that needs others is refused.
         iteration: which checkpoint of a run; by default that which the run names as the last.
-        cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra.
+        cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra. Plain files are refused
+            (see `Cipher.required`).
         contents: compare samples of what the strategy calls replicas, and of what it calls different blocks
             (`Checkpoint.looked` says how many); `blocks` compares the latter alone. Copies that are not sampled and may
             be values of each rank's own are taken as such; `verify` compares them all.
@@ -87,7 +89,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     bare = strategy is None and not layouts and stage is None and suffix is None and rank_pattern == RANK_PATTERN
     opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration)
     if opener is not None:
-        if not bare or cipher is not None:
+        if not bare or required(cipher):
             raise UsageError(
                 f"{path}: says itself which block is where; give no strategy, layout, stage, suffix, pattern or key"
             )
@@ -98,7 +100,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         found = None if isinstance(path, Mapping) else _as_made(as_place(path), cipher, contents)
         if found is not None:
             return found
-    files, ranks, warnings, step = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
+    files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
@@ -278,7 +280,7 @@ def reopen(
     Raises:
         SourceError: a file is not valid, or headers contradict the strategy.
     """
-    files, ranks = indexed(paths, cipher)
+    files, ranks, _, _, cipher = _read(paths, cipher, [])
     assembled = assemble(root, files, ranks, strategy, partial=partial) if whole else {}
     tensors = {
         name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in assembled.items()
@@ -313,12 +315,13 @@ def has_several_ranks(path: AnyName, *, rank_pattern: str = RANK_PATTERN, suffix
 
 
 class IndexedFiles(NamedTuple):
-    """The files of a checkpoint, indexed; the rank of each; warnings; and which of several steps they are of."""
+    """The files of a checkpoint, indexed; the rank of each; warnings; which of several steps they are of; their key."""
 
     files: tuple[SourceFile, ...]
     ranks: tuple[int, ...]
     warnings: list[str]
     step: Step | None = None
+    cipher: Cipher | None = None
 
 
 @reading(SourceError)
@@ -341,21 +344,19 @@ def read_headers(
             if len(chosen) == 1:
                 refuse_one_of_several(file)
             refuse_directory(file.parent, [file.name], besides=[PARTS])
-        return IndexedFiles(
-            *indexed({rank: [file] for rank, file in chosen.items()}, cipher), warnings, Step.of(chosen.values())
-        )
+        return _read({rank: [file] for rank, file in chosen.items()}, cipher, warnings, Step.of(chosen.values()))
     root = as_place(path)
     root.refresh()
     if opener := self_described(root):
-        found = opener(contents=False)
-        return IndexedFiles(found.files, found.ranks, list(found.warnings), found.step)
+        opened = opener(contents=False)
+        return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.step)
     unified = read_index(root) if root.is_dir() else None
     if unified is None:
         of_ranks, step = rank_files(root, rank_pattern, suffix, warnings)
-        return IndexedFiles(*indexed(of_ranks, cipher), warnings, step)
+        return _read(of_ranks, cipher, warnings, step)
     paths, weight_map = unified
-    files, ranks = indexed({0: paths}, cipher)
-    held = {paths[number].name: file.index.entries for number, file in enumerate(files)}
+    found = _read({0: paths}, cipher, warnings)
+    held = {paths[number].name: file.index.entries for number, file in enumerate(found.files)}
     faults = Faults(str(root))
     for name, file_name in weight_map.items():
         if name not in held[file_name]:
@@ -368,7 +369,15 @@ def read_headers(
         if len(file_names) > 1:  # one of them may be of an older set
             faults.add(f"tensor {name!r}", f"is in {names(file_names)}; expected in one file of the set")
     faults.raise_if_any(SourceError)
-    return IndexedFiles(files, ranks, warnings)
+    return found
+
+
+def _read(
+    of_ranks: Mapping[int, Sequence[Place]], cipher: Cipher | None, warnings: list[str], step: Step | None = None
+) -> IndexedFiles:
+    """Return what the files of each rank are, read with the key if they are encrypted."""
+    cipher = key_of([path.absolute() for some in of_ranks.values() for path in some], cipher)
+    return IndexedFiles(*indexed(of_ranks, cipher), warnings, step, cipher)
 
 
 def _lone_rank(

@@ -10,15 +10,17 @@ Digests are of what two machines, or two runs, must have the same. None depends 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.errors import SourceError
 from reshard.formats import index_file
 from reshard.formats.directories import refuse_blocks
 from reshard.formats.entries import FileIndex, RangeReader
 from reshard.source.checkpoint import SourceFile
 from reshard.source.records import digest
-from reshard.storage.cipher import store_of
+from reshard.storage.cipher import MAGICS, required, store_of
 from reshard.storage.local import local_store
 from reshard.storage.places import of_each
 
@@ -131,6 +133,34 @@ def pages_digest(path: str) -> str:
 
 def _entries_digest(index: FileIndex) -> str:
     return digest([(name, e.dtype.name, e.shape, e.runs, e.text) for name, e in index.entries.items()])
+
+
+def key_of(paths: Sequence[Place], cipher: Cipher | None) -> Cipher | None:
+    """Return the key with which the files of a checkpoint are read; None where they are plain and it is not required.
+
+    Raises:
+        SourceError: some are encrypted and some are not: what is plain may have been put there by others. Empty files,
+            of ranks without a tensor, are neither.
+    """
+    if cipher is None:
+        return None
+    encrypted: list[Place] = []
+    plain: list[Place] = []
+    for path, start in zip(paths, of_each(_start, paths), strict=True):
+        if start:
+            (encrypted if int.from_bytes(start, "little") in MAGICS else plain).append(path)
+    if encrypted and plain:
+        raise SourceError(
+            f"{plain[0]}: is not encrypted, and {encrypted[0]} is; expected all files of a checkpoint to be, or none; "
+            "it may have been replaced: get it again from where it was saved"
+        )
+    return replace(cipher, required=True) if encrypted else required(cipher)
+
+
+def _start(path: Place) -> bytes:
+    """Return the first bytes of a file, as many as the magic of an encrypted one has."""
+    path.status()  # a file that is gone has an error of its own
+    return RangeReader(str(path), window=4).upto(0, 4)
 
 
 def indexed(

@@ -11,8 +11,9 @@ mode under its tag. The tag covers a whole block and is checked, in one pass, be
 given out. CBC has none: a wrong key passes the padding of a file's last block once in 256 times, and shows when the
 index of the decrypted file is read to its end, which happens before anything is written.
 
-What is written is encrypted on its way, and no block of it is held: the tag of AES-GCM, in the head of its block, is
-written when the block is.
+What is written is encrypted on its way. The head of a block, with the tag of AES-GCM, is known when the block is: where
+a file is written in any order no block is held, and where it is written from its first byte to its last, as at a URL,
+one is, of up to 4 MiB.
 
 Source: MindSpore 2.10, `utils/crypto.cc`; the layout was checked against its files and its `_decrypt`.
 """
@@ -104,6 +105,8 @@ class Cipher:
         mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; None for that of each file that is read, and for AES-GCM, MindSpore's
             default, where files are written.
         key: 16, 24 or 32 bytes for AES, 16 for SM4; not shown.
+        required: what is read with it must be encrypted. Without, as for keys from the environment, a checkpoint of
+            plain files is read as it is; what is written is encrypted nevertheless.
 
     Raises:
         UsageError: an unknown mode, or a key of another length.
@@ -118,6 +121,7 @@ class Cipher:
 
     mode: str | None
     key: bytes = field(repr=False)
+    required: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         mode = self.mode or MODE
@@ -454,3 +458,8 @@ def _coded(coding: Coding) -> ReadStore:
 def store_of(coding: Coding | None) -> ReadStore:
     """Return this process's store for files that are encrypted or encoded otherwise, or for plain ones."""
     return any_store() if coding is None else _coded(coding)
+
+
+def required(cipher: Cipher | None) -> Cipher | None:
+    """Return a key if it must be used: whoever gave it expects that something is encrypted."""
+    return cipher if cipher is not None and cipher.required else None

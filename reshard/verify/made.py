@@ -6,6 +6,7 @@ the run noted, which encrypted ones do not have. Of what somebody else made of t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
@@ -59,18 +60,23 @@ def target_of(made: Made, cipher: Cipher | None) -> Checkpoint:
     return _opened(made.root, made.ranks, strategy, made.stage, partial=partial, cipher=cipher)
 
 
-def require_keys(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> None:
-    """Refuse an encrypted target without a key that it takes to compare it: a ledger has no checksums of it.
+def keys_of(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> tuple[Cipher | None, Cipher | None]:
+    """Return the keys of the target and of the source, which are required where these were encrypted.
 
     Raises:
-        UsageError: a key is missing; the message says which.
+        UsageError: a key is missing that it takes to compare an encrypted target, of which a ledger has no checksums;
+            the message says which.
     """
+    keys: list[Cipher | None] = []
     for side, key in (("target", cipher), ("source", source_cipher)):
-        if key is None and made.content["target"]["encrypted"] and made.content[side]["encrypted"]:
+        encrypted = made.content[side]["encrypted"]
+        if key is None and made.content["target"]["encrypted"] and encrypted:
             raise UsageError(
                 Text(f"{made.target}: the {side} is encrypted, and a ledger holds no key; give it: ",
                      Option(f"{side}_key"))
             )  # fmt: skip
+        keys.append(replace(key, required=True) if key and encrypted else key)
+    return keys[0], keys[1]
 
 
 def _source(given: dict[str, Any], cipher: Cipher | None) -> Checkpoint:

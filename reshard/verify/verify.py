@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Option, SourceError, Text, UsageError, joined, names
+from reshard.errors import GoneError, Option, SourceError, Text, UsageError, joined, names
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN
 from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
@@ -26,7 +26,7 @@ from reshard.readers.open import made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.run.executor import map_tasks
 from reshard.source.checkpoint import Checkpoint
-from reshard.storage.cipher import store_of
+from reshard.storage.cipher import required, store_of
 from reshard.storage.places import as_place
 from reshard.upward import upward
 from reshard.verify.difference import Difference
@@ -186,7 +186,7 @@ def verify(
     if manifest is not None:
         if isinstance(target, Checkpoint):
             raise UsageError("a manifest is of files: name the directory that they are in")
-        if cipher is not None:
+        if required(cipher):
             text = "a manifest is of files that are not encrypted; leave the key out ("
             raise UsageError(Text(text, Option("target_key"), ")"))
         _refuse_idle(target, memory, client, source_cipher)
@@ -211,7 +211,7 @@ def verify(
 
 def _refuse_idle(target: AnyName, memory: int | None, client: Any, source_cipher: Cipher | None) -> None:
     """Refuse what only a comparison with a source obeys."""
-    given = ((Option("memory"), memory), (Option("client"), client), (Option("source_key"), source_cipher))
+    given = ((Option("memory"), memory), (Option("client"), client), (Option("source_key"), required(source_cipher)))
     for option, value in given:
         if value is not None:
             advice = " is only for a comparison with a source; name a source, or leave it out"
@@ -237,14 +237,16 @@ def _against_made(
     on_progress: OnProgress,
 ) -> Verification:
     """Compare a target with what it was made from, as its ledger says it, or with the checksums there."""
-    from reshard.verify.made import check_sums, require_keys, source_of, target_of  # not on every start
+    from reshard.verify.made import check_sums, keys_of, source_of, target_of  # not on every start
 
-    require_keys(made, cipher, source_cipher)
+    asked = required(source_cipher)
+    cipher, source_cipher = keys_of(made, cipher, source_cipher)
     given = made.content["source"]["root"]
     try:
         source, selection, deduplicated = source_of(made, source_cipher)
     except SourceError as error:
-        if source_cipher is not None or made.content["target"]["encrypted"]:
+        may_be_gone = asked is None and isinstance(error, GoneError)
+        if made.content["target"]["encrypted"] or (required(source_cipher) and not may_be_gone):
             raise
         differences, count, read = check_sums(made, threads=threads, on_progress=on_progress)
         warning = Text(f"compared with the sizes and checksums that its ledger has, not with {given}: ", error.text)
@@ -322,12 +324,12 @@ def opened(
         unruled = strategy is None and not reading.get("layouts") and reading.get("stage") is None
         if unruled and not self_described(as_place(path), reading.get("iteration")):
             some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix", "cipher"}}
-            files, ranks, warnings, step = read_headers(path, **some)
+            files, ranks, warnings, step, cipher = read_headers(path, **some)
             if len(set(ranks)) > 1:
                 unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
                 return Checkpoint(
-                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable,
-                    cipher=reading.get("cipher"), step=step,
+                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable, cipher=cipher,
+                    step=step,
                 )  # fmt: skip
         return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
     except SourceError as error:
