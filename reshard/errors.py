@@ -151,6 +151,10 @@ class SourceError(ReshardError, ValueError):
     exit_code = 4
 
 
+class EncryptedError(SourceError):
+    """A source file is encrypted, and there is no key."""
+
+
 class GoneError(SourceError):
     """A source file is not there any more."""
 

@@ -27,6 +27,7 @@ def test_every_kind_has_its_exit_code() -> None:
         "UsageError": 2,
         "VerifyError": 3,
         "SourceError": 4,
+        "EncryptedError": 4,
         "GoneError": 4,
         "LayoutError": 4,
         "StrategyError": 4,

@@ -18,7 +18,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import BY_MINDSPORE, STR
-from reshard.errors import Option, SourceError, Text, UsageError
+from reshard.errors import EncryptedError, Option, SourceError, Text, UsageError
 from reshard.formats.entries import Entry, FileIndex, FileLayout
 from reshard.layout.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
 from reshard.storage.cipher import MAGICS
@@ -58,7 +58,7 @@ def index(reader: RangeReader) -> FileIndex:
     """
     cipher = MAGICS.get(int.from_bytes(reader.upto(0, 4), "little"))
     if cipher:
-        raise SourceError(
+        raise EncryptedError(
             Text(f"{reader.path}: is encrypted ({cipher}); open it with its key: ", Option("key", cipher))
         )
     parts: dict[str, list[_Value]] = {}

@@ -269,8 +269,8 @@ def _to_write(cipher: Cipher | None, format: str) -> Cipher | None:  # noqa: A00
     """Return what encrypts target files, in its mode: `UsageError` where there is no such thing in their format."""
     if cipher is not None and format != "ckpt":
         raise UsageError(
-            Text(f"{format} files are not encrypted; for encrypted ones choose the format ckpt, which `reshard transform` "
-                 "and `convert` write, for plain ones leave the key of the target out (", Option("target_cipher"), ")")
+            Text(f"{format} files are not encrypted; choose the format ckpt, which `reshard transform` and `convert` "
+                 "write, or leave the key of the target out (", Option("target_cipher"), ")")
         )  # fmt: skip
     return cipher and replace(cipher, mode=cipher.mode or MODE, required=True)
 

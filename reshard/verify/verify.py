@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import GoneError, Option, SourceError, Text, UsageError, joined, names
+from reshard.errors import EncryptedError, GoneError, Option, SourceError, Text, UsageError, joined, names
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN
 from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
@@ -290,10 +290,15 @@ def make_manifest(
 
     Raises:
         SourceError: a file cannot be read, or is corrupt.
-        UsageError: it is a zarr store.
+        UsageError: it is a zarr store, or encrypted.
     """
     on_progress = _on_progress(progress, time.perf_counter())
-    files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
+    try:
+        files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
+    except EncryptedError:
+        raise UsageError(
+            f"{target}: is encrypted; a manifest is of files that are not encrypted; compare it with its source"
+        ) from None
     if files[0].index.format == ZARR:
         raise UsageError(f"{target}: is a zarr store; a manifest is of checkpoint files; compare it with its source")
     place = as_place(target)

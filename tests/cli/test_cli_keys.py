@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -15,8 +16,12 @@ import pytest
 from checkpoints import tree
 from commands import Case, call, done, proposed
 
-from reshard.errors import UsageError
+import reshard
+from reshard.errors import SourceError, UsageError
+from reshard.source.headers import key_of
+from reshard.storage import cipher as cipher_module
 from reshard.storage.cipher import MAGICS, Cipher, read_key
+from reshard.storage.places import LocalPath
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -234,6 +239,7 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
         ("verify PLAIN --target-key-file KEY", 4, "is not encrypted; leave the key out (--target-key-file or"),
         ("verify SEALED --target-key-file KEY --deduplicated --key-file KEY", 2, "RESHARD_KEY is only for"),
         ("verify SEALED --target-key-file KEY --write-manifest m", 2, "a manifest is of files that are not encrypted"),
+        ("verify SEALED --write-manifest m", 2, "sealed: is encrypted; a manifest is of files that are not encrypted"),
         ("convert PLAIN x --format safetensors --target-key-file KEY", 2, "safetensors files are not encrypted"),
         ("unify PLAIN x --key-file KEY", 4, "is not encrypted"),
         ("convert SEALED x --format ckpt", 4, "is encrypted (AES-GCM); open it with its key: --key-file FILE"),
@@ -300,6 +306,260 @@ def test_keys_from_the_environment(case: Case, tmp_path: Path, key: Path, monkey
     assert "nonsense" not in refused.stderr
     monkeypatch.setenv("RESHARD_KEY", "")
     assert "is encrypted" in call("inspect", tmp_path / "out").stderr
+
+
+SOURCE_KEYS = {"RESHARD_KEY": KEY.decode()}
+EVERY_KEY = {**SOURCE_KEYS, "RESHARD_TARGET_KEY": KEY.decode()}
+EXPORTED = pytest.mark.parametrize("files", [False, True], ids=["keys", "key files"])
+
+
+def export(monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], key: Path, *, files: bool) -> None:
+    """Put keys into the environment: themselves, or the file that has them."""
+    for name, text in keys.items():
+        monkeypatch.setenv(*((f"{name}_FILE", str(key)) if files else (name, text)))
+
+
+@EXPORTED
+def test_with_exported_keys_plain_files_are_read_as_ever(
+    case: Case, tmp_path: Path, plain: Path, key: Path, monkeypatch: pytest.MonkeyPatch, files: bool
+) -> None:
+    (tmp_path / "rules.yaml").write_text("mesh: {dp: 4}\nrules: {'*.weight': [dp]}\n")
+    there = ["--source-strategy", case.target_strategy]
+    back = [*there, "--target-strategy", case.source_strategy]
+    commands: list[list[str | Path]] = [
+        ["inspect", plain],
+        ["inspect", plain, "--json", *there],
+        ["inspect", plain / "rank_0"],
+        ["inspect", plain / "rank_0" / "checkpoint_0.ckpt"],
+        ["transform", plain, "back", *back],
+        ["transform", plain, "through", *back, "--via-zarr", "store"],
+        ["transform", "store", "from_store", "--format", "ckpt", "--target-strategy", case.source_strategy],
+        ["inspect", "store"],
+        ["unify", plain, "ms", *there],
+        ["unify", plain, "hf", *there, "--style", "huggingface"],
+        ["inspect", "hf"],
+        ["unify", plain, "zarr", *there, "--format", "zarr"],
+        ["convert", plain, "st", "--format", "safetensors"],
+        ["convert", plain / "rank_0" / "checkpoint_0.ckpt", "one.safetensors", "--format", "safetensors"],
+        ["plan", plain, *back, "-o", "plan.json"],
+        ["plan", plain, *there, "--style", "mindspore"],
+        ["run", "plan.json", "planned"],
+        ["strategy", "check", case.target_strategy, plain],
+        ["strategy", "make", "rules.yaml", "--like", plain, *there, "-o", "made.ckpt"],
+    ]
+    checks: list[list[str | Path]] = [
+        ["verify", "back"],
+        ["verify", "back", "--target-strategy", case.source_strategy],
+        ["verify", "back", "--target-strategy", case.source_strategy, "--against", plain, *there],
+        ["verify", "store", "--against", plain, *there],
+        ["verify", plain / "rank_0" / "checkpoint_0.ckpt"],
+        ["verify", "st", "--against", plain],
+        ["verify", "back", "--write-manifest", "back.json"],
+        ["verify", "back", "--manifest", "back.json"],
+        ["verify", "hf"],
+    ]
+    results = []
+    for name in ("without", "with"):
+        place = tmp_path / name
+        place.mkdir()
+        (place / "rules.yaml").write_bytes((tmp_path / "rules.yaml").read_bytes())
+        monkeypatch.chdir(place)
+        for keys, some in ((SOURCE_KEYS, commands), (EVERY_KEY, checks)):
+            if name == "with":
+                export(monkeypatch, keys, key, files=files)
+            for command in some:
+                result = done(*command)
+                assert not [word for word in ("--key", "RESHARD", "crypt") if word in result.output]
+        results.append({path: content for path, content in tree(place).items() if ".reshard" not in path})
+    assert results[0] == results[1]
+
+
+@EXPORTED
+def test_with_exported_keys_encrypted_files_are_read_and_written(
+    case: Case, tmp_path: Path, sealed: Path, plain: Path, key: Path, monkeypatch: pytest.MonkeyPatch, files: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    export(monkeypatch, EVERY_KEY, key, files=files)
+    there = ["--source-strategy", case.target_strategy]
+    back = [*there, "--target-strategy", case.source_strategy]
+    first = "rank_0/checkpoint_0.ckpt"
+    for command, made in (
+        (["inspect", sealed], None),
+        (["inspect", sealed, *there], None),
+        (["transform", sealed, "back", *back], f"back/{first}"),
+        (["convert", sealed, "again", "--format", "ckpt"], f"again/{first}"),
+        (["plan", sealed, *back, "-o", "plan.json"], None),
+        (["run", "plan.json", "planned"], f"planned/{first}"),
+        (["strategy", "check", case.target_strategy, sealed], None),
+        (["verify", sealed], None),
+        (["verify", "back"], None),
+        (["verify", "back", "--target-strategy", case.source_strategy], None),
+        (["verify", "back", "--target-strategy", case.source_strategy, "--against", plain, *there], None),
+    ):
+        result = done(*command)
+        assert "is encrypted, and what is written is not" not in result.stderr
+        assert made is None or mode_of(tmp_path / made) == "AES-GCM"
+        for line in result.stderr.splitlines():
+            if line.startswith("to look at it: "):  # by any shell
+                look = line.removeprefix("to look at it: ").replace("reshard ", f"{sys.executable} -m reshard ", 1)
+                look = look.replace(f"{sys.executable} -m {sys.executable}", sys.executable)
+                shown = subprocess.run(["sh", "-c", look], capture_output=True, text=True, check=False)
+                assert shown.returncode == 0, (look, shown.stderr)
+    for name in ("RESHARD_TARGET_KEY", "RESHARD_TARGET_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for command in (["unify", sealed, "set", *there], ["transform", sealed, "open", *back, "--via-zarr", "store"]):
+        assert "is encrypted, and what is written is not" in done(*command).stderr
+
+
+def test_what_is_plain_needs_no_cryptography(
+    case: Case, plain: Path, sealed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    cipher_module._coded.cache_clear()
+    monkeypatch.setenv("RESHARD_KEY", KEY.decode())
+    done("inspect", plain)
+    assert "encrypted checkpoints need the library cryptography" in call("inspect", sealed).stderr
+
+
+@EXPORTED
+@pytest.mark.parametrize(
+    "words",
+    [
+        "unify PLAIN out",
+        "unify PLAIN out --style huggingface --dry-run",
+        "unify PLAIN out --format zarr",
+        "convert PLAIN out --format safetensors",
+        "transform PLAIN out --format safetensors",
+        "plan PLAIN --style mindspore",
+        "run plan.json out",
+    ],
+)
+def test_what_cannot_be_encrypted_is_not_written_plain_where_the_key_of_the_target_is_exported(
+    case: Case, tmp_path: Path, plain: Path, key: Path, monkeypatch: pytest.MonkeyPatch, words: str, files: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = ["--source-strategy", case.target_strategy]
+    done("plan", plain, *there, "--format", "safetensors", "-o", "plan.json")
+    command: list[str | Path] = [plain if word == "PLAIN" else word for word in words.split()]
+    command += there if command[0] in {"unify", "transform", "plan"} else []
+    typed = call(*command, "--target-key-file", key)
+    export(monkeypatch, {"RESHARD_TARGET_KEY": KEY.decode()}, key, files=files)
+    before = tree(tmp_path)
+    refused = call(*command)
+    assert refused.exit_code == typed.exit_code == 2
+    assert refused.stderr == typed.stderr
+    assert "RESHARD_TARGET_KEY)" in refused.stderr
+    said = (
+        "the target was planned plain" if words.startswith("run") else "files are not encrypted; choose the format ckpt"
+    )
+    assert said in refused.stderr
+    assert tree(tmp_path) == before
+    monkeypatch.delenv("RESHARD_TARGET_KEY_FILE" if files else "RESHARD_TARGET_KEY")
+    done(*command)
+
+
+def test_an_option_that_is_always_refused_is_not_offered() -> None:
+    assert "--target-key-file" in call("transform", "--help-all").stdout
+    assert "--target-key-file" not in call("unify", "--help-all").stdout
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, sealed: Path, plain: Path) -> Path:
+    """Encrypted files, one of which somebody has replaced."""
+    path = tmp_path / "mixed"
+    shutil.copytree(sealed, path, ignore=shutil.ignore_patterns(".reshard*"))
+    shutil.copy(plain / "rank_2" / "checkpoint_2.ckpt", path / "rank_2" / "checkpoint_2.ckpt")
+    return path
+
+
+@pytest.mark.parametrize("way", ["typed", "keys", "key files"])
+def test_a_plain_file_among_encrypted_ones_is_refused(
+    case: Case, tmp_path: Path, mixed: Path, plain: Path, key: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = ["--source-strategy", case.target_strategy]
+    source, target = (["--key-file", key], ["--target-key-file", key]) if way == "typed" else ([], [])
+    if way != "typed":
+        export(monkeypatch, EVERY_KEY, key, files=way == "key files")
+    command: list[str | Path]
+    for command in (
+        ["inspect", mixed, *source],
+        ["inspect", mixed, *there, *source],
+        ["transform", mixed, "out", *there, *source],
+        ["convert", mixed, "out", "--format", "ckpt", *source],
+        ["plan", mixed, *there, *source],
+        ["strategy", "check", case.target_strategy, mixed, *source],
+        ["verify", mixed, *target],
+        ["verify", mixed, "--target-strategy", case.target_strategy, *target],
+        ["verify", mixed, "--target-strategy", case.target_strategy, "--against", plain, *there, *target],
+        ["verify", plain, "--target-strategy", case.target_strategy, "--against", mixed, *there, *source],
+    ):
+        refused = call(*command)
+        assert refused.exit_code == 4, refused.output
+        assert f"{mixed}/rank_2/checkpoint_2.ckpt: is not encrypted, and {mixed}/rank_0/checkpoint_0.ckpt is; " in (
+            refused.stderr
+        )
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", ["typed", "exported"])
+def test_plain_files_where_the_ledger_says_that_they_were_encrypted_are_refused(
+    sealed: Path, plain: Path, key: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    for rank in range(4):
+        name = f"rank_{rank}/checkpoint_{rank}.ckpt"
+        shutil.copy(plain / name, sealed / name)
+    if way == "exported":
+        export(monkeypatch, EVERY_KEY, key, files=False)
+    refused = call("verify", sealed, *(["--target-key-file", key] if way == "typed" else []))
+    assert refused.exit_code == 4
+    assert "checkpoint_0.ckpt: is not encrypted" in refused.stderr
+
+
+def test_verify_by_the_ledger_with_an_exported_key_that_is_wrong_or_of_no_use(
+    case: Case, tmp_path: Path, sealed: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategies = ["--source-strategy", case.target_strategy, "--target-strategy", case.source_strategy]
+    done("transform", sealed, tmp_path / "open", *strategies, "--key-file", key)
+    by_ledger = ["verify", tmp_path / "open"]
+    monkeypatch.setenv("RESHARD_KEY", "ab" * 24)
+    wrong = call(*by_ledger)
+    assert wrong.exit_code == 4
+    assert "cannot be decrypted with this key" in wrong.stderr
+    monkeypatch.setenv("RESHARD_KEY", KEY.decode())
+    assert "equal to" in done(*by_ledger).stdout
+    shutil.rmtree(sealed)
+    found = done(*by_ledger)
+    assert "compared with the sizes and checksums that its ledger has" in found.stderr
+    monkeypatch.delenv("RESHARD_KEY")
+    assert "compared with the sizes and checksums that its ledger has" in done(*by_ledger).stderr
+    typed = call(*by_ledger, "--key-file", key)
+    assert typed.exit_code == 4
+    assert "checkpoint_0.ckpt: cannot be read: No such file or directory" in typed.stderr
+
+
+def test_a_key_that_is_not_required_in_python(case: Case, sealed: Path, plain: Path) -> None:
+    given, exported = Cipher(None, KEY), Cipher(None, KEY, required=False)
+    strategy = case.target_strategy
+    assert reshard.open(plain, strategy=strategy, cipher=exported).cipher is None
+    assert reshard.open(sealed, strategy=strategy, cipher=exported).cipher == given
+    assert reshard.open(sealed, strategy=strategy, cipher=given).cipher == given
+    with pytest.raises(SourceError, match="is not encrypted; leave the key out"):
+        reshard.open(plain, strategy=strategy, cipher=given)
+    planned = reshard.plan(reshard.open(plain, strategy=strategy), target_cipher=exported)
+    assert planned.cipher == Cipher("AES-GCM", KEY)
+
+
+def test_ranks_without_tensors_are_neither_plain_nor_encrypted(tmp_path: Path, sealed: Path, plain: Path) -> None:
+    empty = LocalPath(tmp_path / "empty.ckpt")
+    empty.touch()
+    given, exported = Cipher(None, KEY), Cipher(None, KEY, required=False)
+    for place, expected in ((sealed, given), (plain, None)):
+        some = [empty, LocalPath(place / "rank_0" / "checkpoint_0.ckpt")]
+        assert key_of(some, exported) == expected
+        assert key_of(some, given) == given
+        assert key_of(some, None) is None
 
 
 def test_a_program_may_hand_the_key_over(sealed: Path) -> None:

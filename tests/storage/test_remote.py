@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import fsspec
@@ -191,6 +192,9 @@ def test_an_encrypted_source(root: str, mindspore_data: Path) -> None:
     assert np.array_equal(source["w.f32"].compute(), full["w.f32"])
     reshard.plan(source).run(f"{root}/out")
     assert np.array_equal(reshard.open(f"{root}/out")["w.f32"].compute(), full["w.f32"])
+    exported = reshard.Cipher(None, b"0123456789ABCDEF", required=False)
+    assert reshard.open(f"{root}/a.ckpt", cipher=exported).cipher == replace(exported, required=True)
+    assert reshard.open(f"{root}/out", cipher=exported).cipher is None
 
 
 @pytest.mark.parametrize("mode", ["AES-GCM", "SM4-CBC"])
