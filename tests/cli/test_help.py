@@ -52,7 +52,7 @@ def test_help_all_has_every_option(path: tuple[str, ...], monkeypatch: pytest.Mo
     for param in COMMANDS[path].params:
         if isinstance(param, GroupedOption):
             shown = re.compile(rf"^  .*{re.escape(param.opts[0])}\b(?!-)", re.MULTILINE)
-            assert shown.search(every)
+            assert bool(shown.search(every)) != param.hidden
             assert bool(shown.search(some)) == param.first
     assert all(len(line) <= 80 for line in every.splitlines())
     headings = re.findall(r"^(\w+):$", every, flags=re.MULTILINE)
