@@ -149,18 +149,19 @@ def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -
     if path is None:
         text = os.environ.get(variable)
         return Cipher(None, read_key(os.fsencode(text), variable), required=False) if text else None
+    typed = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+    which = f"key file {path}" if typed else f"{param.envvar}: key file {path}"
     try:
         with path.open("rb") as file:
             mode, content = os.fstat(file.fileno()).st_mode, file.read(_MOST_KEY)
     except OSError as error:
-        raise UsageError(f"key file {path}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"{which}: cannot be read: {error.strerror}") from None
     if S_ISREG(mode) and mode & S_IROTH:
-        text = f"key file {path}: every user of this machine may read it; chmod 600 {path}"
+        text = f"{which}: every user of this machine may read it; chmod 600 {path}"
         ctx.meta.setdefault(WARNINGS, []).append(text)
-    typed = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
     if typed:
         ctx.meta.setdefault(KEY_FILES, {})[param.name] = path if S_ISREG(mode) else "FILE"
-    return Cipher(None, read_key(content, f"key file {path}"), required=typed)
+    return Cipher(None, read_key(content, which), required=typed)
 
 
 class PathType(click.Path):

@@ -239,13 +239,14 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
         ("verify PLAIN --target-key-file KEY", 4, "is not encrypted; leave the key out (--target-key-file or"),
         ("verify SEALED --target-key-file KEY --deduplicated --key-file KEY", 2, "RESHARD_KEY is only for"),
         ("verify SEALED --target-key-file KEY --write-manifest m", 2, "a manifest is of files that are not encrypted"),
+        ("verify PLAIN --key-file KEY --write-manifest m", 2, "that are not encrypted; leave --key-file out"),
         ("verify SEALED --write-manifest m", 2, "sealed: is encrypted; a manifest is of files that are not encrypted"),
         ("convert PLAIN x --format safetensors --target-key-file KEY", 2, "safetensors files are not encrypted"),
         ("unify PLAIN x --key-file KEY", 4, "is not encrypted"),
         ("convert SEALED x --format ckpt", 4, "is encrypted (AES-GCM); open it with its key: --key-file FILE"),
         ("convert PLAIN x --format ckpt --encryption AES-GCM", 2, "give its key too: --target-key-file FILE"),
         ("convert PLAIN x --format ckpt --target-key-file OTHER --encryption SM4-CBC", 2, "SM4-CBC takes 16"),
-        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "is only for plain checkpoint files, and x is encrypted"),
+        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "files, and x is encrypted"),
         ("plan PLAIN --style huggingface --target-key-file KEY", 2, "safetensors files are not encrypted"),
     ],
 )  # fmt: skip
@@ -306,6 +307,8 @@ def test_keys_from_the_environment(case: Case, tmp_path: Path, key: Path, monkey
     assert "nonsense" not in refused.stderr
     monkeypatch.setenv("RESHARD_KEY", "")
     assert "is encrypted" in call("inspect", tmp_path / "out").stderr
+    monkeypatch.setenv("RESHARD_KEY_FILE", "nothing")
+    assert "RESHARD_KEY_FILE: key file nothing: cannot be read: No" in call("inspect", tmp_path / "out").stderr
 
 
 SOURCE_KEYS = {"RESHARD_KEY": KEY.decode()}
