@@ -161,9 +161,9 @@ def verify(
     if deduplicated and (manifest or write_manifest):
         raise UsageError("--deduplicated is about a strategy's ranks; a manifest says what each file holds")
     if write_manifest is not None:
-        for name, key in (("--target-key-file", target_cipher), ("--key-file", cipher)):
-            if required(key):
-                raise UsageError(f"a manifest is of files that are not encrypted; leave {name} out")
+        keys = {"--target-key-file": target_cipher, "--key-file": cipher}
+        if typed := [name for name, key in keys.items() if required(key)]:
+            raise UsageError(f"a manifest is of files that are not encrypted; leave {' and '.join(typed)} out")
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
     given = source or target_strategy or deduplicated or target_reading != OPENING or selection != Selection()
