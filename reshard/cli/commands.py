@@ -63,6 +63,7 @@ _COLORS = {"auto": None, "always": True, "never": False}
 _ALL = "reshard.all"
 _EXAMPLE = re.compile(r"^Examples?:$", re.MULTILINE)
 _NUMBER = re.compile(r"[0-9]+")
+_RANK = re.compile(r"rank_[0-9]+")
 _NOT_ONE = re.compile(r"'([^']+)' is not one of")
 
 
@@ -347,6 +348,11 @@ def _too_many(ctx: click.Context, given: Sequence[str], extra: str) -> str:
     """Return what is wrong where there are too many arguments: it may be that a shell made several of one glob."""
     for one, two in pairwise(given):
         glob = _NUMBER.sub("*", one)
-        if one < two and glob == _NUMBER.sub("*", two) and Path(one).is_file() and Path(two).is_file():
-            return f"{glob}: are several files; expected one; for a pipeline give the directory of its strategy files"
+        if one < two and glob == _NUMBER.sub("*", two) and Path(one).exists() and Path(two).exists():
+            if rank := next((place for place in (Path(one), *Path(one).parents) if _RANK.fullmatch(place.name)), None):
+                ranks = rank.with_name("rank_*")
+                return f"{ranks}: are several directories; expected one; give that of all ranks, {rank.parent}"
+            if Path(one).is_file() and Path(two).is_file():
+                advice = "for a pipeline give the directory of its strategy files"
+                return f"{glob}: are several files; expected one; {advice}"
     return f"{extra}: is one argument too many; expected {_usage(ctx)}"

@@ -89,7 +89,7 @@ def cli(verbose: bool) -> None:
     No framework and no accelerator is needed, and no tensor is ever whole in memory.
     """
     if verbose:
-        raise UsageError("--verbose is about --version; leave it out")
+        raise UsageError("--verbose is only for --version; leave it out")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
 
 

@@ -94,7 +94,7 @@ cluster_option = option(
     metavar="ADDRESS",
     callback=cluster_address,
     help="Run on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786; its workers reach SOURCE "
-    "and TARGET by the same paths. Or local, local:4: worker processes of this machine.",
+    "and TARGET by the same paths. With local or local:4 worker processes of this machine are started.",
 )
 max_shard_size_option = option(
     "--max-shard-size",
@@ -218,7 +218,7 @@ _target_key = functools.partial(
     envvar="RESHARD_TARGET_KEY_FILE",
     metavar="FILE",
     help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY. With any of them nothing is "
-    "written that cannot be encrypted. Of a run that is stopped, encrypted files start over.",
+    "written that cannot be encrypted. If a run is stopped, its encrypted files start over.",
 )
 target_key_option = _target_key()
 refused_target_key_option = _target_key(hidden=True)
@@ -447,7 +447,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             under="Running",
             first=True,
             is_flag=True,
-            help="Replace target files that exist. The FILE of --write-manifest, too.",
+            help="Replace target files that exist. The FILE of --write-manifest is replaced, too.",
         ),
         option(
             "--restart",

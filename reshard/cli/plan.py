@@ -113,7 +113,7 @@ def plan(
     from reshard.view.text import plan_text
 
     if overwrite and output is None:
-        raise UsageError("--overwrite is about the file of -o; give it too")
+        raise UsageError("--overwrite is only for the file of -o; give that too")
     if output is not None:
         refuse_existing(output, overwrite=overwrite)
         if target is not None:
@@ -324,18 +324,19 @@ def _report_plan(plan: Plan, target: Place, running: Running) -> None:
 
 
 def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
-    """Say what a run would find of its target files, and which option it would need."""
+    """Return what a run would find of its target files, and which option it would need."""
     from reshard.run.preflight import Do, of, preflight
     from reshard.view.text import count_text
 
     there = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart)
     kept = of(there.fates, Do.KEEP)
+    key = ", with another key" if plan.cipher else ""
     counts = (
         (len(kept), "would be kept unread, finished by an earlier run; reshard verify reads every bit"),
         (there.resumable, "would be resumed, begun by an earlier run"),
         (
             len(of(there.fates, Do.CHANGED)),
-            "would be refused, made by another plan or from other sources; a run needs --restart",
+            f"would be refused, made by another plan{key} or from other sources; a run needs --restart",
         ),
         (len(of(there.fates, Do.UNMANAGED)), "would be in the way; a run needs --overwrite"),
     )
@@ -345,7 +346,7 @@ def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
 
 
 def _touched(count: int, kept: str) -> str:
-    """Tell of finished files whose sources may have changed since; or they were copied, and nothing is wrong."""
+    """Return what to say of finished files whose sources may have changed since; a copy of them is as good."""
     from reshard.view.text import count_text
 
     return (

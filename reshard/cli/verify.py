@@ -159,7 +159,7 @@ def verify(
 
     _check_usage(source, manifest, write_manifest, reading, source_strategy, sample)
     if deduplicated and (manifest or write_manifest):
-        raise UsageError("--deduplicated is about a strategy's ranks; a manifest says what each file holds")
+        raise UsageError("--deduplicated is only for the ranks of a strategy; a manifest says what each file holds")
     if write_manifest is not None:
         keys = {"--target-key-file": target_cipher, "--key-file": cipher}
         if typed := [name for name, key in keys.items() if required(key)]:
@@ -230,10 +230,12 @@ def _check_usage(
         return
     for name, value in (("--source-strategy", source_strategy), ("--sample", sample)):
         if value is not None:
-            raise UsageError(f"{name} is about a comparison; give --against SOURCE too")
+            raise UsageError(f"{name} is only for a comparison; give --against SOURCE too")
     for name, default in OPENING.items():
         if reading[name] != default:
-            raise UsageError(f"{opening_flag(name)} is about SOURCE; for TARGET give {opening_flag(name, 'target-')}")
+            raise UsageError(
+                f"{opening_flag(name)} is only for SOURCE; for TARGET give {opening_flag(name, 'target-')}"
+            )
 
 
 def _make(

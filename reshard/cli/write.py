@@ -167,8 +167,8 @@ def unify(
     for wrong, options in (("safetensors", zarr_options), ("zarr", (style, max_shard_size))):
         if format == wrong and any(option is not None for option in options):
             raise UsageError(
-                "--chunk-size, --shard-size and --compression are of --format zarr, --style and --max-shard-size of "
-                "safetensors"
+                "--chunk-size, --shard-size and --compression are only for --format zarr, --style and "
+                "--max-shard-size only for safetensors"
             )
     files: TargetFiles = reshard.ZarrGroup(*zarr_options) if format == "zarr" else set_files(style, max_shard_size)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import PARTS, RUNS, refuse_directory, refuse_one_of_several
 from reshard.storage.base import reading
+from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -105,7 +106,7 @@ def rank_files(
         without = [rank for rank, paths in found.items() if not paths]
         if without:
             raise SourceError(
-                Text(f"{root}: no file of rank {names(without)} ends with {suffix!r}; give another ", Option("suffix"))
+                Text(f"{root}: no file of {ranks_text(without)} ends with {suffix!r}; give another ", Option("suffix"))
             )
     chosen, older = _same_checkpoint(root, found, warnings)
     if not by_rank and len(chosen[0]) == 1:

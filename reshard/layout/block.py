@@ -75,8 +75,8 @@ def is_possible(shape: Shape) -> bool:
     >>> is_possible((3, 4)), is_possible((1 << 40, 1 << 40, 0)), is_possible((-1,)), is_possible((1,) * 65)
     (True, False, False, False)
     """
-    sound = len(shape) <= MOST_DIMS and all(0 <= extent <= _MOST_ELEMENTS for extent in shape)
-    return sound and prod(extent or 1 for extent in shape) <= _MOST_ELEMENTS
+    valid = len(shape) <= MOST_DIMS and all(0 <= extent <= _MOST_ELEMENTS for extent in shape)
+    return valid and prod(extent or 1 for extent in shape) <= _MOST_ELEMENTS
 
 
 def shape_text(shape: Iterable[int]) -> str:

@@ -26,7 +26,7 @@ from reshard.source.replicas import is_deduplicated
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files
-from reshard.strategy.names import is_training_state
+from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.needed import lacking_ranks
 from reshard.strategy.strategy import Strategy, merged_names
 
@@ -365,7 +365,7 @@ def _check_complete(planned: Plan, after: Strategy | None, rank: int | None = No
     if lost and others and (len(lost) > 1 or _is_deduplicated(source, source.strategy)):
         raise SourceError(
             f"{source.root}: {_counted(lost)} are in none of the files that are there, as in a de-duplicated source; "
-            f"source rank {names(sorted(others))} is not there and may have them"
+            f"files of source {ranks_text(others)} are not there, and may have them"
         )
 
 
@@ -404,9 +404,9 @@ def warn_of_others(path: Path, ranks: range) -> None:
     others = sorted(present_ranks(path) - set(ranks))
     if others:
         _log.warning(
-            "%s: has files of rank %s too, which the target strategy does not have; remove them if they are of an "
+            "%s: has files of %s too, which the target strategy does not have; remove them if they are of an "
             "older target",
-            path, names(others),
+            path, ranks_text(others),
         )  # fmt: skip
 
 
@@ -479,6 +479,6 @@ def needed_text(needing: Collection[str], by: Collection[int]) -> str:
     """Write what a source rank is needed for.
 
     >>> needed_text(["w", "b"], [0, 1])
-    'it is needed for target rank 0, 1 (2 tensors: w, b)'
+    'it is needed for target ranks 0-1 (2 tensors: w, b)'
     """
-    return f"it is needed for target rank {names(by)} ({_counted(needing)})"
+    return f"it is needed for target {ranks_text(by)} ({_counted(needing)})"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.errors import Faults, SourceError, UsageError
 from reshard.formats.entries import NamedFile
 from reshard.mindspore.arguments import (
     FORMATS,
@@ -45,6 +45,7 @@ from reshard.mindspore.network import load_param_into_net
 from reshard.mindspore.save_load import load_parts
 from reshard.plan.make import plan
 from reshard.readers.open import open as open_source
+from reshard.strategy.names import ranks_text
 from reshard.strategy.needed import lacking_ranks, needed_ranks
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def transform_checkpoint_by_rank(
     if before is not None:
         if others := sorted(set(files) - set(before.ranks)):
             raise UsageError(
-                f"checkpoint_files_map has rank {names(others)}; src_strategy_file has ranks {before.ranks.start} to "
+                f"checkpoint_files_map has {ranks_text(others)}; src_strategy_file has ranks {before.ranks.start} to "
                 f"{before.ranks.stop - 1}; give the strategy of all stages (merge_pipeline_strategys), or those ranks"
             )
         for rank, needing in lacking_ranks(before, after, rank_id, files).items():

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, SourceError, names
+from reshard.errors import Faults, SourceError
 from reshard.formats.entries import Where
 from reshard.plan.bands import Recipe, is_grid
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Label, Move, Plan, Stats, Way
+from reshard.strategy.names import ranks_text
 from reshard.targets.destination import Item
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ class _Routes:
                 given = zip(grid.blocks, grid.ranks, strict=True) if grid else ()
                 ranks = next((ranks for block, ranks in given if block == source), ())
                 self._faults.add(
-                    f"tensor {spec.name!r}", f"block {source} is in no file that is there; rank {names(ranks)} has it"
+                    f"tensor {spec.name!r}",
+                    f"block {source} is in no file that is there; expected in that of {ranks_text(ranks)}",
                 )
 
 

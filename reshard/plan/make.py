@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.errors import Faults, Option, StrategyError, Text, UsageError, names
+from reshard.errors import Faults, Option, StrategyError, Text, UsageError
 from reshard.formats import by_name
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
@@ -22,7 +22,7 @@ from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
 from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
-from reshard.strategy.names import ALL_STAGES
+from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.targets.destination import Item
 from reshard.targets.ranks import Ranks
 from reshard.targets.same_files import SameFiles
@@ -169,7 +169,8 @@ def _of_stage(
     one = target.of_stage(stage)
     outside = set(wanted or ()).difference(one.ranks)
     if outside:
-        raise UsageError(f"rank {names(sorted(outside))} is asked for; stage {stage} has the ranks {names(one.ranks)}")
+        asked = f"{ranks_text(outside)} {'is' if len(outside) == 1 else 'are'} asked for"
+        raise UsageError(f"{asked}; stage {stage} has the {ranks_text(one.ranks)}")
     if len(target.stages) == 1:
         return one, wanted
     return target, tuple(one.ranks) if wanted is None else wanted  # all of it says which tensors other stages have

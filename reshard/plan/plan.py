@@ -18,6 +18,7 @@ from reshard.formats.entries import Extent
 from reshard.layout.block import Block
 from reshard.source.headers import index_digests
 from reshard.source.records import digest
+from reshard.strategy.names import ranges_text
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ class Plan:
             UsageError: the plan does not write this rank.
         """
         if rank not in self.ranks:
-            raise UsageError(f"rank {rank} is not written by this plan; its ranks are {names(self.ranks)}")
+            raise UsageError(f"rank {rank} is not written by this plan; its ranks are {ranges_text(self.ranks)}")
         arrays: RankArrays = upward("RankArrays")(self.source, self.blocks(rank), self.texts)
         return arrays
 

@@ -281,7 +281,7 @@ def read(path: str | os.PathLike[str]) -> PlanFile:
     Raises:
         PlanError: it cannot be read, is of another version, or is not valid; the message says where.
     """
-    return _sound(read_small(path, "plan file", _LARGEST_FILE, PlanError), os.fspath(path))
+    return _checked(read_small(path, "plan file", _LARGEST_FILE, PlanError), os.fspath(path))
 
 
 def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = None, overwrite: bool = False) -> None:
@@ -307,7 +307,7 @@ def save(plan: Plan, path: str | os.PathLike[str], *, directory: str | None = No
     refuse_existing(path, overwrite=overwrite)
     content = json.dumps(_data(plan, plan.request, directory), separators=(",", ":")).encode() + b"\n"
     try:
-        _sound(content, "plan")
+        _checked(content, "plan")
     except PlanError as error:
         raise UsageError(f"this plan cannot be saved: {error}") from None
     write_whole(Path(path), content)
@@ -425,7 +425,7 @@ def _way_data(files: TargetFiles) -> Json:
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
-def _sound(content: bytes, path: str) -> PlanFile:
+def _checked(content: bytes, path: str) -> PlanFile:
     """Check a plan file; what it says of its source is compared later, when that is opened."""
     try:
         found = parse(content)

@@ -30,7 +30,7 @@ from reshard.storage.base import reading
 from reshard.storage.cipher import required
 from reshard.storage.places import AnyName, Place, as_place
 from reshard.strategy.files import read_strategy
-from reshard.strategy.names import ALL_STAGES, matching
+from reshard.strategy.names import ALL_STAGES, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
         if not inside:
             raise SourceError(
-                f"{root}: stage {part} has the ranks {names(strategy.ranks)}; the files are "
-                f"of rank {names(sorted(set(ranks)))}"
+                f"{root}: stage {part} has the {ranks_text(strategy.ranks)}; the files are of {ranks_text(ranks)}"
             )
         elsewhere.update(every.tensors if every else (), *(file.index.entries for file in files))
         files, ranks = tuple(files[n] for n in inside), tuple(ranks[n] for n in inside)
@@ -421,7 +420,7 @@ def _lone_rank(
             "this rank holds; open the directory above, which needs no strategy"
         )
     elif others:
-        lies = f"ranks {names(others, most=3)} lie" if len(others) > 1 else f"rank {others[0]} lies"
+        lies = f"{ranks_text(others)} {'lies' if len(others) == 1 else 'lie'}"
         reason = Text(
             f"{path}: is of rank {own} by its place, and {lies} next to it; expected whole tensors, found its blocks, "
             "or replicas if none is cut; open the directory above with ",
@@ -491,7 +490,7 @@ def _one_stage(
         )
     warnings.append(
         f"the strategy is that of stage {number} of a pipeline: of {len(set(ranks))} ranks only "
-        f"{names(strategy.ranks)} are read, and only the tensors of that stage are converted"
+        f"{ranges_text(strategy.ranks)} are read, and only the tensors of that stage are converted"
     )
     return strategy, number
 

@@ -504,8 +504,8 @@ class _Shards:
         for number, (offset, length) in enumerate(spans):
             if (offset, length) == (ABSENT, ABSENT):
                 continue
-            sound = offset + length <= begin if array.index_at_end else nbytes <= offset <= status.nbytes - length
-            if not sound or (array.codec == "plain" and length != array.chunk_bytes):
+            valid = offset + length <= begin if array.index_at_end else nbytes <= offset <= status.nbytes - length
+            if not valid or (array.codec == "plain" and length != array.chunk_bytes):
                 raise SourceError(
                     f"{path}: chunk {number} is said to be {length} bytes at {offset}; expected "
                     f"{array.chunk_bytes if array.codec == 'plain' else 'them'} within the file's {status.nbytes}, "

@@ -169,7 +169,7 @@ class Session:
             self.ledger.move(f"{self._root}.reshard")
 
     def failed(self, error: BaseException, changed: Mapping[int, Status | None]) -> None:
-        """Leave what another run can go on from, and tell in a note of the error what to type.
+        """Leave what another run can resume from, and note on the error what to type.
 
         Args:
             error: why the run failed.

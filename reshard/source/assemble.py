@@ -14,6 +14,7 @@ from reshard.errors import Faults, LayoutError, Option, SourceError, Text, names
 from reshard.formats.entries import Where
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Sharding, Tensor, TensorSpec
+from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -215,7 +216,7 @@ class _WithStrategy(_WithoutStrategy):
         unknown = sorted({rank for rank in self.ranks if rank not in expected})
         if unknown:
             raise SourceError(
-                f"{self.root}: has rank {names(unknown)}; the strategy describes ranks {expected.start} to "
+                f"{self.root}: has {ranks_text(unknown)}; the strategy describes ranks {expected.start} to "
                 f"{expected.stop - 1}; give the strategy of all {len(set(self.ranks))} ranks (of a pipeline: the "
                 "directory of its strategy files, or the merged file)"
             )
@@ -245,10 +246,11 @@ class _WithStrategy(_WithoutStrategy):
         for rank, needing in sorted(self._needing.items()):
             self.faults.add(f"rank {rank}", f"has no {names(needing, most=3)} in its file, nor has any replica")
         if missing:
+            has = "has" if len(missing) == 1 else "have"
             self.faults.add(
-                f"rank {names(missing)}",
+                ranks_text(missing),
                 Text(
-                    f"has no file, of the {len(self.strategy.ranks)} ranks that the strategy describes; no block is "
+                    f"{has} no file, of the {len(self.strategy.ranks)} ranks that the strategy describes; no block is "
                     "known to be lost: if it is the right strategy, give ",
                     Option("partial"),
                 ),
@@ -287,7 +289,7 @@ class _WithStrategy(_WithoutStrategy):
             where = sorted({self.ranks[n] for n in replicas if self.strategy.stage_of(self.ranks[n]) not in stages})
             self.faults.add(
                 f"tensor {name!r}",
-                f"is in rank {names(where)}; the strategy has it in stage {names(stages)}, other ranks",
+                f"is in {ranks_text(where)}; the strategy has it in stage {names(stages)}, other ranks",
             )
         found = found or some
         if found is None:

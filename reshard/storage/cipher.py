@@ -379,10 +379,10 @@ class DecryptingStore(Around):
         except struct.error:
             mode = None
         else:
-            sound = iv_bytes == _UNIT and cipher_bytes > 0 and block_bytes == 4 + _UNIT + 4 + cipher_bytes
-            sound &= cipher.has_tag or cipher_bytes % _UNIT == 0
+            valid = iv_bytes == _UNIT and cipher_bytes > 0 and block_bytes == 4 + _UNIT + 4 + cipher_bytes
+            valid &= cipher.has_tag or cipher_bytes % _UNIT == 0
             offset = position + len(head)
-        if mode is None or not sound or offset + cipher_bytes > size:
+        if mode is None or not valid or offset + cipher_bytes > size:
             raise SourceError(f"{path}: byte {position}: no encrypted block; truncated or corrupt")
         padding = 0 if cipher.has_tag else self._padding(path, cipher, offset, cipher_bytes, iv)
         return _Sealed(cipher, start, cipher_bytes - padding, offset, cipher_bytes, iv, head[4 : 4 + tag_bytes])

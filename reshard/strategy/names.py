@@ -153,6 +153,16 @@ def ranges_text(numbers: Iterable[int | str], *, most: int = _MOST_RUNS) -> str:
     return ",".join([*shown, "..."] if len(runs) > most else shown)
 
 
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Write ranks for a message, as runs.
+
+    >>> ranks_text([4]), ranks_text({6, 4, 5, 9})
+    ('rank 4', 'ranks 4-6,9')
+    """
+    distinct = sorted(set(ranks))
+    return f"rank{'s' * (len(distinct) != 1)} {ranges_text(distinct)}"
+
+
 def group_names(items: Iterable[tuple[str, KindT]]) -> list[tuple[str, KindT, int]]:
     """Fold names that differ in nothing but integers, where everything else about them (their kind) is equal.
 

@@ -12,7 +12,7 @@ from reshard.errors import LayoutError, UsageError, names
 from reshard.formats.entries import Content, FileLayout, Stored
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
-from reshard.strategy.names import is_training_state
+from reshard.strategy.names import is_training_state, ranks_text
 from reshard.targets.destination import TargetFile, Wanted, literal, merged_notes
 
 if TYPE_CHECKING:
@@ -257,7 +257,6 @@ def _wanted_ranks(target: Strategy | None, ranks: Iterable[int] | None) -> tuple
     wanted = tuple(every if ranks is None else sorted(set(ranks)))
     outside = [rank for rank in wanted if rank not in every]
     if outside or not wanted:
-        raise UsageError(
-            f"rank {names(outside) or 'none'} is asked for; the target has ranks {every.start} to {every.stop - 1}"
-        )
+        asked = f"{ranks_text(outside)} {'is' if len(outside) == 1 else 'are'}" if outside else "no rank is"
+        raise UsageError(f"{asked} asked for; the target has ranks {every.start} to {every.stop - 1}")
     return wanted

@@ -15,7 +15,7 @@ from reshard.layout.block import shape_text
 from reshard.plan.bands import is_grid
 from reshard.source.replicas import Replicas, in_every_stage, in_several_stages, is_deduplicated
 from reshard.storage.base import PARTIAL
-from reshard.strategy.names import matches, optimizer_states
+from reshard.strategy.names import matches, optimizer_states, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,10 +55,11 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
         present = set(target.ranks)
         absent = sorted({*range(max(present))} - present)
         if absent:
-            faults.add(f"rank {names(absent)}", f"has no file, though there are ranks up to {max(present)}")
+            have = "has" if len(absent) == 1 else "have"
+            faults.add(ranks_text(absent), f"{have} no file, though there are ranks up to {max(present)}")
         empty = [r for r, file in zip(target.ranks, target.files, strict=True) if not file.index.entries]
         if empty:
-            warnings.append(f"rank {names(empty)} has a file without any tensor, and others have tensors")
+            warnings.append(f"the file of {ranks_text(empty)} has no tensor, and others have tensors")
     _check_cover(target, faults)
     if target.strategy is not None:
         _check_names(target, target.strategy, selection.allow_missing, faults)
@@ -125,11 +126,12 @@ def _check_ranks(target: Checkpoint, selection: Selection, faults: Faults, *, on
     for rank, some in sorted(lacking.items()):
         alike.setdefault(tuple(some), []).append(rank)
     for lacked, ranks in alike.items():
+        has, its_file = ("has", "its file") if len(ranks) == 1 else ("have", "their files")
         faults.add(
-            f"rank {names(ranks)}",
+            ranks_text(ranks),
             Text(
-                f"has no {names(lacked, most=3)} in its file, which other ranks of the stage have; if each replica is "
-                "stored once, give ",
+                f"{has} no {names(lacked, most=3)} in {its_file}, which other ranks of the stage have; if each replica "
+                "is stored once, give ",
                 Option("deduplicated"),
             ),
         )

@@ -285,7 +285,7 @@ def plan_text(plan: Plan, directory: str) -> str:
             f"{bytes_text(stats.target_bytes)} to {count_text(stats.target_files, 'file')}"
             + (f", encrypted by {plan.cipher.mode}" if plan.cipher else ""),
         ),
-        ("tasks", f"{stats.tasks:,}{', each of which writes whole files' if plan.by_file else ''}"),
+        ("tasks", f"{stats.tasks:,}{', each writing whole files' if plan.by_file else ''}"),
         ("memory", f"about {bytes_text(stats.peak_memory)} at the peak"),
         *(("left out", text) for text in _left_out(plan)),
         *((title, list_text(some)) for title, some in (("dropped", plan.dropped), ("missing", plan.missing)) if some),

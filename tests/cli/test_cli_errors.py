@@ -79,6 +79,7 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
         ("transform a b c d", "c: is one argument too many; expected reshard transform [OPTIONS] SOURCE TARGET"),
         ("convert a b", "--format: is missing; expected --format [ckpt|safetensors]"),
         ("unify a b --cast fp32=bf16 --cast float32=fp16", "--cast: float32 cannot become both bfloat16 and float16"),
+        ("unify a b --cast fp32=bf17", "--cast: unknown dtype 'bf17'; known are "),
         ("unify a b --style tf", "--style: 'tf' is not one of 'mindspore', 'huggingface'"),
     ],
 )
@@ -98,6 +99,20 @@ def test_files_that_a_shell_made_of_a_glob_are_recognised(tmp_path: Path) -> Non
     assert call(*words).stderr == (
         f"error: {re.sub('[0-9]+', '*', str(paths[0]))}: are several files; expected one; for a pipeline give the "
         "directory of its strategy files\n"
+    )
+
+
+@pytest.mark.parametrize("within", ["", "a.ckpt"])
+def test_ranks_that_a_shell_made_of_a_glob_are_recognised(tmp_path: Path, within: str) -> None:
+    ranks = [tmp_path / "ckpt" / f"rank_{number}" for number in range(2)]
+    for rank in ranks:
+        rank.mkdir(parents=True)
+        (rank / "a.ckpt").touch()
+    refused = call("inspect", *(rank / within for rank in ranks))
+    assert refused.exit_code == 2
+    assert refused.stderr == (
+        f"error: {tmp_path}/ckpt/rank_*: are several directories; expected one; give that of all ranks, "
+        f"{tmp_path}/ckpt\n"
     )
 
 
@@ -328,7 +343,7 @@ def test_the_directory_with_rank_directories_is_one_further_in(case: Case, tmp_p
 def test_a_stage_that_has_no_files(case: Case) -> None:
     result = call("inspect", case.source, "--source-strategy", case.source_strategy, "--stage", "3")
     assert result.exit_code == 4
-    assert "stage 3 has the ranks 24, 25" in result.stderr
+    assert "stage 3 has the ranks 24-31" in result.stderr
 
 
 @pytest.mark.parametrize("prefix", ["{rank}x", ".", "a/b"])
@@ -440,5 +455,5 @@ def test_a_deduplicated_target_is_verified_as_one(case: Case, tmp_path: Path, fo
     assert call(*structure, "--deduplicated").exit_code == 0
     refused = call(*structure[:2], "--manifest", "m.json", "--deduplicated")
     assert (refused.exit_code, refused.stderr) == (
-        2, "error: --deduplicated is about a strategy's ranks; a manifest says what each file holds\n",
+        2, "error: --deduplicated is only for the ranks of a strategy; a manifest says what each file holds\n",
     )  # fmt: skip

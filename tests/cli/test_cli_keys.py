@@ -277,6 +277,7 @@ def test_another_key_does_not_go_on_where_one_ended(case: Case, sealed: Path, ke
     refused = call(*command, other)
     assert refused.exit_code == 6
     assert "were written by a run of another plan, or with another key" in refused.stderr
+    assert "made by another plan, with another key or from other sources" in call(*command, other, "--dry-run").stderr
     assert call(*command[:-1]).exit_code == 6
     (sealed / "rank_2" / "checkpoint_2.ckpt").unlink()
     done(*command, key)

@@ -165,9 +165,9 @@ def test_where_files_are_called_otherwise(folder: Path) -> None:
     [
         (["--sample", "5%"], "give --against SOURCE too"),
         (["--source-strategy", "before.ckpt"], "give --against SOURCE too"),
-        (["--suffix", "a"], "--suffix is about SOURCE; for TARGET give --target-suffix"),
+        (["--suffix", "a"], "--suffix is only for SOURCE; for TARGET give --target-suffix"),
         (["--rank-pattern", "r{rank}/*"], "for TARGET give --target-rank-pattern"),
-        (["--layout", "w=whole"], "--layout is about SOURCE"),
+        (["--layout", "w=whole"], "--layout is only for SOURCE"),
         (["--against", "src", "--manifest", "m.json"], "give one of them"),
         (["--against", "src", "--sample", "0%"], "invalid share"),
         (["--against", "src", "--sample", "120%"], "invalid share"),

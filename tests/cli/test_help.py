@@ -93,7 +93,7 @@ def test_versions_are_of_what_it_is_built_on() -> None:
 
 def test_verbose_alone_is_refused() -> None:
     refused = call("--verbose", "demo")
-    assert (refused.exit_code, refused.stderr) == (2, "error: --verbose is about --version; leave it out\n")
+    assert (refused.exit_code, refused.stderr) == (2, "error: --verbose is only for --version; leave it out\n")
 
 
 BASH = """

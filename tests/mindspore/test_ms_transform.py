@@ -292,7 +292,7 @@ def test_ranks_of_an_older_target_are_reported(source: Path, tmp_path: Path, war
     ms.transform_checkpoints(source, tmp_path / "out", "c", SOURCE, SOURCE)
     assert warnings() == []
     ms.transform_checkpoints(source, tmp_path / "out", "c", SOURCE, TARGET)
-    assert "out: has files of rank 2, 3 too, which the target strategy does not have" in warnings()[0]
+    assert "out: has files of ranks 2-3 too, which the target strategy does not have" in warnings()[0]
 
 
 # --- what is refused ---
@@ -382,7 +382,7 @@ def test_a_missing_rank_is_told_with_who_needs_it(source: Path, tmp_path: Path) 
     with pytest.raises(SourceError) as caught:
         ms.transform_checkpoints(source, tmp_path / "out", "x", SOURCE, TARGET)
     assert str(caught.value).endswith(
-        "source rank 3: has no file; it is needed for target rank 0, 1 (2 tensors: net.w, adam_m.net.w)"
+        "source rank 3: has no file; it is needed for target ranks 0-1 (2 tensors: net.w, adam_m.net.w)"
     )
     columns = Strategy.of({"net.w": Layout.of([2], [-1, 0]), "net.b": Layout.of([2], [0])})
     for rank in (0, 1):

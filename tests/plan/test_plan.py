@@ -189,7 +189,7 @@ def test_a_prefix_cannot_leave_the_target(source: reshard.Checkpoint, prefix: st
 
 
 def test_unknown_ranks_and_formats(source: reshard.Checkpoint) -> None:
-    with pytest.raises(UsageError, match="rank 4, 9 is asked for; the target has ranks 0 to 3"):
+    with pytest.raises(UsageError, match="ranks 4,9 are asked for; the target has ranks 0 to 3"):
         reshard.plan(source, SOURCE, ranks=[1, 4, 9])
     with pytest.raises(UsageError, match="unknown format 'pickle'"):
         reshard.plan(source, SOURCE, format="pickle")

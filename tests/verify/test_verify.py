@@ -539,7 +539,9 @@ def test_rank_by_rank_what_is_missing_is_told_of_its_rank(plain: tuple[Path, Pat
     with pytest.raises(SourceError, match="rank 5: 'w': is a map parameter"):
         reshard.verify(tmp_path / "converted")
     rank_file(tmp_path / "converted", 5).write_bytes(b"")
-    assert any("rank 5 has a file without any" in notice for notice in reshard.verify(tmp_path / "converted").warnings)
+    assert any(
+        "the file of rank 5 has no tensor" in notice for notice in reshard.verify(tmp_path / "converted").warnings
+    )
 
 
 def test_notes_of_the_files_are_carried_over(tmp_path: Path) -> None:
