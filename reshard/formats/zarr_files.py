@@ -32,6 +32,17 @@ _NOTED = {
     "array": {"dtype", "listed", "layout", "name"},
 }
 
+_OPTIONS = {
+    "regular": {"chunk_shape"},
+    "default": {"separator"},
+    "v2": {"separator"},
+    "bytes": {"endian"},
+    "zstd": {"level", "checksum"},
+    "crc32c": set(),
+    "sharding_indexed": {"chunk_shape", "codecs", "index_codecs", "index_location"},
+}
+"""What may be said of each grid, name of a chunk and codec that is understood here; zarr checks its other codecs."""
+
 V2 = (".zgroup", ".zarray", ".zmetadata")
 """The files that mark a store of the older format."""
 
@@ -186,7 +197,36 @@ def refuse_unknown(path: object, where: str, given: Iterable[str], known: Collec
         raise SourceError(f"{path}: has {listed}, which is not known; expected {names(sorted(known), most=20)}")
 
 
+def option(given: Mapping[Any, Any], key: str, default: object) -> Any:
+    """Return an option of a grid, of the names of chunks, or of a codec."""
+    options = given.get("configuration")
+    return options.get(key, default) if isinstance(options, dict) else default
+
+
+def check_options(where: str, given: object) -> None:
+    """Check that nothing unknown is said of a grid, of the names of chunks, or of a codec and those within."""
+    if not isinstance(given, dict):
+        return
+    name = given.get("name")
+    refuse_unknown(where, "", given, {"name", "configuration", "must_understand"})
+    options = given.get("configuration", {})
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise SourceError(f"{where}: has {given!r:.60}; expected a name and an object of options")
+    if name in _OPTIONS:
+        refuse_unknown(where, f"{name}.", options, _OPTIONS[name])
+    for inner in ("codecs", "index_codecs"):
+        for codec in options[inner] if isinstance(options.get(inner), list) else ():
+            check_options(where, codec)
+
+
 def own_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return what this program noted in the attributes; nothing in a store of another program."""
     found: dict[str, Any] = metadata.get("attributes", {}).get(ATTRIBUTES, {})
     return found
+
+
+def strings(given: object, base: Place) -> dict[str, str]:
+    """Return the notes or texts of a store, once it is known that all are strings."""
+    if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
+        raise SourceError(f"{base / METADATA}: its notes or texts are not an object of strings")
+    return given

@@ -25,7 +25,7 @@ from reshard.formats import zarr
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, counts, follows, grid, part, parts
 from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, slab_bytes
-from reshard.formats.zarr_files import V2, StoreFiles, own_notes, read_metadata, refuse_unknown
+from reshard.formats.zarr_files import V2, StoreFiles, check_options, option, own_notes, read_metadata, strings
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.storage.crc32c import crc32c
@@ -44,17 +44,6 @@ _MOST_DIMS = 32
 _MOST_CHUNKS = 1 << 20
 _MOST_RUNS = 1 << 12  # of a chunk that goes beyond the tensor; one of more is cut out by zarr
 _DEEPEST = 32
-
-_OPTIONS = {
-    "regular": {"chunk_shape"},
-    "default": {"separator"},
-    "v2": {"separator"},
-    "bytes": {"endian"},
-    "zstd": {"level", "checksum"},
-    "crc32c": set(),
-    "sharding_indexed": {"chunk_shape", "codecs", "index_codecs", "index_location"},
-}
-"""What may be said of each grid, name of a chunk and codec that is understood here; zarr checks its other codecs."""
 
 _CHUNKS = FileIndex(zarr.NAME, {})
 """What is known of a file of chunks by itself: the metadata say what they are."""
@@ -106,7 +95,7 @@ class _Store:
         for directory, metadata in self._arrays(self.base, 0):
             self._add(directory, metadata)
         shards = (Shard(Block.whole((0,)), (Extent(len(self.files), ()),)),)  # of texts, in the group's own file
-        for name, text in _strings(self.own.get("texts", {}), self.base).items():
+        for name, text in strings(self.own.get("texts", {}), self.base).items():
             if name in self.tensors:
                 raise SourceError(f"{self.base}: {name!r} is both an array and a text")
             self.tensors[name] = Tensor.of(TensorSpec(name, STR, (0,)), shards, listed=False, text=text)
@@ -122,7 +111,7 @@ class _Store:
         entries = {
             name: Entry(tensor.spec.dtype, tensor.spec.shape, (), tensor.text) for name, tensor in ordered.items()
         }
-        notes = tuple(_strings(self.own.get("notes", {}), self.base).items())
+        notes = tuple(strings(self.own.get("notes", {}), self.base).items())
         self.file(self.base / METADATA, index=FileIndex(zarr.NAME, entries, notes, header=1))
         return Checkpoint(
             root, ordered, tuple(self.files.values()), (0,) * len(self.files), unreadable=self.unreadable,
@@ -188,12 +177,6 @@ class _Store:
         return self.numbers[key]
 
 
-def _strings(given: object, base: Place) -> dict[str, str]:
-    if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values()):
-        raise SourceError(f"{base / METADATA}: its notes or texts are not an object of strings")
-    return given
-
-
 @dataclass(frozen=True, slots=True)
 class _Array:
     """What the metadata of an array say.
@@ -240,13 +223,13 @@ class _Array:
                 "fill_value": fill, "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [*unit]}},
                 "chunk_key_encoding": {"name": ("default" | "v2") as encoding, **keys},
             }:  # fmt: skip
-                separator = _option(keys, "separator", "/" if encoding == "default" else ".")
+                separator = option(keys, "separator", "/" if encoding == "default" else ".")
             case _:
                 raise SourceError(
                     f"{where}: lacks what describes an array, or has a chunk grid or names of another kind"
                 )
         for given in (metadata["chunk_grid"], metadata["chunk_key_encoding"], *codecs):
-            _check_options(where, given)
+            check_options(where, given)
         if metadata.get("storage_transformers"):
             raise SourceError(f"{where}: has storage transformers; none are known; write it without")
         stored = BY_NAME.get(data_type) if isinstance(data_type, str) else None
@@ -289,32 +272,11 @@ class _Array:
         return self.directory / (self.separator.join(numbers) or "0")
 
 
-def _option(given: Mapping[Any, Any], key: str, default: object) -> Any:
-    options = given.get("configuration")
-    return options.get(key, default) if isinstance(options, dict) else default
-
-
-def _check_options(where: str, given: object) -> None:
-    """Check that nothing unknown is said of a grid, of the names of chunks, or of a codec and those within."""
-    if not isinstance(given, dict):
-        return
-    name = given.get("name")
-    refuse_unknown(where, "", given, {"name", "configuration", "must_understand"})
-    options = given.get("configuration", {})
-    if not isinstance(name, str) or not isinstance(options, dict):
-        raise SourceError(f"{where}: has {given!r:.60}; expected a name and an object of options")
-    if name in _OPTIONS:
-        refuse_unknown(where, f"{name}.", options, _OPTIONS[name])
-    for inner in ("codecs", "index_codecs"):
-        for codec in options[inner] if isinstance(options.get(inner), list) else ():
-            _check_options(where, codec)
-
-
 def _codec(codecs: object, stored: DType) -> str:
     """Return whether chunks are plain bytes, compressed by zstd, or something else."""
     match codecs:
         case [{"name": "bytes", **rest}, *others]:
-            endian = _option(rest, "endian", None)
+            endian = option(rest, "endian", None)
         case _:
             return "foreign"
     if endian != "little" and stored.itemsize > 1:

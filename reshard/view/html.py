@@ -17,12 +17,28 @@ from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members, group_names, ranges_text
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
 from reshard.view.flow import plan_picture
-from reshard.view.svg import Markup, colour, details, heading, join, page, table, tag, tiles
+from reshard.view.svg import (
+    MOST_NAMES,
+    Markup,
+    and_more,
+    colour,
+    details,
+    heading,
+    join,
+    listing,
+    note,
+    page,
+    reasons,
+    table,
+    tag,
+    tiles,
+    warnings_listed,
+)
 from reshard.view.tables import layouts_of, layouts_text
 from reshard.view.text import LEGEND, below, conclusion, count_text, groups_of, layout_text, shards_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
@@ -39,7 +55,6 @@ if TYPE_CHECKING:
 _MOST_ROWS = 240
 _MOST_FILES = 24
 _MOST_GROUPS = 32
-_MOST_NAMES = 24
 _PARTS = re.compile(r"\.(?![^{}]*\})")  # dots, but for those of `{0,2,4,...}`
 
 
@@ -69,8 +84,8 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         details("Files", _files(checkpoint.files, checkpoint.ranks), more=f"{len(checkpoint.files):,}"),
     ]
     if checkpoint.unreadable:
-        parts.append(_reasons("Not readable", checkpoint.unreadable.items()))
-    return page(*parts, *_warnings(checkpoint.warnings))
+        parts.append(reasons("Not readable", checkpoint.unreadable.items()))
+    return page(*parts, *warnings_listed(checkpoint.warnings))
 
 
 def _dtypes(checkpoint: Checkpoint) -> Markup:
@@ -128,10 +143,10 @@ def _tree(checkpoint: Checkpoint) -> Markup:
     if len(rows) > _MOST_ROWS:
         more = sum(len(members) for _, _, members in rows[_MOST_ROWS:])
         tree.append(
-            _note(f"and {count_text(more, 'more tensor')}: look at some with .sel(glob), or at .groups('prefix')")
+            note(f"and {count_text(more, 'more tensor')}: look at some with .sel(glob), or at .groups('prefix')")
         )
     if checkpoint.strategy is not None or checkpoint.layouts:
-        tree.append(_note(LEGEND.replace("\n", " ")))
+        tree.append(note(LEGEND.replace("\n", " ")))
     return join(tree)
 
 
@@ -209,7 +224,7 @@ def _files(files: Sequence[SourceFile], ranks: Sequence[int]) -> Markup:
         for file, rank in zip(files[:_MOST_FILES], ranks, strict=False)
     ]
     header = ("rank", "file", "format", "tensors", "bytes")
-    return join([table(header, rows, right=("rank", "tensors", "bytes")), *_more(len(files), _MOST_FILES, "file")])
+    return join([table(header, rows, right=("rank", "tensors", "bytes")), *and_more(len(files), _MOST_FILES, "file")])
 
 
 def groups_html(groups: Groups) -> str:
@@ -221,7 +236,7 @@ def groups_html(groups: Groups) -> str:
     return page(
         heading("Groups", groups.checkpoint.root, f"by {groups.by}", bytes_text(sum(groups.sizes.values()))),
         table(("group", "tensors", "bytes", "dtype"), rows, right=("tensors", "bytes")),
-        *_more(len(groups), _MOST_ROWS, "group"),
+        *and_more(len(groups), _MOST_ROWS, "group"),
     )
 
 
@@ -233,7 +248,7 @@ def layout_html(layout: Layout) -> str:
     try:
         picture = layout_picture(layout)
     except LayoutError as error:
-        return page(heading("Layout", str(layout)), _note(f"not possible: {error}"))
+        return page(heading("Layout", str(layout)), note(f"not possible: {error}"))
     return page(heading("Layout", ""), picture.html())  # which says the rest
 
 
@@ -244,7 +259,7 @@ def strategy_html(strategy: Strategy) -> str:
     parts = []
     for (stage, layout), members in list(groups.items())[:_MOST_GROUPS]:
         folded = [name for name, _, _ in group_names((name, None) for name in members)]
-        more = f" and {len(folded) - _MOST_NAMES:,} more" if len(folded) > _MOST_NAMES else ""
+        more = f" and {len(folded) - MOST_NAMES:,} more" if len(folded) > MOST_NAMES else ""
         rule, _, meaning = layout_text(layout).partition(": ")
         where = f"stage {stage} · " if several else ""
         parts.append(
@@ -270,14 +285,14 @@ def strategy_html(strategy: Strategy) -> str:
             ("devices in a stage", f"{strategy.devices:,}", ""),
             ("layouts", f"{len(groups):,}", "equal ones together"),
         ),
-        details("Layouts", *parts, *_more(len(groups), _MOST_GROUPS, "layout"), opened=True),
-        _note(LEGEND.replace("\n", " ")),
+        details("Layouts", *parts, *and_more(len(groups), _MOST_GROUPS, "layout"), opened=True),
+        note(LEGEND.replace("\n", " ")),
     )
 
 
 def _names(folded: Sequence[str]) -> list[Markup]:
     """Return the first of some names, each an element of its own, with commas between them."""
-    shown = [tag("span", name) for name in folded[:_MOST_NAMES]]
+    shown = [tag("span", name) for name in folded[:MOST_NAMES]]
     return [Markup(f"{', ' * (number > 0)}{name}") for number, name in enumerate(shown)]
 
 
@@ -303,10 +318,10 @@ def plan_html(plan: Plan) -> str:
         details("What goes where", plan_picture(plan).html(), opened=True),
         details("Tensors", _moves(plan), more=f"{stats.tensors:,}"),
         details("Target files", _target_files(plan), more=f"{len(plan.files):,}"),
-        _listing("Dropped", plan.dropped, "in the source, not in the target"),
-        _listing("Missing", plan.missing, "in the target, not in the source"),
+        listing("Dropped", plan.dropped, "in the source, not in the target"),
+        listing("Missing", plan.missing, "in the target, not in the source"),
     ]
-    return page(*parts, *_warnings(plan.warnings))
+    return page(*parts, *warnings_listed(plan.warnings))
 
 
 def _moves(plan: Plan) -> Markup:
@@ -340,7 +355,7 @@ def _moves(plan: Plan) -> Markup:
     return join(
         [
             table(header, rows, right=("count", "bytes", "blocks", "in files")),
-            *_more(len(folded), _MOST_ROWS, "row"),
+            *and_more(len(folded), _MOST_ROWS, "row"),
         ]
     )
 
@@ -351,7 +366,7 @@ def _target_files(plan: Plan) -> Markup:
         for file in plan.files[:_MOST_FILES]
     ]
     header = ("rank", "file", "bytes", "")
-    return join([table(header, rows, right=("rank", "bytes")), *_more(len(plan.files), _MOST_FILES, "file")])
+    return join([table(header, rows, right=("rank", "bytes")), *and_more(len(plan.files), _MOST_FILES, "file")])
 
 
 def report_html(report: Report) -> str:
@@ -383,11 +398,11 @@ def report_html(report: Report) -> str:
             ("time", f"{report.seconds:.2f} s", f"{bytes_text(rate)}/s"),
             ("memory", bytes_text(report.peak_memory), "at the peak"),
         ),
-        details("Files", table(("file",), files), *_more(len(report.files), _MOST_FILES, "file"),
+        details("Files", table(("file",), files), *and_more(len(report.files), _MOST_FILES, "file"),
                 more=f"{len(report.files):,}"),
         details("Tasks", table(header, rows, right=header[1:]), more=f"{len(report.receipts):,}"),
-        _listing("Dropped", report.dropped, "in the source, not in the target"),
-        _listing("Missing", report.missing, "in the target, not in the source"),
+        listing("Dropped", report.dropped, "in the source, not in the target"),
+        listing("Missing", report.missing, "in the target, not in the source"),
     )  # fmt: skip
 
 
@@ -408,7 +423,7 @@ def verification_html(found: Verification) -> str:
         for one in found.differences[:_MOST_FILES]
     ]
     header = ("tensor or file", "difference", "first at", "where", "file")
-    differences = [table(header, rows, wrap="difference"), *_more(many, _MOST_FILES, "difference")]
+    differences = [table(header, rows, wrap="difference"), *and_more(many, _MOST_FILES, "difference")]
     absent = (
         ("Dropped", found.dropped, "in the source, not in the target"),
         ("Left out", found.left_out, "in the target, and not asked for"),
@@ -427,9 +442,9 @@ def verification_html(found: Verification) -> str:
             ("time", f"{found.seconds:.2f} s", rate),
         ),
         *([details("Differences", *differences, more=f"{many:,}", opened=True)] if many else []),
-        *(_listing(title, some, meaning) for title, some, meaning in absent if some),
-        *([_note(f"not looked at: {'; '.join(found.unchecked)}")] if found.unchecked else []),
-        *_warnings(found.warnings),
+        *(listing(title, some, meaning) for title, some, meaning in absent if some),
+        *([note(f"not looked at: {'; '.join(found.unchecked)}")] if found.unchecked else []),
+        *warnings_listed(found.warnings),
     )
 
 
@@ -441,48 +456,6 @@ def graph_html(graph: Graph) -> str:
         table(("task", "count"), [(kind, f"{count:,}") for kind, count in kinds.items()], right=("count",)),
         details("What goes where", plan_picture(graph.plan).html()),
     )
-
-
-# --- pieces -----------------------------------------------------------------------------------------------------
-
-
-def _note(text: str) -> Markup:
-    return tag("div", text, class_="note")
-
-
-def _more(count: int, shown: int, noun: str) -> list[Markup]:
-    return [_note(f"and {count_text(count - shown, f'more {noun}')}")] if count > shown else []
-
-
-def _listing(title: str, names: Sequence[str], meaning: str) -> Markup:
-    """Show names that are in one place and not in the other."""
-    folded = [name for name, _, _ in group_names((name, None) for name in names)]
-    items = [tag("li", tag("code", name)) for name in folded[:_MOST_NAMES]]
-    if not names:
-        return details(title, _note(f"no tensor is {meaning}"), more="none")
-    listing = tag("ul", *items)
-    return details(
-        title, listing, *_more(len(folded), _MOST_NAMES, "name"), more=f"{len(names):,}, {meaning}", opened=True
-    )
-
-
-def _reasons(title: str, found: Iterable[tuple[str, str]]) -> Markup:
-    rows = list(found)
-    return details(
-        title, table(("tensor", "reason"), rows[:_MOST_NAMES]), *_more(len(rows), _MOST_NAMES, "tensor"),
-        more=f"{len(rows):,}", opened=True,
-    )  # fmt: skip
-
-
-def _warnings(warnings: Sequence[str]) -> list[Markup]:
-    if not warnings:
-        return []
-    items = tag("ul", *(tag("li", warning) for warning in warnings[:_MOST_NAMES]))
-    return [
-        details(
-            "Warnings", items, *_more(len(warnings), _MOST_NAMES, "warning"), more=f"{len(warnings):,}", opened=True
-        )
-    ]
 
 
 # --- whatever it is ---------------------------------------------------------------------------------------------

@@ -17,12 +17,16 @@ from importlib.resources import files
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from reshard.view.text import printable, shortened
+from reshard.strategy.names import group_names
+from reshard.view.text import count_text, printable, shortened
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
+
+MOST_NAMES = 24
+"""How many names a list shows."""
 
 _LONGEST = 300
 """The most characters of one piece of text: a name may be of any length."""
@@ -126,6 +130,53 @@ _SIDES = {
     "target": ((192, 98, 158), (230, 122, 126), (244, 162, 104), (252, 216, 120)),
 }
 _DARK_INK, _LIGHT_INK = "#1a1a1a", "#ffffff"
+
+
+def note(text: str) -> Markup:
+    """Return a remark."""
+    return tag("div", text, class_="note")
+
+
+def and_more(count: int, shown: int, noun: str) -> list[Markup]:
+    """Return what follows those that are shown of a count: how many more there are."""
+    return [note(f"and {count_text(count - shown, f'more {noun}')}")] if count > shown else []
+
+
+def listing(title: str, names: Sequence[str], meaning: str) -> Markup:
+    """Return names that are in one place and not in the other, layers folded."""
+    folded = [name for name, _, _ in group_names((name, None) for name in names)]
+    items = [tag("li", tag("code", name)) for name in folded[:MOST_NAMES]]
+    if not names:
+        return details(title, note(f"no tensor is {meaning}"), more="none")
+    return details(
+        title,
+        tag("ul", *items),
+        *and_more(len(folded), MOST_NAMES, "name"),
+        more=f"{len(names):,}, {meaning}",
+        opened=True,
+    )
+
+
+def reasons(title: str, found: Iterable[tuple[str, str]]) -> Markup:
+    """Return a table of tensors and what is said of each."""
+    rows = list(found)
+    return details(
+        title, table(("tensor", "reason"), rows[:MOST_NAMES]), *and_more(len(rows), MOST_NAMES, "tensor"),
+        more=f"{len(rows):,}", opened=True,
+    )  # fmt: skip
+
+
+def warnings_listed(warnings: Sequence[str]) -> list[Markup]:
+    """Return a list of warnings; nothing where there is none."""
+    if not warnings:
+        return []
+    items = tag("ul", *(tag("li", warning) for warning in warnings[:MOST_NAMES]))
+    return [
+        details(
+            "Warnings", items, *and_more(len(warnings), MOST_NAMES, "warning"), more=f"{len(warnings):,}", opened=True
+        )
+    ]
+
 
 _ALONE = """\
 <style>svg{background:#ffffff;color:#1f1f1f;font-family:system-ui,"DejaVu Sans",sans-serif}

@@ -204,7 +204,7 @@ def test_by_rank_of_a_deduplicated_source_loses_nothing(mindspore_data: Path, tm
     ms.transform_checkpoint_by_rank(0, files, tmp_path / "all.ckpt", before)
     some = {rank: files[rank] for rank in ms.rank_list_for_transform(0, before)}
     assert len(some) < 8
-    with pytest.raises(SourceError, match=r"as in a de-duplicated source; files of source rank|expected in that of rank"):
+    with pytest.raises(SourceError, match=r"as in a de-duplicated source; files|expected in that of rank"):
         ms.transform_checkpoint_by_rank(0, some, tmp_path / "some.ckpt", before)
     assert not (tmp_path / "some.ckpt").exists()
 
@@ -516,7 +516,7 @@ def test_by_rank_of_a_deduplicated_ckpt_source_loses_nothing(mindspore_data: Pat
     reshard.plan(source, before, format="ckpt", remove_redundancy=True).run(tmp_path / "once")
     files = {rank: tmp_path / f"once/rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(8)}
     some = {rank: files[rank] for rank in ms.rank_list_for_transform(0, folder / "strategy_0.ckpt")}
-    with pytest.raises(SourceError, match=r"as in a de-duplicated source; files of source rank|expected in that of rank"):
+    with pytest.raises(SourceError, match=r"as in a de-duplicated source; files|expected in that of rank"):
         ms.transform_checkpoint_by_rank(0, some, tmp_path / "some.ckpt", folder / "strategy_0.ckpt")
     ms.transform_checkpoint_by_rank(0, files, tmp_path / "all.ckpt", folder / "strategy_0.ckpt")
 
