@@ -33,13 +33,8 @@ from reshard.mindspore.launch import get_group_size, get_rank
 from reshard.storage.cipher import MAGICS
 from reshard.storage.places import as_place
 from reshard.storage.small import read_small, refuse_inputs
-from reshard.strategy.files import (
-    layout_of_message,
-    read_strategy,
-    strategy_files,
-    tensor_map_parts,
-    write_strategy,
-)
+from reshard.strategy.files import read_strategy, strategy_files, write_strategy
+from reshard.strategy.proto.messages import layout_of_message, tensor_map_parts
 from reshard.strategy.strategy import MERGED_NAME, Placed, merged_names
 
 PathLike = str | os.PathLike[str]

@@ -25,17 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, LayoutError, ReshardError, StrategyError, UsageError
 from reshard.layout.block import LONGEST_NAME, Shape, shape_text
-from reshard.layout.layout import Axes, Layout, foldings
+from reshard.layout.layout import Layout, foldings
 from reshard.storage.base import reading
 from reshard.storage.places import AnyName, Place, as_place
 from reshard.storage.small import is_text, parse_json, read_small, refuse_inputs, write_whole
+from reshard.strategy.proto.messages import Said, Unknown, flat, from_protobuf, to_protobuf
 from reshard.strategy.strategy import Operator, Placed, Strategy, agreed_devices, merge, merged_names
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-
-    from google.protobuf.message import Message
 
 Json = dict[str, Any]
 
@@ -50,7 +49,6 @@ _MOST_STAGES = 1 << 16
 _MOST_RANKS = 1 << 20
 _LARGEST_FILE = 1 << 26
 _LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
-_MISSING = "is missing; the file is truncated, or not a strategy file"
 
 # What the protobuf fields of these names hold, so that any strategy read from JSON can be written as protobuf too.
 _INT32, _UINT32, _INT64 = range(-(1 << 31), 1 << 31), range(1 << 32), range(-(1 << 63), 1 << 63)
@@ -153,7 +151,7 @@ def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
         TargetError: the file cannot be written.
     """
     place = Path(path)
-    write_whole(place, _to_json(strategy) if place.suffix == ".json" else _to_protobuf(strategy))
+    write_whole(place, _to_json(strategy) if place.suffix == ".json" else to_protobuf(strategy))
 
 
 @reading(StrategyError)
@@ -178,20 +176,21 @@ def _read_file(path: Place) -> Strategy:
     content = read_small(path, "strategy file", _LARGEST_FILE, StrategyError)
     if not content:
         raise StrategyError(f"{path}: is empty; a strategy file was expected (was saving it interrupted?)")
+    faults = Faults(str(path))
     if path.suffix == ".json" or content.lstrip()[:1] == b"{":
-        return _from_json(content, str(path))
+        return _strategy(faults, *_from_json(content, str(path), faults))
     # Field 1 of a strategy is a number (0x08), of a checkpoint a message (0x0a); safetensors begin with a length.
     if content[:1] == b"\n" or (content[8:9] == b"{" and int.from_bytes(content[:8], "little") < len(content)):
         raise StrategyError(f"{path}: looks like a checkpoint, no strategy file; `reshard inspect` shows its tensors")
-    return _from_protobuf(content, str(path))
+    return _strategy(faults, *from_protobuf(content, str(path), faults))
 
 
 def _strategy(
     subject: Faults,
-    layouts: Sequence[tuple[str, Layout, Shape | None, bytes | tuple[tuple[str, object], ...]]],
+    layouts: Sequence[tuple[str, Layout, Shape | None, Unknown]],
     operators: tuple[Operator, ...],
     current_stage: int,
-    unknown: bytes | tuple[tuple[str, object], ...],
+    unknown: Unknown,
 ) -> Strategy:
     """Put together what a file says, in either format: stages from names or operators, one number of devices."""
     staged = merged_names(name for name, *_ in layouts)
@@ -232,149 +231,7 @@ def _strategy(
     return Strategy(tensors, stages, devices, operators, merged, current_stage, unknown)
 
 
-# --- protobuf ---------------------------------------------------------------------------------------------------
-
-
-def _message_class() -> type[Any]:
-    from reshard.strategy.proto import message_class
-
-    return message_class("mindspore.straspb.ParallelStrategyMap")
-
-
-def _from_protobuf(content: bytes, path: str) -> Strategy:
-    from google.protobuf.message import DecodeError
-
-    faults = Faults(path)
-    message = _message_class()()
-    try:
-        message.ParseFromString(content)
-    except (DecodeError, UnicodeDecodeError) as error:
-        raise StrategyError(f"{path}: is neither a protobuf strategy file nor JSON ({error})") from None
-    if not message.HasField("current_stage"):
-        faults.add("current_stage", _MISSING)
-    for part, key in (("parallel_layout_item", "param_name"), ("parallel_strategy_item", "node_name")):
-        for place, item in enumerate(getattr(message, part)):
-            # Older files lack the two optimizer fields; every other required field must be there.
-            for where in () if item.IsInitialized() else item.FindInitializationErrors():
-                if not where.endswith((".opt_weight_shard_step", ".opt_weight_shard_size")):
-                    faults.add(f"{part}[{place}].{where}", _MISSING)
-            if isinstance(name := getattr(item, key), bytes):  # what protobuf gives for text that is not UTF-8
-                faults.add(f"{part}[{place}].{key}", f"is {name!r:.60}, which is not UTF-8")
-    faults.raise_if_any(StrategyError)
-    layouts = []
-    for item in message.parallel_layout_item:
-        try:
-            layout = layout_of_message(item.parallel_layouts)
-        except LayoutError as error:
-            faults.add(item.param_name, str(error))
-            continue
-        layouts.append((item.param_name, layout, None, _unknown(item, "parallel_layouts")))
-    operators = tuple(
-        Operator(
-            item.node_name,
-            item.parallel_strategys.stage,
-            tuple(tuple(part.dim) for part in item.parallel_strategys.parallel_strategy),
-            _unknown(item, "parallel_strategys"),
-        )
-        for item in message.parallel_strategy_item
-    )
-    return _strategy(faults, layouts, operators, message.current_stage, _unknown(message))
-
-
-def layout_of_message(given: Any) -> Layout:
-    """Return the layout of a `ParallelLayouts` message, or of what has its fields.
-
-    One part of a tensor map holds a flat map. Several hold one entry each; of a nested 1-D tensor the second is empty,
-    and is not a dimension.
-
-    Raises:
-        LayoutError: it contradicts itself.
-    """
-    parts = [list(part.dim) for part in given.tensor_map]
-    return Layout.of(
-        [extent for part in given.dev_matrix for extent in part.dim],
-        parts[0] if len(parts) == 1 else [part for part in parts if part],
-        int(given.opt_weight_shard_size),
-        opt_weight_shard_step=int(given.opt_weight_shard_step),
-        param_split_shape=[n for part in given.param_split_shape for n in part.dim],
-        indices_offset=[n for part in given.indices_offset for n in part.dim],
-        field=int(given.field),
-    )
-
-
-def tensor_map_parts(layout: Layout) -> list[Axes]:
-    """Return a tensor map in parts, as a message has it; see `layout_of_message`.
-
-    >>> tensor_map_parts(Layout.of([2, 2], [1, -1])), tensor_map_parts(Layout.of([2, 2], [(1, 0)]))
-    ([(1, -1)], [(1, 0), ()])
-    """
-    if all(len(axes) <= 1 for axes in layout.tensor_map):
-        return [tuple(_flat(layout.tensor_map))]
-    parts = [axes or (-1,) for axes in layout.tensor_map]
-    return parts if len(parts) > 1 else [*parts, ()]
-
-
-def _unknown(message: Message, inside: str = "") -> bytes:
-    """Return the serialized fields of a message, and of its part `inside`, that the format known here does not have."""
-    rest: Any = type(message)()
-    rest.CopyFrom(message)
-    for part in (getattr(rest, inside), rest) if inside else (rest,):
-        for descriptor in part.DESCRIPTOR.fields:
-            if part is not rest or descriptor.name != inside or not getattr(rest, inside).SerializePartialToString():
-                part.ClearField(descriptor.name)
-    content: bytes = rest.SerializePartialToString()
-    return content
-
-
-def _to_protobuf(strategy: Strategy) -> bytes:
-    message = _message_class()(current_stage=strategy.current_stage)
-    for operator in strategy.operators:
-        item = message.parallel_strategy_item.add(node_name=operator.name)
-        item.parallel_strategys.stage = operator.stage
-        for dims in operator.strategy:
-            item.parallel_strategys.parallel_strategy.add(dim=dims)
-        _add_unknown(item, operator.unknown)
-    if not strategy.operators and strategy.tensors:
-        # The stage of a file stands only in its operators, and MindSpore's merging refuses a file without any.
-        item = message.parallel_strategy_item.add(node_name="reshard")
-        item.parallel_strategys.stage = strategy.stages.start
-    for name, placed in strategy.in_file_order():
-        layout = placed.layout
-        if placed.expanded:
-            raise UsageError(
-                f"tensor {name!r}: whether its layout {layout} of shape {shape_text(placed.shape or ())} is a nested "
-                "one, which JSON has expanded, cannot be known; write JSON (a name that ends with .json)"
-            )
-        item = message.parallel_layout_item.add(param_name=name)
-        given = item.parallel_layouts
-        given.dev_matrix.add(dim=layout.dev_matrix)
-        for part in tensor_map_parts(layout):
-            given.tensor_map.add(dim=part)
-        given.param_split_shape.add(dim=layout.param_split_shape)
-        given.indices_offset.add(dim=layout.indices_offset)
-        given.field = layout.field
-        given.opt_weight_shard_step = layout.opt_weight_shard_step
-        given.opt_weight_shard_size = layout.opt_weight_shard_size
-        _add_unknown(item, placed.unknown)
-    _add_unknown(message, strategy.unknown)
-    content: bytes = message.SerializeToString(deterministic=True)
-    return content
-
-
-def _add_unknown(message: Message, unknown: object) -> None:
-    if isinstance(unknown, bytes):
-        message.MergeFromString(unknown)
-
-
-def _flat(tensor_map: tuple[Axes, ...]) -> list[int]:
-    return [axes[0] if axes else -1 for axes in tensor_map]
-
-
-# --- JSON -------------------------------------------------------------------------------------------------------
-
-
-def _from_json(content: bytes, path: str) -> Strategy:
-    faults = Faults(path)
+def _from_json(content: bytes, path: str, faults: Faults) -> Said:
     repeated: list[str] = []
     try:
         top = parse_json(content, repeated)
@@ -440,7 +297,7 @@ def _from_json(content: bytes, path: str) -> Strategy:
             )
         )
     current = _integer(top, "current_stage", "$", faults)
-    return _strategy(faults, layouts, tuple(operators), current, _other_items(top, _TOP_KEYS, "$", faults))
+    return layouts, tuple(operators), current, _other_items(top, _TOP_KEYS, "$", faults)
 
 
 def _objects(top: Json, key: str, faults: Faults) -> list[tuple[str, Json]]:
@@ -487,7 +344,7 @@ def _integer(item: Json, key: str, where: str, faults: Faults) -> int:
     return 0
 
 
-def _other_items(item: Json, known: set[str], where: str, faults: Faults) -> bytes | tuple[tuple[str, object], ...]:
+def _other_items(item: Json, known: set[str], where: str, faults: Faults) -> Unknown:
     """Return what is not known; a key that is like a known one, which is missing, is a fault."""
     others = tuple((key, value) for key, value in item.items() if key not in known)
     missing = sorted(known - item.keys())
@@ -540,7 +397,7 @@ def _known_items(unknown: object) -> Json:
 def _expanded(name: str, layout: Layout, shape: Shape | None) -> tuple[list[int], Shape | None]:
     """Return a layout's map and shape as JSON has them: all but the last axis of an entry a dimension of its own."""
     if all(len(axes) <= 1 for axes in layout.tensor_map):
-        return _flat(layout.tensor_map), shape
+        return flat(layout.tensor_map), shape
     if shape is None:
         raise UsageError(
             f"tensor {name!r} has nested entries ({layout}), which JSON writes expanded, and its shape is not known; "

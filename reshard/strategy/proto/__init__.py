@@ -4,7 +4,7 @@ Generated modules fail on runtimes older than their compiler, and clash with Min
 ("duplicate symbol"); a private `DescriptorPool` does neither. After a change to a `.proto` file:
 
     pip install grpcio-tools
-    python -m reshard.proto
+    python -m reshard.strategy.proto
 """
 
 from __future__ import annotations
