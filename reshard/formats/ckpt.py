@@ -44,7 +44,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
 
 
 def recognizes(start: bytes, size: int) -> bool:
-    """Tell a `.ckpt` file: a first message that fits, an empty file's trailer, or an encrypted block's magic."""
+    """Return whether a file is `.ckpt`: one fitting message, an empty file's trailer, an encrypted block's magic."""
     if int.from_bytes(start[:4], "little") in MAGICS or start.startswith(TRAILER):
         return True
     return size > 2 and start[0] == 0x0A  # field 1 of Checkpoint: a Value

@@ -187,7 +187,7 @@ class Format(Protocol):
     EXTENSION: str
 
     def recognizes(self, start: bytes, size: int) -> bool:
-        """Tell a file of this format by its first bytes and its size."""
+        """Return whether a file is of this format, by its first bytes and its size."""
 
     def index(self, reader: RangeReader) -> FileIndex:
         """Return what a file holds; raise `SourceError` where it is not valid."""

@@ -208,7 +208,7 @@ def _files(root: Place, rank_pattern: str) -> Iterable[Place]:
 
 
 def is_checkpoint_name(path: Place, *, any_extension: bool = False) -> bool:
-    """Tell a checkpoint file from others by its name.
+    """Return whether a file is one of a checkpoint, by its name.
 
     Raises:
         SourceError: the name has a line break.

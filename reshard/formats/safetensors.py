@@ -40,7 +40,7 @@ _OWN_KEYS = {"crc_num", "remove_redundancy", TEXTS}
 
 
 def recognizes(start: bytes, size: int) -> bool:
-    """Tell a safetensors file: a plausible header length, then a brace."""
+    """Return whether a file is safetensors: a plausible header length, then a brace."""
     return size >= 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= max(size, _LONGEST_HEADER)
 
 
@@ -87,7 +87,7 @@ def index(reader: RangeReader) -> FileIndex:
 
 
 def _are_texts(given: object) -> TypeGuard[dict[str, str]]:
-    """Tell a JSON object of strings, none with half of a surrogate pair, which JSON has and UTF-8 has not."""
+    """Return whether JSON is an object of strings without half a surrogate pair, which JSON has and UTF-8 has not."""
     return isinstance(given, dict) and all(
         isinstance(value, str) and is_text(value) and is_text(name) for name, value in given.items()
     )

@@ -398,7 +398,7 @@ def _edges(layout: Layout, shape: Shape) -> list[Sequence[int]]:
 
 
 def _factors(layout: Layout, dim: int) -> str:
-    """Say how many pieces a dimension is cut into, and by what."""
+    """Return how many pieces a dimension is cut into, and by what."""
     pieces = layout.splits[dim]
     if dim == 0 and layout.optimizer_shards > 1:
         by_optimizer = layout.optimizer_shards

@@ -380,7 +380,7 @@ def _is_deduplicated(source: Checkpoint, strategy: Strategy) -> bool:
 
 
 def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> None:
-    """Tell in the log what a plan leaves out or lacks, and what else was noticed."""
+    """Log what a plan leaves out or lacks, and what else was noticed."""
     for warning in planned.warnings:
         _log.warning("%s: %s", planned.source.root, spelled(warning, WORDS))
     dropped = [name for name in planned.dropped if name not in planned.source.unreadable]
@@ -400,7 +400,7 @@ def warn_of(planned: Plan, after: Strategy | None, rank: int | None = None) -> N
 
 
 def warn_of_others(path: Path, ranks: range) -> None:
-    """Tell in the log of files in a target directory that are of ranks which the target does not have."""
+    """Log which files in a target directory are of ranks that the target does not have."""
     others = sorted(present_ranks(path) - set(ranks))
     if others:
         _log.warning(

@@ -236,13 +236,13 @@ def _set(place: Any, tensor: Tensor) -> None:
 
 
 def _is_cell(net: Any) -> bool:
-    """Tell a MindSpore Cell."""
+    """Return whether an object is a MindSpore Cell."""
     mindspore = sys.modules.get("mindspore")
     return mindspore is not None and isinstance(net, mindspore.nn.Cell)
 
 
 def _is_mindspores(value: object) -> bool:
-    """Tell a Tensor or Parameter of MindSpore's own."""
+    """Return whether a value is a Tensor or Parameter of MindSpore's own."""
     mindspore = sys.modules.get("mindspore")
     return mindspore is not None and isinstance(value, mindspore.Tensor)
 

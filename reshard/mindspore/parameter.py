@@ -406,7 +406,7 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def is_array(value: Any) -> bool:
-    """Tell an array or tensor of any library from numbers and lists of them."""
+    """Return whether a value is an array or tensor of any library, not a number or a list of them."""
     return isinstance(value, np.ndarray | np.generic) or any(
         hasattr(value, way) for way in ("asnumpy", "detach", "__array__")
     )

@@ -300,6 +300,6 @@ def load_segmented_checkpoints(
 
 
 def _is_sub_network(before: Strategy, after: Strategy) -> bool:
-    """Tell MindSpore's rule for a source that is one stage of a pipeline."""
+    """Return whether MindSpore's rule for a source that is one stage of a pipeline holds."""
     own, wanted = ({name for name in strategy.tensors if not name.startswith(_STATES)} for strategy in (before, after))
     return len(before.stages) == len(after.stages) == 1 and own < wanted

@@ -353,7 +353,7 @@ def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) ->
 
 
 def _is_hyper_parameter(source: Checkpoint, name: str) -> bool:
-    """Tell by its file what was copied, not cut, where it came from."""
+    """Return whether a tensor was copied, not cut, where it came from; its file says so."""
     replicas = source.tensors[name].sharding.replicas[0]
     return all(Path(source.files[at.file].path).stem == _HYPER_PARAMETERS for at in replicas)
 

@@ -136,7 +136,7 @@ class _Routes:
         return route
 
     def _report_absent(self, tensor: Tensor, wanted: Wanted) -> None:
-        """Say which ranks of the source are needed for a tensor and not there."""
+        """Report which ranks of the source are needed for a tensor and not there."""
         spec, strategy = tensor.spec, self._source.strategy
         for source, replicas in zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True):
             if not replicas and any(source & block for block in wanted.blocks):

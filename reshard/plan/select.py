@@ -171,7 +171,7 @@ class _Renaming:
 
 
 def _cast_fault(old: DType, new: DType) -> str | None:
-    """Tell why elements of a dtype cannot become those of another."""
+    """Return why elements of a dtype cannot become those of another."""
     if "str" in {old.name, new.name}:
         return "text is not a number"
     if new is INT4:
@@ -264,7 +264,7 @@ def _advice(target: Strategy | None, known: Collection[str], states: Collection[
 
 
 def _of_states(taken: Collection[str], states: Mapping[str, str]) -> tuple[str, ...]:
-    """Say what was left out because of its name: a name is all there is to know an optimizer state by."""
+    """Return a warning of what was left out by its name, which is all there is to know an optimizer state by."""
     if not taken:
         return ()
     prefixes = dict.fromkeys(name.removesuffix(states[name]).rstrip(".") for name in taken)

@@ -190,7 +190,7 @@ class Coding(Protocol):
         """Return the memory that so many threads take for it."""
 
     def __hash__(self) -> int:
-        """Tell codings apart: there is one store for each."""
+        """Return what sets codings apart: there is one store for each."""
 
 
 class TargetCoding(Protocol):

@@ -66,7 +66,7 @@ def _splits(name: str) -> Iterator[tuple[str, str]]:
 
 
 def is_training_state(name: str, tensor: Tensor | None) -> bool:
-    """Say what is neither weight nor state of one: text, and single numbers of well-known names."""
+    """Return whether a tensor is neither weight nor state of one: text, and single numbers of well-known names."""
     if tensor is None:
         return False
     return tensor.text is not None or (prod(tensor.spec.shape) == 1 and name.rpartition(".")[2] in _TRAINING_STATE)

@@ -31,17 +31,17 @@ class Maybe(NamedTuple):
 
 
 def _is_text(value: object) -> bool:
-    """Tell text that can be a name; half of a surrogate pair, which JSON can say, or a null byte cannot."""
+    """Return whether a value is text that can be a name: without null bytes, and halves of surrogate pairs."""
     return isinstance(value, str) and "\0" not in value and is_text(value)
 
 
 def _is_line(value: object) -> bool:
-    """Tell text that, shown to a user, cannot look like a line of its own."""
+    """Return whether a value is text that, shown to a user, cannot look like a line of its own."""
     return _is_text(value) and len(str(value).splitlines()) <= 1 and "\n" not in str(value)
 
 
 def is_inner_path(path: str) -> bool:
-    """Tell a path that, below a directory, leads to something inside of it; links are not resolved.
+    """Return whether a path, below a directory, leads to something inside of it; links are not resolved.
 
     >>> [is_inner_path(path) for path in ("rank_0/a.ckpt", "a/../../b", "/etc/passwd")]
     [True, False, False]

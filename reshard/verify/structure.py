@@ -83,7 +83,7 @@ def _check_cover(target: Checkpoint, faults: Faults) -> None:
 
 
 def _cover_fault(shape: Shape, blocks: Sequence[Block]) -> str | None:
-    """Tell why blocks do not cover a tensor exactly once; None where they do."""
+    """Return why blocks do not cover a tensor exactly once; None where they do."""
     if is_grid(shape, blocks):
         return None
     for a, b in combinations(blocks, 2):
@@ -138,7 +138,7 @@ def _check_ranks(target: Checkpoint, selection: Selection, faults: Faults, *, on
 
 
 def _shared(target: Checkpoint, strategy: Strategy) -> list[str]:
-    """Say which stages have nothing of what they share with others."""
+    """Return which stages have nothing of what they share with others."""
     lacking: dict[str, None] = {}
     stages: set[int] = set()
     present = {strategy.stage_of(rank) for rank in target.ranks}

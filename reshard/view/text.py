@@ -370,7 +370,7 @@ def report_text(
 
 
 def _unread_text(report: Report, verify: str | None) -> str:
-    """Say of finished files that what their contents are now is not known: they may have rotted on the disk."""
+    """Return that what the contents of finished files are now is not known: they may have rotted on the disk."""
     how = "the command below reads" if verify else "reshard verify reads"
     files = "file" if report.finished == 1 else "files"
     return (
