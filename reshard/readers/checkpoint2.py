@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from reshard.formats.directories import CHECKPOINT2, ITERATION, TRACKER
 from reshard.layout.block import Block, shape_text
 from reshard.layout.layout import Layout
 from reshard.readers.members import members
-from reshard.source.assemble import assemble_whole, where
+from reshard.source.assemble import assemble_whole, by_header, where
 from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec
 from reshard.source.headers import indexed
 from reshard.source.probe import compare_contents
@@ -36,12 +37,15 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.storage.places import Place
 
+NAME = "Checkpoint 2.0"
 METADATA = "metadata.json"
 COMMON = "common.json"
 
 _KEY = re.compile(r"""\((?:'(?P<single>.*)'|"(?P<double>.*)"), \((?P<number>\d{1,18}),\)\)""", re.DOTALL)
 _LARGEST = 1 << 20
-_MOST_AXES = 64
+_MOST = 1 << 31  # ranks, and blocks of a tensor
+_NUMBERS = 4  # of a place
+_NONE, _BLOCK, _WHOLE, _OTHER = range(4)  # what a file has of a tensor
 
 
 def _chosen(root: Place, there: Sequence[str], iteration: int | None) -> Place:
@@ -55,7 +59,7 @@ def _chosen(root: Place, there: Sequence[str], iteration: int | None) -> Place:
     Raises:
         SourceError: it is not there, or the run names none.
     """
-    known = {int(match[1]): root / name for name in there if (match := ITERATION.fullmatch(name))}
+    known = _known(root, there)
     if not known:
         if iteration not in {None, _number_of(root)}:
             raise SourceError(f"{root}: is one checkpoint; expected a run that has iteration {iteration}; open that")
@@ -73,6 +77,11 @@ def _chosen(root: Place, there: Sequence[str], iteration: int | None) -> Place:
     if iteration not in known:
         raise SourceError(f"{root}: has no iteration {iteration}; {held}")
     return known[iteration]
+
+
+def _known(root: Place, there: Sequence[str]) -> dict[int, Place]:
+    """Return the directories of the iterations of a run, ascending."""
+    return dict(sorted((int(match[1]), root / name) for name in there if (match := ITERATION.fullmatch(name))))
 
 
 def _number_of(place: Place) -> int | None:
@@ -102,22 +111,24 @@ class Iteration(NamedTuple):
 
 def iterations(root: Place, there: Sequence[str]) -> list[Iteration]:
     """Return the checkpoints in the directory of a run, ascending; headers are read, to see whether all is there."""
-    known = sorted((int(match[1]), root / name) for name in there if (match := ITERATION.fullmatch(name)))
-    if not known:
-        return []
     try:
-        last = _chosen(root, there, None)
+        last = _number_of(_chosen(root, there, None))
     except SourceError:
         last = None
     found = []
-    for number, place in known:
-        problem, warnings = "", tuple[str, ...]()
+    for number, place in _known(root, there).items():
+        problem = ""
+        warnings = ["newer than the last"] if last is not None and number > last else []
         try:
-            warnings = open_checkpoint2(place, place.names(), contents=False).warnings
+            opened = open_checkpoint2(place, place.names(), contents=False)
+            warnings += opened.warnings
+            if opened.unreadable:
+                name, reason = next(iter(opened.unreadable.items()))
+                problem = f"of {len(opened.unreadable)} tensors not all can be read: {name!r} {reason}"
         except SourceError as error:
             problem = str(error).removeprefix(f"{place}: ")
         nbytes = sum(file.status().nbytes for file in place.files(depth=1) if file.suffix == ".safetensors")
-        found.append(Iteration(number, str(place), nbytes, place == last, problem, warnings))
+        found.append(Iteration(number, str(place), nbytes, number == last, problem, tuple(warnings)))
     return found
 
 
@@ -140,6 +151,14 @@ def open_checkpoint2(
     place = _chosen(root, there, iteration)
     files = {name for name in place.names() if name.endswith(".safetensors")}
     found = _Joined(place, files).checkpoint() if (place / METADATA).is_file() else _whole(place, files)
+    last = _number_of(place)
+    later = [number for number in _known(root, there) if last is not None and number > last]
+    if iteration is None and later:
+        newer = (
+            f"{root}: has iteration {names(later)}, newer than {last}, which {TRACKER} names: was saving "
+            "it interrupted, or is it not done?"
+        )
+        found = replace(found, warnings=(newer, *found.warnings))
     return compare_contents(found, {}, contents=contents)
 
 
@@ -168,7 +187,7 @@ def _whole(place: Place, there: set[str]) -> Checkpoint:
             held[name] = file.path
     faults.raise_if_any(SourceError)
     tensors = assemble_whole(str(place), files, ranks, range(len(files)))
-    return Checkpoint(str(place), tensors, files, ranks, warnings=tuple(_health(place)), described_by=COMMON)
+    return Checkpoint(str(place), tensors, files, ranks, warnings=tuple(_health(place)), described_by=NAME)
 
 
 def _health(place: Place) -> Iterator[str]:
@@ -214,13 +233,15 @@ class _Cut(NamedTuple):
         sharding: of these.
         firsts: a file of each header.
         contradicts: the numbers of blocks are not those that the layout gives.
+        holders: as in `Checkpoint`.
         reason: why it cannot be read; else empty.
     """
 
     sharding: Sharding
     firsts: tuple[int, ...]
-    contradicts: bool
-    reason: str
+    contradicts: bool = False
+    holders: tuple[int, ...] = ()
+    reason: str = ""
 
 
 class _Metadata:
@@ -228,9 +249,11 @@ class _Metadata:
 
     Attributes:
         listed: the tensors.
-        places: where the blocks of each are: the number of the block, of the file and of the rank, again and again.
+        places: where the blocks of each are: the numbers of the block, of the file, of the rank and of the group of
+            ranks that hold the same, again and again.
         files: the names of the files, each with its number.
         ranks: the rank of each file.
+        groups: the groups of ranks.
     """
 
     def __init__(self, path: Place) -> None:
@@ -239,6 +262,7 @@ class _Metadata:
         self.files: dict[str, int] = {}
         self.ranks: list[int] = []
         self.meshes: dict[_Mesh, int] = {}
+        self._groups: dict[tuple[int, ...], int] = {}
         where = ""
         try:
             for section, name, value in members(str(path)):
@@ -252,6 +276,7 @@ class _Metadata:
             raise SourceError(f"{path}: {where}{said}") from None
         if unknown := [name for name in self.places if name not in self.listed]:
             raise SourceError(f"{path}: has places of {names(map(repr, unknown), most=3)}, and no such tensor")
+        self.groups = list(self._groups)
 
     def _listed(self, value: dict[str, Any]) -> _Listed:
         shape = _numbers(value["global_shape"])
@@ -280,22 +305,26 @@ class _Metadata:
 
     def _place(self, key: str, value: list[dict[str, Any]]) -> None:
         name, number = _read_key(key)
-        places = self.places.setdefault(name, array("q"))
+        if number >= _MOST:
+            raise ValueError(f"is the block of number {number}; no tensor has as many")
+        places = self.places.setdefault(name, array("i"))
         for place in value:
             file, rank = place["file_name"], place["storage_rank"]
             if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
                 raise ValueError(f"file_name is {file!r:.80}; expected a safetensors file in the same directory")
-            if type(rank) is not int or not 0 <= rank < 1 << 31:
+            if type(rank) is not int or not 0 <= rank < _MOST:
                 raise ValueError(f"storage_rank is {rank!r:.60}; expected the number of a rank")
+            group = _numbers(place.get("rank_group", []))
+            group = group if rank in group else (rank, *group)
             if self.files.setdefault(file, len(self.files)) == len(self.ranks):
                 self.ranks.append(rank)
             elif self.ranks[self.files[file]] != rank:
                 raise ValueError(f"{file} is of rank {rank} here, and of rank {self.ranks[self.files[file]]} before")
-            places.extend((number, self.files[file], rank))
+            places.extend((number, self.files[file], rank, self._groups.setdefault(group, len(self._groups))))
 
 
 def _numbers(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or any(type(number) is not int or number < 0 for number in value):
+    if not isinstance(value, list) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in value):
         raise ValueError(f"{value!r:.60} is there; expected whole numbers")
     return tuple(value)
 
@@ -325,124 +354,171 @@ class _Joined:
 
     def __init__(self, place: Place, there: set[str]) -> None:
         self.place, self.there = place, there
-        self.faults = Faults(str(place))
-        self.said = _Metadata(place / METADATA)
-        self.warnings = list(_health(place))
+        self.said = said = _Metadata(place / METADATA)
+        self.gone = {name for name in said.files if name not in there}
+        self._refuse_gaps()
+        present = sorted((said.ranks[number], name) for name, number in said.files.items() if name in there)
+        by_rank: dict[int, list[Place]] = {}
+        for rank, name in present:
+            by_rank.setdefault(rank, []).append(place / name)
+        self.files, self.ranks = indexed(by_rank, None)
+        self.number = {said.files[name]: number for number, (_, name) in enumerate(present)}
+        groups = by_header(self.files, range(len(self.files)))
+        self.alike = [(self.files[some[0]].index.entries, some) for some in groups]
+        self.tensors: dict[str, Tensor] = {}
         self.unreadable: dict[str, str] = {}
+        self.holders: dict[str, tuple[int, ...]] = {}
         self.contradicting: list[str] = []
-        self._cuts: dict[tuple[int | None, Shape, bytes], _Cut] = {}
+        self.unlisted: list[str] = []
+        self._placed: dict[tuple[int | None, Shape, bytes], _Cut] = {}
+        self._found: dict[tuple[int | None, Shape, bytes], _Cut] = {}
         self._grids: dict[tuple[int, Shape], tuple[tuple[Block, ...], dict[int, int]]] = {}
+        self._held: dict[tuple[int | None, Shape, int], tuple[set[int], tuple[int, ...]]] = {}
+
+    def _refuse_gaps(self) -> None:
+        """Check that all files are there; but all of the optimizer may be left out."""
+        faults = Faults(str(self.place))
+        matches = map(CHECKPOINT2.files.fullmatch, self.said.files)
+        if self.gone != {match[0] for match in matches if match and match["kind"] == "opt"}:
+            for name in self.gone:
+                faults.add(name, f"is not there, and {METADATA} names it; was saving it interrupted?")
+        faults.raise_if_any(SourceError)
 
     def checkpoint(self) -> Checkpoint:
         """Return the checkpoint."""
-        said = self.said
-        absent = self._absent()
-        present = sorted((said.ranks[number], name) for name, number in said.files.items() if name in self.there)
-        by_rank: dict[int, list[Place]] = {}
-        for rank, name in present:
-            by_rank.setdefault(rank, []).append(self.place / name)
-        self.files, self.ranks = indexed(by_rank, None)
-        self.number = {said.files[name]: number for number, (_, name) in enumerate(present)}
-        tensors: dict[str, Tensor] = {}
-        for name, one in said.listed.items():
-            if name in absent:
-                continue
-            found = one.reason or self._tensor(name, one)
-            if isinstance(found, Tensor):
-                tensors[name] = found
-            else:
-                self.unreadable[name] = found
-        self._add_unlisted(tensors)
-        self.faults.raise_if_any(SourceError)
-        if not tensors:
+        warnings = list(_health(self.place))
+        if absent := self._absent():
+            warnings.append(f"no file of the optimizer is there: {len(absent)} tensors are left out")
+        for name, one in self.said.listed.items():
+            if name not in absent:
+                self._add(name, one.reason or self._tensor(name, one))
+        for name in dict.fromkeys(name for entries, _ in self.alike for name in entries):
+            if name not in self.said.listed:
+                self._add_unlisted(name)
+        if not self.tensors:
             raise SourceError(f"{self.place}: holds no tensor that can be read; was saving it interrupted?")
+        if others := sorted(self.there - self.said.files.keys()):
+            warnings.append(f"{METADATA} does not name {names(others, most=3)}, which is not read")
+        defects = tuple(self._defects())
+        layouts = [mesh.layout for mesh in self.said.meshes]
+        listed = ((name, self.said.listed.get(name) or self.said.listed[_weight(name)]) for name in self.holders)
+        return Checkpoint(
+            str(self.place), self.tensors, self.files, self.ranks, warnings=(*defects, *warnings),
+            unreadable=self.unreadable, described_by=METADATA, holders=self.holders, defects=defects,
+            layouts={name: layouts[one.mesh] for name, one in listed if one.mesh is not None},
+        )  # fmt: skip
+
+    def _defects(self) -> Iterator[str]:
+        """Yield what the metadata say wrongly though all of it can be read."""
         if self.contradicting:
-            self.warnings.append(
+            yield (
                 f"{METADATA} numbers the blocks of {names(self.contradicting, most=3)} otherwise than their layouts "
                 "say, which are taken, as MindSpore Transformers does"
             )
-        if others := sorted(self.there - said.files.keys()):
-            self.warnings.append(f"{METADATA} does not name {names(others, most=3)}, which is not read")
-        return Checkpoint(
-            str(self.place), tensors, self.files, self.ranks, warnings=tuple(self.warnings),
-            unreadable=self.unreadable, described_by=METADATA, layouts=self._layouts(tensors),
-        )  # fmt: skip
+        if self.unlisted:
+            yield (
+                f"{METADATA} does not list {names(self.unlisted, most=3)}, which the files have, and which MindSpore "
+                "Transformers does not load"
+            )
 
-    def _layouts(self, tensors: Mapping[str, Tensor]) -> dict[str, Layout]:
-        """Return how tensors are cut that the metadata give a layout."""
-        layouts = [mesh.layout for mesh in self.said.meshes]
-        meshes = ((name, one.mesh) for name, one in self.said.listed.items() if name in tensors)
-        return {name: layouts[mesh] for name, mesh in meshes if mesh is not None}
+    def _add(self, name: str, found: Tensor | str) -> None:
+        if isinstance(found, Tensor):
+            self.tensors[name] = found
+        else:
+            self.unreadable[name] = found
 
     def _absent(self) -> set[str]:
-        """Return the optimizer states of a checkpoint of which all such files are left out; refuse other gaps."""
-        gone = {name: number for name, number in self.said.files.items() if name not in self.there}
-        matches = map(CHECKPOINT2.files.fullmatch, self.said.files)
-        if gone and gone.keys() == {match[0] for match in matches if match and match["kind"] == "opt"}:
-            numbers = set(gone.values())
-            states = {name for name, places in self.said.places.items() if numbers.issuperset(places[1::3])}
-            self.warnings.append(f"no file of the optimizer is there: {len(states)} tensors are left out")
-            return states
-        for name in gone:
-            self.faults.add(name, f"is not there, and {METADATA} names it; was saving it interrupted?")
-        self.faults.raise_if_any(SourceError)
-        return set()
+        """Return the optimizer states of a checkpoint of which all such files are left out."""
+        numbers = {self.said.files[name] for name in self.gone}
+        there = {name for entries, _ in self.alike for name in entries}
+        return {
+            name
+            for name, places in self.said.places.items()
+            if numbers and name not in there and numbers.issuperset(places[1::_NUMBERS])
+        }
 
     def _tensor(self, name: str, one: _Listed) -> Tensor | str:
         """Return a tensor, or why it cannot be read."""
-        places = self.said.places.get(name, array("q"))
+        places = self.said.places.get(name, array("i"))
         key = (one.mesh, one.shape, places.tobytes())
-        cut = self._cuts.get(key)
+        cut = self._placed.get(key)
         if cut is None:
-            cut = self._cuts[key] = self._cut(one, places)
-        if cut.contradicts:
+            cut = self._placed[key] = self._in_places(one, places)
+        self.holders[name] = cut.holders
+        shape = cut.sharding.blocks[0].shape
+        entries = [self.files[number].index.entries.get(name) for number in cut.firsts]
+        if cut.reason or not all(entry and _is_block(entry.shape, shape) for entry in entries):
+            found = self._in_files(name, one)
+            cut = found._replace(reason=found.reason and (cut.reason or found.reason), contradicts=cut.contradicts)
+        if cut.contradicts and not cut.reason:
             self.contradicting.append(name)
+        return self._of(name, one, cut)
+
+    def _of(self, name: str, one: _Listed, cut: _Cut) -> Tensor | str:
+        """Return a tensor whose blocks are known, or why it cannot be read."""
         if cut.reason:
             return cut.reason
-        entries = [self.files[number].index.entries.get(name) for number in cut.firsts]
-        shape = cut.sharding.blocks[0].shape
-        if not all(entry and _is_block(entry.shape, shape) for entry in entries):
-            cut = self._elsewhere(name, one, cut)
-            if cut.reason:
-                return cut.reason
-            entries = [self.files[number].index.entries[name] for number in cut.firsts]
-        held = [entry for entry in entries if entry is not None]
-        dtypes = {entry.dtype for entry in held}
-        if len(dtypes) > 1 or (one.dtype and one.dtype not in {dtype.name for dtype in dtypes}):
-            return f"is {names(sorted(dtype.name for dtype in dtypes))} in the files and {one.dtype} in {METADATA}"
-        spec, runs = TensorSpec(name, held[0].dtype, one.shape), tuple(entry.runs for entry in held)
-        return Tensor(spec, cut.sharding, runs, listed=one.mesh is not None)
+        held = [self.files[number].index.entries[name] for number in cut.firsts]
+        dtypes = {entry.dtype.name: entry.dtype for entry in held}
+        if dtypes.keys() != {one.dtype or held[0].dtype.name}:
+            listed = f" and {one.dtype} in {METADATA}" if one.dtype else "; expected one dtype"
+            return f"is {names(sorted(dtypes))} in the files{listed}"
+        runs = tuple(entry.runs for entry in held)
+        return Tensor(TensorSpec(name, held[0].dtype, one.shape), cut.sharding, runs, listed=one.mesh is not None)
 
-    def _cut(self, one: _Listed, places: Sequence[int]) -> _Cut:
-        """Return where the blocks of tensors of some shape, mesh and places are."""
+    def _in_places(self, one: _Listed, places: Sequence[int]) -> _Cut:
+        """Return where the blocks of tensors of some shape, mesh and places are, by the metadata."""
         blocks, of_rank = self._grid(one)
         replicas: list[list[int]] = [[] for _ in blocks]
         others: list[tuple[int, int]] = []
+        outside: dict[int, int] = {}  # ranks that the one layout in the metadata is not about, and their blocks
         contradicts = False
-        for number, file, rank in zip(places[::3], places[1::3], places[2::3], strict=True):
+        for number, file, rank, group in zip(*(places[at::_NUMBERS] for at in range(_NUMBERS)), strict=True):
+            held, others_of_group = self._held_by(one, group)
+            contradicts |= not held <= {number}
+            outside |= dict.fromkeys(others_of_group, number)
             block = 0 if one.mesh is None else of_rank.get(rank)
-            if block is None:  # of a rank that the one layout in the metadata is not about
-                others.append((number, file))
+            if file not in self.number:
                 continue
-            contradicts |= block != number
-            replicas[block].append(self.number[file])
-        for number, file in () if contradicts else others:
+            if block is None:
+                others.append((number, self.number[file]))
+            else:
+                replicas[block].append(self.number[file])
+        for number, at in () if contradicts else others:
             if number < len(blocks) and not replicas[number]:
-                replicas[number].append(self.number[file])
+                replicas[number].append(at)
         lost = [number for number, some in enumerate(replicas) if not some]
         reason = ""
         if lost:
             reason = f"lacks {len(lost)} of its {len(blocks)} blocks, which no file has, such as {blocks[lost[0]]}" + (
                 ": they were lost when it was saved (remove_redundancy)" if contradicts else ""
             )
-        return self._found(blocks, replicas, contradicts=contradicts, reason=reason)
+        cut = self._cut(blocks, replicas, reason)
+        return cut._replace(contradicts=contradicts, holders=self._holders(one, of_rank, outside))
 
-    def _found(
-        self, blocks: Sequence[Block], replicas: Sequence[Sequence[int]], *, contradicts: bool, reason: str = ""
-    ) -> _Cut:
+    def _held_by(self, one: _Listed, group: int) -> tuple[set[int], tuple[int, ...]]:
+        """Return the blocks that the layout gives the ranks of a group, and those that it is not about."""
+        key = (one.mesh, one.shape, group)
+        if key not in self._held:
+            _, of_rank = self._grid(one)
+            ranks = self.said.groups[group]
+            blocks = {of_rank[rank] for rank in ranks if rank in of_rank} if one.mesh is not None else {0}
+            self._held[key] = blocks, tuple(rank for rank in ranks if rank not in of_rank)
+        return self._held[key]
+
+    def _holders(self, one: _Listed, of_rank: Mapping[int, int], outside: Mapping[int, int]) -> tuple[int, ...]:
+        """Return the ranks that hold a tensor; none where the layout does not say which block some of them do."""
+        others = tuple(sorted(outside))
+        if one.mesh is None:
+            return others
+        ranks = list(self.said.meshes)[one.mesh].ranks
+        expected = [of_rank[rank] for rank in ranks] * (len(others) // len(ranks))
+        return (*ranks, *others) if [outside[rank] for rank in others] == expected else ()
+
+    def _cut(self, blocks: Sequence[Block], replicas: Sequence[Sequence[int]], reason: str = "") -> _Cut:
         at, firsts = where(self.files, sorted({number for some in replicas for number in some}))
         sharding = Sharding(tuple(blocks), tuple(tuple(at[number] for number in sorted(some)) for some in replicas))
-        return _Cut(sharding, firsts, contradicts, reason)
+        return _Cut(sharding, firsts, reason=reason)
 
     def _grid(self, one: _Listed) -> tuple[tuple[Block, ...], dict[int, int]]:
         """Return the blocks of a tensor, and the number of that which each rank has."""
@@ -455,73 +531,61 @@ class _Joined:
             self._grids[one.mesh, one.shape] = grid.blocks, of_rank
         return self._grids[one.mesh, one.shape]
 
-    def _elsewhere(self, name: str, one: _Listed, cut: _Cut) -> _Cut:
-        """Return where the blocks of a tensor are that is not as the metadata say: in a rank's other file, or whole."""
-        of_rank: dict[int, list[int]] = {}
-        for number, rank in enumerate(self.ranks):
-            of_rank.setdefault(rank, []).append(number)
-        found: list[list[int]] = []
-        whole: list[int] = []
-        for block, some in zip(cut.sharding.blocks, cut.sharding.replicas, strict=True):
-            held: list[int] = []
-            for at in some:
-                for number in of_rank[self.ranks[at.file]]:
-                    entry = self.files[number].index.entries.get(name)
-                    if entry is None:
-                        continue
-                    if not (_is_block(entry.shape, block.shape) or entry.shape == one.shape):
-                        reason = f"is of shape {shape_text(entry.shape)} in {self.files[number].path}; expected {block}"
-                        return cut._replace(reason=reason)
-                    (held if _is_block(entry.shape, block.shape) else whole).append(number)
-            found.append(held)
-        if whole and not any(found):  # saved with integrated_save, whatever the layout says
-            return self._found([Block.whole(one.shape)], [whole], contradicts=False)
-        if whole or not all(found):
-            lacking = "whole in some files and cut in others" if whole else "not in the files that should have it"
-            return cut._replace(reason=f"is {lacking}, as {METADATA} says")
-        return self._found(cut.sharding.blocks, found, contradicts=False)
+    def _in_files(self, name: str, one: _Listed) -> _Cut:
+        """Return where a tensor is that is not where the metadata say: each rank's files have its block, or all of it.
 
-    def _add_unlisted(self, tensors: dict[str, Tensor]) -> None:
-        """Add what is in the files and not in the metadata: states that lie as their weights, and single values."""
-        replicas: dict[str, list[int]] = {}
-        for number, file in enumerate(self.files):
-            for name in file.index.entries:
-                if name not in self.said.listed:
-                    replicas.setdefault(name, []).append(number)
-        for name, some in replicas.items():
-            found = self._as_weight(name, some, tensors)
-            if found is not None:
-                tensors[name] = found
-                continue
-            entries = [self.files[number].index.entries[name] for number in some]
-            if len({(entry.dtype, entry.shape) for entry in entries}) > 1:
-                self.unreadable[name] = f"is of several shapes or dtypes, and {METADATA} does not say what it is"
-                continue
-            at, firsts = where(self.files, some)
-            sharding = Sharding((Block.whole(entries[0].shape),), (tuple(at[number] for number in some),))
-            runs = tuple(self.files[number].index.entries[name].runs for number in firsts)
-            spec = TensorSpec(name, entries[0].dtype, entries[0].shape)
-            tensors[name] = Tensor(spec, sharding, runs, listed=False)
+        What is worked out for one serves all that the same files have alike.
+        """
+        blocks, of_rank = self._grid(one)
+        kinds = bytes(_kind(entries.get(name), blocks[0].shape, one.shape) for entries, _ in self.alike)
+        if _OTHER in kinds:
+            entries, some = self.alike[kinds.index(_OTHER)]
+            found = f"{shape_text(entries[name].shape)} in {self.files[some[0]].path}"
+            return self._cut(blocks, [], f"is of shape {found}; expected {shape_text(blocks[0].shape)}")
+        key = (one.mesh, one.shape, kinds)
+        if key not in self._found:
+            replicas: list[list[int]] = [[] for _ in blocks]
+            whole: list[int] = []
+            for kind, (_, some) in zip(kinds, self.alike, strict=True):
+                whole += some if kind == _WHOLE else ()
+                for number in some if kind == _BLOCK else ():
+                    block = 0 if one.mesh is None else of_rank.get(self.ranks[number])
+                    if block is not None:
+                        replicas[block].append(number)
+            if whole and not any(replicas):  # saved with integrated_save, whatever the layout says
+                self._found[key] = self._cut([Block.whole(one.shape)], [whole])
+            else:
+                lacking = "whole in some files and cut in others" if whole else "not in the files that should have it"
+                reason = "" if all(replicas) and not whole else f"is {lacking}, as {METADATA} says"
+                self._found[key] = self._cut(blocks, replicas, reason)
+        return self._found[key]
 
-    def _as_weight(self, name: str, some: Sequence[int], tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return a tensor that lies as the weight whose name is a part of its own; None where none does."""
-        weight = tensors.get(name.partition(".")[2])
-        if weight is None or not weight.listed:
-            return None
-        of_rank = {self.ranks[number]: number for number in some}
-        blocks = weight.sharding.blocks
-        entries: list[Entry] = [self.files[number].index.entries[name] for number in some]
-        if any(not _is_block(entry.shape, blocks[0].shape) or entry.dtype != entries[0].dtype for entry in entries):
-            return None
-        replicas = [
-            [of_rank[self.ranks[at.file]] for at in held if self.ranks[at.file] in of_rank]
-            for held in weight.sharding.replicas
-        ]
-        if not all(replicas):
-            return None
-        cut = self._found(blocks, replicas, contradicts=False)
-        runs = tuple(self.files[number].index.entries[name].runs for number in cut.firsts)
-        return Tensor(TensorSpec(name, entries[0].dtype, weight.spec.shape), cut.sharding, runs)
+    def _add_unlisted(self, name: str) -> None:
+        """Add what is in files and not in the metadata: a state that lies as its weight, or the same on every rank."""
+        entry = next(entries[name] for entries, _ in self.alike if name in entries)
+        weight = self.said.listed.get(_weight(name))
+        found: Tensor | str = ""
+        if weight is not None and weight.mesh is not None and not weight.reason:
+            found = self._of(name, weight._replace(dtype=""), self._in_files(name, weight))
+        if isinstance(found, Tensor):
+            self.holders[name] = self.holders.get(_weight(name), ())
+        else:
+            one = _Listed("", entry.shape, None, "")
+            found = self._of(name, one, self._in_files(name, one))
+        self._add(name, found)
+        if prod(entry.shape) > 1 and not name.startswith("accu_grads."):
+            self.unlisted.append(name)
+
+
+def _weight(name: str) -> str:
+    """Return the name of the weight that a state of the optimizer is of."""
+    return name.partition(".")[2]
+
+
+def _kind(entry: Entry | None, block: Shape, whole: Shape) -> int:
+    if entry is None:
+        return _NONE
+    return _BLOCK if _is_block(entry.shape, block) else _WHOLE if entry.shape == whole else _OTHER
 
 
 def _is_block(shape: Shape, block: Shape) -> bool:

@@ -80,7 +80,7 @@ def assemble_whole(
     return _WithoutStrategy(root, files, ranks, numbers).tensors()
 
 
-def _alike(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[int]]:
+def by_header(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[int]]:
     """Group files that share their entries, as those of most ranks do: what costs time is done once a group."""
     groups: dict[int, list[int]] = {}
     for number in numbers:
@@ -90,7 +90,7 @@ def _alike(files: Sequence[SourceFile], numbers: Iterable[int]) -> list[list[int
 
 def where(files: Sequence[SourceFile], replicas: Iterable[int]) -> tuple[dict[int, Where], tuple[int, ...]]:
     """Return where each file has what it holds, runs by the number of its header; and a file of each header."""
-    alike = _alike(files, replicas)
+    alike = by_header(files, replicas)
     found = {number: Where(number, place) for place, numbers in enumerate(alike) for number in numbers}
     return found, tuple(numbers[0] for numbers in alike)
 
@@ -122,7 +122,7 @@ class _WithoutStrategy:
 
     def replicas(self) -> dict[str, tuple[int, ...]]:
         """Return the numbers of the files that have each name, ascending."""
-        alike = _alike(self.files, self.numbers)
+        alike = by_header(self.files, self.numbers)
         groups: dict[str, list[int]] = {}
         for place, numbers in enumerate(alike):
             for name in self.files[numbers[0]].index.entries:
@@ -365,4 +365,4 @@ class _WithStrategy(_WithoutStrategy):
         by_shape: dict[Shape, list[int]] = {}
         for number in replicas:
             by_shape.setdefault(blocks[self.ranks[number]].shape, []).append(number)
-        return tuple((alike, shape) for shape, numbers in by_shape.items() for alike in _alike(self.files, numbers))
+        return tuple((alike, shape) for shape, numbers in by_shape.items() for alike in by_header(self.files, numbers))

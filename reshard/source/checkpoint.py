@@ -190,8 +190,12 @@ class Checkpoint(Mapping[str, Any]):
         lone_rank: why its tensors, which are taken as whole ones, seem to be the blocks of one rank; else empty.
         elsewhere: where `part` is one stage of a pipeline, names that only others have, as far as is known.
         step: which of the checkpoints of a training run it is; None where the names of its files do not say.
-        described_by: the file that says which block is where, in place of a strategy; else empty.
-        layouts: how tensors are cut, as that file says it.
+        described_by: what says which block is where, in place of a strategy: a file, or the format; else empty.
+        layouts: how tensors are cut, as that says it.
+        holders: the ranks that hold each tensor, as that says it: those of the devices of its layout, in order, of one
+            pipeline stage after the other where several share it; without a layout, ascending. None where it does not
+            say what all of them hold.
+        defects: those of the warnings that are of what it says wrongly, though everything can be read.
     """
 
     root: str
@@ -212,6 +216,8 @@ class Checkpoint(Mapping[str, Any]):
     step: Step | None = None
     described_by: str = ""
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    defects: tuple[str, ...] = ()
 
     def require_whole(self) -> None:
         """Check that nothing says that its tensors, opened as whole ones, are the blocks of one rank.
