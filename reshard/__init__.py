@@ -34,6 +34,7 @@ _HOMES = {
     "ReshardError": "errors",
     "Selection": "plan.select",
     "Strategy": "strategy.strategy",
+    "strategy_of": "source.derive",
     "Verification": "verify.verify",
     "verify": "verify.verify",
     "write_manifest": "verify.manifest",
@@ -62,6 +63,7 @@ __all__ = [
     "read_manifest",
     "read_plan",
     "read_strategy",
+    "strategy_of",
     "verify",
     "write_manifest",
     "write_strategy",
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from reshard.plan.select import Selection
     from reshard.readers.open import open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.source.checkpoint import Checkpoint
+    from reshard.source.derive import strategy_of
     from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy

@@ -153,14 +153,15 @@ _RANK_PATTERN = _opening(
     show_default=True,
     help="Where a rank's files are below SOURCE, such as 'node{rank}/*.ckpt'.",
 )
+_ITERATION = _opening(
+    "iteration",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Which checkpoint of a run's directory; by default the one that the run names as its last.",
+)
 _OPENING = (
     _opening("partial", is_flag=True, help="The source may lack ranks, but not the blocks that are needed."),
-    _opening(
-        "iteration",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="Which checkpoint of a run's directory; by default the one that the run names as its last.",
-    ),
+    _ITERATION,
     _opening(
         "stage",
         type=click.IntRange(min=0),
@@ -179,7 +180,7 @@ _OPENING = (
     _SUFFIX,
     _RANK_PATTERN,
 )
-suffix_option, rank_pattern_option = _SUFFIX.source, _RANK_PATTERN.source
+suffix_option, rank_pattern_option, iteration_option = _SUFFIX.source, _RANK_PATTERN.source, _ITERATION.source
 
 source_strategy_option = option(
     "--source-strategy",

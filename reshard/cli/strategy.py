@@ -8,9 +8,9 @@ import click
 
 import reshard
 from reshard.cli.commands import Command, Group, option
-from reshard.cli.options import json_option, overwrite_file_option, source_options
+from reshard.cli.options import drop_option, iteration_option, json_option, overwrite_file_option, source_options
 from reshard.cli.terminal import print_json, say, say_warnings, wrote
-from reshard.cli.values import READ, STRATEGY, WRITE
+from reshard.cli.values import READ, READ_PLACE, STRATEGY, WRITE
 from reshard.errors import SourceError, UsageError, VerifyError
 from reshard.storage.small import refuse_existing, refuse_inputs
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from reshard.storage.places import Place
     from reshard.strategy.diff import Change, Diff
     from reshard.strategy.strategy import Strategy
 
@@ -192,6 +193,45 @@ def make_strategy(
         predict=predict,
     )
     reshard.write_strategy(made, output)
+    _say_written(made, output)
+
+
+@strategy.command(
+    "from-checkpoint",
+    epilog="""
+Example, from a Checkpoint 2.0 to rank directories that MindSpore's tools read:
+
+  reshard strategy from-checkpoint output/checkpoint -o strategy.ckpt
+  reshard transform output/checkpoint ranks --target-strategy strategy.ckpt
+""",
+    short_help="Write the strategy file of a checkpoint that has none.",
+)
+@click.argument("checkpoint", type=READ_PLACE)
+@iteration_option
+@drop_option("Tensors that are left out of the strategy. May be repeated.")
+@_output
+@overwrite_file_option
+def strategy_from_checkpoint(
+    checkpoint: Place, iteration: int | None, drop: tuple[str, ...], output: Path, overwrite: bool
+) -> None:
+    """Write the strategy file of CHECKPOINT, which says itself which rank holds which block: a Checkpoint 2.0.
+
+    What every rank has of the training's state (global_step and the like) is left out, as by MindSpore. Optimizer
+    parallel is in nested layouts, which MindSpore 2.10 does not read from JSON. Of what reshard wrote it is the
+    strategy in the ledger there.
+    """
+    from reshard.readers.open import files_read
+
+    refuse_existing(output, overwrite=overwrite)
+    opened = reshard.open(checkpoint, iteration=iteration, contents=False)
+    refuse_inputs([output], files_read(checkpoint, opened.files), "one of the files of the checkpoint")
+    say_warnings(opened.warnings)
+    made = reshard.strategy_of(opened, drop=drop)
+    reshard.write_strategy(made, output)
+    nested = [name for name, (one, *_) in made.tensors.items() if any(len(axes) > 1 for axes in one.layout.tensor_map)]
+    if nested and output.suffix == ".json":
+        advice = "MindSpore 2.10 does not read such JSON; give a name that does not end with .json for it"
+        say_warnings([f"{output}: has nested layouts, as that of {nested[0]}; {advice}"])
     _say_written(made, output)
 
 

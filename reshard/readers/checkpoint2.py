@@ -124,7 +124,7 @@ def iterations(root: Place, there: Sequence[str]) -> list[Iteration]:
             warnings += opened.warnings
             if opened.unreadable:
                 name, reason = next(iter(opened.unreadable.items()))
-                problem = f"of {len(opened.unreadable)} tensors not all can be read: {name!r} {reason}"
+                problem = f"{len(opened.unreadable)} tensors cannot be read, such as {name!r}, which {reason}"
         except SourceError as error:
             problem = str(error).removeprefix(f"{place}: ")
         nbytes = sum(file.status().nbytes for file in place.files(depth=1) if file.suffix == ".safetensors")
@@ -314,7 +314,9 @@ class _Metadata:
                 raise ValueError(f"file_name is {file!r:.80}; expected a safetensors file in the same directory")
             if type(rank) is not int or not 0 <= rank < _MOST:
                 raise ValueError(f"storage_rank is {rank!r:.60}; expected the number of a rank")
-            group = _numbers(place.get("rank_group", []))
+            group = tuple(place.get("rank_group", ()))
+            if group not in self._groups:  # most have been checked before
+                _numbers([*group])
             group = group if rank in group else (rank, *group)
             if self.files.setdefault(file, len(self.files)) == len(self.ranks):
                 self.ranks.append(rank)
@@ -324,7 +326,11 @@ class _Metadata:
 
 
 def _numbers(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in value):
+    if (
+        not isinstance(value, list)
+        or {*map(type, value)} - {int}
+        or (value and not 0 <= min(value) <= max(value) < 1 << 63)
+    ):
         raise ValueError(f"{value!r:.60} is there; expected whole numbers")
     return tuple(value)
 
@@ -412,13 +418,13 @@ class _Joined:
         """Yield what the metadata say wrongly though all of it can be read."""
         if self.contradicting:
             yield (
-                f"{METADATA} numbers the blocks of {names(self.contradicting, most=3)} otherwise than their layouts "
-                "say, which are taken, as MindSpore Transformers does"
+                f"{METADATA}: numbers the blocks of {names(self.contradicting, most=3)} otherwise than their layouts "
+                "say, by which they are read, as MindSpore Transformers does; nothing is lost"
             )
         if self.unlisted:
             yield (
-                f"{METADATA} does not list {names(self.unlisted, most=3)}, which the files have, and which MindSpore "
-                "Transformers does not load"
+                f"{METADATA}: does not list {names(self.unlisted, most=3)}, which files have and are read, and "
+                "MindSpore Transformers does not load"
             )
 
     def _add(self, name: str, found: Tensor | str) -> None:

@@ -60,7 +60,7 @@ class _Text:
     def names(self) -> Iterator[str]:
         """Yield the keys of the object that comes; whoever takes one takes its value before the next."""
         self._take("{")
-        seen: set[str] = set()
+        seen: set[int] = set()  # hashes, as keys may be millions
         while True:
             plain = _NEXT_KEY.match(self._held, self._at) if seen else None
             if plain:
@@ -74,9 +74,9 @@ class _Text:
                 if not isinstance(key, str):
                     raise ValueError(f"{key!r:.60} is the key of an object; expected text")
                 self._take(":")
-            if key in seen:
+            if hash(key) in seen:
                 raise ValueError(f"the key {key!r:.60} is there twice in an object")
-            seen.add(key)
+            seen.add(hash(key))
             yield key
         self._take("}")
 

@@ -42,12 +42,19 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
         SourceError: something is not valid; all faults at once.
     """
     faults = Faults(target.root)
-    warnings = list(target.warnings)
+    warnings = [warning for warning in target.warnings if warning not in target.defects]
+    for defect in target.defects:
+        where, _, what = defect.partition(": ")
+        faults.add(where, what)
     for number, file in enumerate(target.files):
         for name, reason in file.index.unreadable:
             if name in target.unreadable and not matches(name, selection.drop):
                 fault = Text(f"{reason}; to leave it out give ", Option("drop", name))
                 faults.add(f"rank {target.ranks[number]}: {name!r}", fault)
+    in_files = {name for file in target.files for name, _ in file.index.unreadable}
+    for name, reason in target.unreadable.items():
+        if name not in in_files and not matches(name, selection.drop):
+            faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
     if not target.tensors:
         warnings.append(
             "no strategy joins the ranks: each is valid by itself; a strategy would show whether everything is there"
