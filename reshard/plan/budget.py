@@ -53,6 +53,9 @@ TASK_MEMORY = 4000
 CHUNK_BYTES = 650
 """A chunk of a zarr store that is read."""
 
+PLACE_BYTES = 100
+"""A place of a block in the metadata of a Checkpoint 2.0, when they are read."""
+
 Share = tuple[str, int]
 """A part of a prediction: what it is for, and its bytes."""
 
@@ -212,7 +215,10 @@ def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
     """Return the memory of some tensors of a checkpoint, and of the indexes of all its files."""
     indexes = {file.index.header: len(file.index.entries) for file in checkpoint.files}
     chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format == ZARR else 0
-    return TENSOR_BYTES * len(tensors) + ENTRY_BYTES * sum(indexes.values()) + CHUNK_BYTES * chunks
+    listed = [tensor.sharding for tensor in tensors] if checkpoint.holders else []
+    sizes = {sharding: sum(map(len, sharding.replicas)) for sharding in set(listed)}
+    places = PLACE_BYTES * sum(sizes[sharding] for sharding in listed)
+    return TENSOR_BYTES * len(tensors) + ENTRY_BYTES * sum(indexes.values()) + CHUNK_BYTES * chunks + places
 
 
 def _casts(items: Sequence[Item]) -> bool:

@@ -500,7 +500,8 @@ class _Joined:
                 ": they were lost when it was saved (remove_redundancy)" if contradicts else ""
             )
         cut = self._cut(blocks, replicas, reason)
-        return cut._replace(contradicts=contradicts, holders=self._holders(one, of_rank, outside))
+        holders = self._holders(one, of_rank, outside, contradicts=contradicts)
+        return cut._replace(contradicts=contradicts, holders=holders)
 
     def _held_by(self, one: _Listed, group: int) -> tuple[set[int], tuple[int, ...]]:
         """Return the blocks that the layout gives the ranks of a group, and those that it is not about."""
@@ -512,14 +513,17 @@ class _Joined:
             self._held[key] = blocks, tuple(rank for rank in ranks if rank not in of_rank)
         return self._held[key]
 
-    def _holders(self, one: _Listed, of_rank: Mapping[int, int], outside: Mapping[int, int]) -> tuple[int, ...]:
+    def _holders(
+        self, one: _Listed, of_rank: Mapping[int, int], outside: Mapping[int, int], *, contradicts: bool
+    ) -> tuple[int, ...]:
         """Return the ranks that hold a tensor; none where the layout does not say which block some of them do."""
         others = tuple(sorted(outside))
         if one.mesh is None:
             return others
         ranks = list(self.said.meshes)[one.mesh].ranks
         expected = [of_rank[rank] for rank in ranks] * (len(others) // len(ranks))
-        return (*ranks, *others) if [outside[rank] for rank in others] == expected else ()
+        fits = [outside[rank] for rank in others] == expected and not (others and contradicts)
+        return (*ranks, *others) if fits else ()
 
     def _cut(self, blocks: Sequence[Block], replicas: Sequence[Sequence[int]], reason: str = "") -> _Cut:
         at, firsts = where(self.files, sorted({number for some in replicas for number in some}))

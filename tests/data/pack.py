@@ -13,7 +13,17 @@ import tarfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FOLDERS = ("cases", "checkpoint2", "deduplicated", "directories", "encrypted", "merged", "real", "strategies")
+FOLDERS = (
+    "cases",
+    "checkpoint2",
+    "checkpoint2_more",
+    "deduplicated",
+    "directories",
+    "encrypted",
+    "merged",
+    "real",
+    "strategies",
+)
 
 
 def pack(folder: Path, archive: Path) -> None:

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-CASES = sorted(
-    {path.split("/")[1] for path in helpers.packed_files("checkpoint2") if path.count("/") > 3 and "dcp_" not in path}
-)
 SPLIT = "graph_dp2_tp4"
 ONCE = "graph_dp2_tp2_pp2_zero_once"
 SUBMESH = "pynative_submesh"
+LOST = "pynative_submesh_once"
+CASES = sorted(
+    {path.split("/")[1] for path in helpers.packed_files("checkpoint2") if path.count("/") > 3 and "dcp_" not in path}
+    | {path.split("/")[1] for path in helpers.packed_files("checkpoint2_more")} - {LOST}
+)
 NORM = "decoder.layers.0.input_layernorm.weight"
 
 Json = dict[str, Any]
@@ -37,10 +39,14 @@ def case(mindspore_data: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Copies a case, to be spoilt; returns the directory of its last iteration."""
 
     def copied(name: str) -> Path:
-        shutil.copytree(mindspore_data / "checkpoint2" / name, tmp_path / name)
+        shutil.copytree(root_of(mindspore_data, name), tmp_path / name)
         return max((tmp_path / name / "checkpoint").glob("iteration_*"))
 
     return copied
+
+
+def root_of(mindspore_data: Path, name: str) -> Path:
+    return next(mindspore_data.glob(f"checkpoint2*/{name}"))
 
 
 def full_of(place: Path) -> Mapping[str, Any]:
@@ -81,7 +87,7 @@ def _word(dtype: str) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_real_ones_are_their_whole_tensors(mindspore_data: Path, name: str) -> None:
-    root = mindspore_data / "checkpoint2" / name
+    root = root_of(mindspore_data, name)
     full = dict(np.load(root / "full.npz"))
     if name.endswith("pp2_zero_once"):
         del full["global_step"]  # which is in common.json alone
@@ -92,7 +98,7 @@ def test_real_ones_are_their_whole_tensors(mindspore_data: Path, name: str) -> N
 @pytest.mark.parametrize("name", CASES)
 def test_they_are_converted_and_verified(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     """To whole tensors, to other ranks and back to whole ones, to zarr, and by a saved plan."""
-    root = mindspore_data / "checkpoint2" / name
+    root = root_of(mindspore_data, name)
     source = reshard.open(root / "checkpoint")
     full = {key: value for key, value in np.load(root / "full.npz").items() if key in source}
     rows = Strategy.of({
@@ -235,27 +241,37 @@ def test_numbers_that_contradict_the_layout(case: Callable[[str], Path]) -> None
     place = case(SUBMESH)
     found = reshard.open(place)
     assert_equal(found, full_of(place))
-    assert any("numbers the blocks of" in warning and NORM in warning for warning in found.warnings)
+    (defect,) = found.defects
+    assert "numbers the blocks of" in defect
+    assert NORM in defect
+    assert defect in found.warnings
+    refused = call("verify", place.parent)
+    assert refused.exit_code == 4
+    assert f"metadata.json: numbers the blocks of {NORM}" in refused.stderr
 
 
 def test_blocks_that_were_lost(case: Callable[[str], Path], tmp_path: Path) -> None:
-    """With remove_redundancy the same defect drops blocks from the disk: named, refused, and left out by name."""
-    place = case(SUBMESH)
+    """With remove_redundancy the same defect drops blocks from the disk: named, refused, and left out by name.
 
-    def stored_once(_: Json, places: Json) -> None:
-        places[f"('{NORM}', (0,))"] = places[f"('{NORM}', (0,))"][:1]
-        del places[f"('{NORM}', (1,))"]
-        places[f"('{NORM}', (1,))"] = [{**places[f"('{NORM}', (0,))"][0], "rank_group": [0, 2]}]
-
-    change(place, stored_once)
+    Of the two blocks of one norm, files of ranks 0 and 1 have the first, twice: no number of a file that is there
+    contradicts its layout, but the group of ranks that are said to hold the same does.
+    """
+    place = case(LOST)
     found = reshard.open(place)
-    assert "lacks 1 of its 2 blocks, which no file has" in found.unreadable[NORM]
-    assert "they were lost when it was saved (remove_redundancy)" in found.unreadable[NORM]
-    refused = call("unify", place, tmp_path / "u")
-    assert refused.exit_code == 4
-    assert f"--drop '{NORM}'" in refused.stderr
-    done("unify", place, tmp_path / "u", "--drop", NORM)
-    assert_equal(reshard.open(tmp_path / "u"), full_of(place), but=(NORM,))
+    norms = tuple(name for name in full_of(place) if name.endswith("layernorm.weight"))
+    assert set(found.unreadable) == set(norms)
+    for name in norms:
+        assert "lacks 1 of its 2 blocks, which no file has" in found.unreadable[name]
+        assert "they were lost when it was saved (remove_redundancy)" in found.unreadable[name]
+    assert_equal(found, full_of(place), but=norms)
+    for command in (["unify", place, tmp_path / "u"], ["verify", place.parent]):
+        refused = call(*command)
+        assert refused.exit_code == 4
+        assert f"--drop '{NORM}'" in refused.stderr
+    done("unify", place, tmp_path / "u", "--drop", "*norm.weight")
+    assert_equal(reshard.open(tmp_path / "u"), full_of(place), but=norms)
+    done("verify", place, "--drop", "*norm.weight")
+    assert f"not complete: 6 tensors cannot be read, such as '{NORM}'" in call("inspect", place.parent).stdout
 
 
 def test_a_place_that_the_layout_is_not_about(case: Callable[[str], Path]) -> None:
@@ -318,8 +334,12 @@ def test_states_that_the_metadata_leave_out(case: Callable[[str], Path]) -> None
             for key in [key for key in places if f"'{name}'" in key]:
                 del places[key]
 
+    assert not reshard.open(place).defects  # global_step is not listed there either
     change(place, left_out)
     assert_equal(reshard.open(place), full_of(place))
+    refused = call("verify", place)
+    assert refused.exit_code == 4
+    assert "metadata.json: does not list adam_v." in refused.stderr
     steps = iter(range(99))
     rewrite(place, "global_step", lambda step: np.full_like(step, next(steps)))
     assert "differs between the ranks" in reshard.open(place).unreadable["global_step"]
@@ -334,6 +354,38 @@ def test_what_is_in_the_other_file_of_its_rank(case: Callable[[str], Path]) -> N
         opt.rename(model)
         spare.rename(opt)
     assert_equal(reshard.open(place), full_of(place))
+
+
+def test_states_that_were_listed_and_not_saved(case: Callable[[str], Path]) -> None:
+    """As before July 2026."""
+    place = case(SPLIT)
+    name = f"adam_v.{NORM}"
+    rewrite(place, name, lambda _: None)
+    found = reshard.open(place)
+    assert "is not in the files that should have it, as metadata.json says" in found.unreadable[name]
+    assert_equal(found, full_of(place), but=(name,))
+    refused = call("verify", place)
+    assert refused.exit_code == 4
+    assert f"tensor '{name}': is not in the files" in refused.stderr
+
+
+def test_a_weight_whose_place_is_in_a_file_of_the_optimizer(case: Callable[[str], Path]) -> None:
+    """As of later stages before June 2026: it is a weight also where all of those files are left out."""
+    place = case("pynative_pp2")
+    name = "output_layer.weight"
+
+    def misplaced(_: Json, places: Json) -> None:
+        for key in [key for key in places if f"'{name}'" in key]:
+            for one in places[key]:
+                one["file_name"] = one["file_name"].replace("-model-", "-opt-")
+
+    change(place, misplaced)
+    assert_equal(reshard.open(place), full_of(place))
+    for path in place.glob("*-opt-*"):
+        path.unlink()
+    found = reshard.open(place)
+    assert found[name].compute().tobytes() == full_of(place)[name].tobytes()
+    assert done("verify", place).exit_code == 0
 
 
 def test_weights_alone(case: Callable[[str], Path]) -> None:
@@ -389,6 +441,18 @@ def test_an_iteration_that_is_not_complete(case: Callable[[str], Path]) -> None:
         reshard.open(place)
 
 
+def test_iterations_newer_than_the_last(case: Callable[[str], Path]) -> None:
+    """The tracker is written last, and a newer directory may be half written, or its training stopped before that."""
+    place = case(SPLIT)
+    shutil.copytree(place, place.with_name("iteration_00000006"))
+    newer = "has iteration 6, newer than 4, which latest_checkpointed_iteration.txt names"
+    assert any(newer in warning for warning in reshard.open(place.parent).warnings)
+    assert newer in done("verify", place.parent).stderr
+    assert "complete; newer than the last" in done("inspect", place.parent).stdout
+    assert not reshard.open(place.parent, iteration=4).warnings
+    assert not reshard.open(place).warnings
+
+
 def test_a_training_that_was_not_healthy(case: Callable[[str], Path]) -> None:
     place = case(SPLIT)
     common = json.loads((place / "common.json").read_text())
@@ -419,7 +483,9 @@ def test_whole_tensors_in_several_files_need_no_metadata(case: Callable[[str], P
         (lambda _, some: some[0].update(storage_rank=-1), "storage_rank is -1"),
         (lambda _, some: some[0].update(storage_rank=7), "is of rank 7 here"),
         (lambda _, some: some[0].pop("file_name"), "has no 'file_name'"),
+        (lambda _, some: some[0].update(rank_group=[True]), "expected whole numbers"),
         (lambda places, _: places.update(x=[]), "is not a name and the number of a block"),
+        (lambda places, some: places.update({f"('{NORM}', ({1 << 40},))": some}), "no tensor has as many"),
         (lambda places, some: places.update({"('x', (0,))": some}), "has places of 'x', and no such tensor"),
     ],
 )

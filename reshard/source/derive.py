@@ -1,0 +1,85 @@
+"""The strategy of a checkpoint that says itself which rank holds which block.
+
+Stages are runs of as many ranks as the layout of most devices has. Meshes that make up a stage in order, each with all
+of a tensor, are one with another axis. No strategy can say of a tensor that it lies on other ranks.
+
+Optimizer parallel is in the layouts already (Checkpoint 2.0 folds it into nested maps), so no size of it is given. What
+every rank has of the training's state, such as the step, is left out, as MindSpore leaves it out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.errors import Faults, Option, SourceError, Text, UsageError
+from reshard.layout.layout import whole
+from reshard.source.checkpoint import matched
+from reshard.strategy.names import is_training_state, ranges_text
+from reshard.strategy.strategy import Placed, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from reshard.layout.layout import Layout
+    from reshard.source.checkpoint import Checkpoint
+
+
+def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
+    """Return the strategy of a checkpoint: that which it was opened with, or what it says itself, as Checkpoint 2.0 do.
+
+    Args:
+        checkpoint: an opened one.
+        drop: names of tensors, or globs, that are left out; every one must match.
+
+    Raises:
+        UsageError: it does not say which rank holds which block; a pattern matches no tensor.
+        SourceError: tensors cannot be read, or lie on ranks that no strategy can say; all at once.
+    """
+    dropped = matched(checkpoint.root, {**checkpoint.tensors, **checkpoint.unreadable}, drop)
+    checkpoint = checkpoint.without(dropped)
+    if checkpoint.strategy is not None:
+        kept = {name: placed for name, placed in checkpoint.strategy.tensors.items() if name not in dropped}
+        return replace(checkpoint.strategy, tensors=kept)
+    if not checkpoint.holders:
+        raise UsageError(f"{checkpoint.root}: says of no rank which block it holds; whole tensors need no strategy")
+    devices = max((layout.devices for layout in checkpoint.layouts.values()), default=len(set(checkpoint.ranks)))
+    faults = Faults(checkpoint.root)
+    reasons = dict(checkpoint.unreadable)
+    tensors = {}
+    for name, tensor in checkpoint.tensors.items():
+        ranks = checkpoint.holders.get(name)
+        if ranks is None or is_training_state(name, tensor):
+            continue
+        shape = tensor.spec.shape
+        layout = checkpoint.layouts.get(name) or whole(len(shape), devices)
+        if held := _stages(ranks, devices):
+            layout = replace(layout, dev_matrix=_filled(layout, devices))
+            tensors[name] = tuple(Placed(stage, layout, shape) for stage in sorted(held))
+        elif ranks:
+            there = f"lies on ranks {ranges_text(ranks)}, which are not whole stages of {devices} ranks in order"
+            reasons[name] = f"{there}; no strategy can say that"
+        else:
+            reasons[name] = "lies on other ranks than its layout is about, too, and which blocks these hold is not said"
+    for name, reason in reasons.items():
+        faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
+    faults.raise_if_any(SourceError)
+    stages = range(max(max(ranks, default=0) for ranks in checkpoint.holders.values()) // devices + 1)
+    several = len(stages) > 1
+    return Strategy(tensors, stages, devices, merged=several, current_stage=1 if several else 2)
+
+
+def _stages(ranks: Sequence[int], devices: int) -> list[int]:
+    """Return the stages that ranks are, each in order; none where they are not.
+
+    >>> _stages((4, 5, 6, 7, 0, 1, 2, 3), 4), _stages((0, 2), 4), _stages((1, 0), 2)
+    ([1, 0], [], [])
+    """
+    stages = [rank // devices for rank in ranks[::devices]]
+    return stages if [*ranks] == [stage * devices + device for stage in stages for device in range(devices)] else []
+
+
+def _filled(layout: Layout, devices: int) -> tuple[int, ...]:
+    """Return the device matrix of a layout for so many devices, among which it is repeated."""
+    outer = devices // layout.devices
+    return (outer, *layout.dev_matrix) if outer > 1 else layout.dev_matrix
