@@ -3,7 +3,8 @@
 `metadata.json` says of each tensor its layout, and for each of its blocks, by number, the files that hold it and whose
 ranks' they are. `global_offset` there is the number of a block, row by row, and not an offset. Where layout and number
 contradict each other the layout is right: each rank saves what its layout gives it, and mindformers' own loader goes by
-layouts too. What is believed is compared with the headers of the files.
+layouts too. Ranks that are said to have the same block must be given it by the layout; where they are not, replicas
+were mistaken for each other, and blocks may be lost. What is believed is compared with the headers of the files.
 
 A directory without `metadata.json` has whole tensors, in files of which all must be there.
 
@@ -17,13 +18,12 @@ import re
 from array import array
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import Faults, LayoutError, Option, SourceError, Text, names
+from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.formats.directories import CHECKPOINT2, ITERATION, TRACKER
 from reshard.layout.block import Block, shape_text
-from reshard.layout.layout import Layout
-from reshard.readers.members import members
+from reshard.readers.checkpoint2_metadata import METADATA, NUMBERS, Listed, Metadata
 from reshard.source.assemble import assemble_whole, by_header, where
 from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec
 from reshard.source.headers import indexed
@@ -38,13 +38,9 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 NAME = "Checkpoint 2.0"
-METADATA = "metadata.json"
 COMMON = "common.json"
 
-_KEY = re.compile(r"""\((?:'(?P<single>.*)'|"(?P<double>.*)"), \((?P<number>\d{1,18}),\)\)""", re.DOTALL)
 _LARGEST = 1 << 20
-_MOST = 1 << 31  # ranks, and blocks of a tensor
-_NUMBERS = 4  # of a place
 _NONE, _BLOCK, _WHOLE, _OTHER = range(4)  # what a file has of a tensor
 
 
@@ -203,29 +199,6 @@ def _health(place: Place) -> Iterator[str]:
         yield f"{place}: is of a training that was not healthy when it was saved (ckpt_status 1 in {COMMON})"
 
 
-class _Mesh(NamedTuple):
-    """How a tensor is cut, and the rank of each device."""
-
-    layout: Layout
-    ranks: tuple[int, ...]
-
-
-class _Listed(NamedTuple):
-    """A tensor as the metadata list it.
-
-    Attributes:
-        dtype: its name; empty where it is not known.
-        shape: of the whole tensor.
-        mesh: the number of its mesh; None where every place has it whole.
-        reason: why it cannot be read; else empty.
-    """
-
-    dtype: str
-    shape: Shape
-    mesh: int | None
-    reason: str
-
-
 class _Cut(NamedTuple):
     """Blocks, and the files that have each, by their numbers.
 
@@ -244,123 +217,12 @@ class _Cut(NamedTuple):
     reason: str = ""
 
 
-class _Metadata:
-    """What `metadata.json` says.
-
-    Attributes:
-        listed: the tensors.
-        places: where the blocks of each are: the numbers of the block, of the file, of the rank and of the group of
-            ranks that hold the same, again and again.
-        files: the names of the files, each with its number.
-        ranks: the rank of each file.
-        groups: the groups of ranks.
-    """
-
-    def __init__(self, path: Place) -> None:
-        self.listed: dict[str, _Listed] = {}
-        self.places: dict[str, array[int]] = {}
-        self.files: dict[str, int] = {}
-        self.ranks: list[int] = []
-        self.meshes: dict[_Mesh, int] = {}
-        self._groups: dict[tuple[int, ...], int] = {}
-        where = ""
-        try:
-            for section, name, value in members(str(path)):
-                where = f"{section}.{name}: "
-                if section == "state_dict_metadata":
-                    self.listed[name] = self._listed(value)
-                elif section == "storage_data":
-                    self._place(name, value)
-        except (ValueError, KeyError, TypeError, LayoutError) as error:
-            said = f"has no {error}" if isinstance(error, KeyError) else str(error)
-            raise SourceError(f"{path}: {where}{said}") from None
-        if unknown := [name for name in self.places if name not in self.listed]:
-            raise SourceError(f"{path}: has places of {names(map(repr, unknown), most=3)}, and no such tensor")
-        self.groups = list(self._groups)
-
-    def _listed(self, value: dict[str, Any]) -> _Listed:
-        shape = _numbers(value["global_shape"])
-        dtype = value["properties"]["dtype"].lower()
-        layout = value.get("layout")
-        if layout is None:
-            return _Listed(dtype, shape, None, "")
-        tensor_map = [entry if isinstance(entry, int) else _numbers(entry) for entry in layout["tensor_map"]]
-        mesh = _Mesh(Layout.of(_numbers(layout["device_matrix"]), tensor_map), _numbers(layout["rank_list"]))
-        if len(set(mesh.ranks)) != prod(mesh.layout.dev_matrix) or len(set(mesh.ranks)) < len(mesh.ranks):
-            raise ValueError(f"rank_list has {len(mesh.ranks)} ranks; expected one for each device")
-        if len(mesh.layout.tensor_map) != len(shape):
-            raise ValueError(f"tensor_map is of {len(mesh.layout.tensor_map)} dimensions; the shape has {len(shape)}")
-        reason = ""
-        if layout.get("interleaved_parallel"):
-            reason = "is interleaved within each card (interleaved_parallel), which is not read"
-        else:
-            uneven = [dim for dim, ways in enumerate(mesh.layout.splits) if shape[dim] % ways]
-            if uneven:
-                dim, ways = uneven[0], mesh.layout.splits[uneven[0]]
-                reason = (
-                    f"has {shape[dim]} elements in dimension {dim}, which {ways} blocks do not divide; the format "
-                    f"keeps {shape[dim] // ways} in each, so that {shape[dim] % ways} are lost"
-                )
-        return _Listed(dtype, shape, self.meshes.setdefault(mesh, len(self.meshes)), reason)
-
-    def _place(self, key: str, value: list[dict[str, Any]]) -> None:
-        name, number = _read_key(key)
-        if number >= _MOST:
-            raise ValueError(f"is the block of number {number}; no tensor has as many")
-        places = self.places.setdefault(name, array("i"))
-        for place in value:
-            file, rank = place["file_name"], place["storage_rank"]
-            if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
-                raise ValueError(f"file_name is {file!r:.80}; expected a safetensors file in the same directory")
-            if type(rank) is not int or not 0 <= rank < _MOST:
-                raise ValueError(f"storage_rank is {rank!r:.60}; expected the number of a rank")
-            group = tuple(place.get("rank_group", ()))
-            if group not in self._groups:  # most have been checked before
-                _numbers([*group])
-            group = group if rank in group else (rank, *group)
-            if self.files.setdefault(file, len(self.files)) == len(self.ranks):
-                self.ranks.append(rank)
-            elif self.ranks[self.files[file]] != rank:
-                raise ValueError(f"{file} is of rank {rank} here, and of rank {self.ranks[self.files[file]]} before")
-            places.extend((number, self.files[file], rank, self._groups.setdefault(group, len(self._groups))))
-
-
-def _numbers(value: object) -> tuple[int, ...]:
-    if (
-        not isinstance(value, list)
-        or {*map(type, value)} - {int}
-        or (value and not 0 <= min(value) <= max(value) < 1 << 63)
-    ):
-        raise ValueError(f"{value!r:.60} is there; expected whole numbers")
-    return tuple(value)
-
-
-def _read_key(key: str) -> tuple[str, int]:
-    """Return the name and the number of a block that a key of `storage_data` is of, as Python writes such a tuple.
-
-    >>> _read_key("('a.b', (3,))"), _read_key(str(("it's", (0,))))
-    (('a.b', 3), ("it's", 0))
-    """
-    match = _KEY.fullmatch(key)
-    if match is None:
-        raise ValueError(f"the key {key!r:.80} is not a name and the number of a block")
-    name = match["single"] if match["single"] is not None else match["double"]
-    if "\\" in name:
-        from ast import literal_eval
-
-        try:
-            name = literal_eval(key)[0]
-        except (SyntaxError, RecursionError, MemoryError):
-            raise ValueError(f"the key {key!r:.80} is not a name and the number of a block") from None
-    return name, int(match["number"])
-
-
 class _Joined:
-    """Joins metadata and files."""
+    """Joins metadata and files: a block is where the metadata say, else where the layout gives it to a file's rank."""
 
     def __init__(self, place: Place, there: set[str]) -> None:
         self.place, self.there = place, there
-        self.said = said = _Metadata(place / METADATA)
+        self.said = said = Metadata(place / METADATA)
         self.gone = {name for name in said.files if name not in there}
         self._refuse_gaps()
         present = sorted((said.ranks[number], name) for name, number in said.files.items() if name in there)
@@ -440,10 +302,10 @@ class _Joined:
         return {
             name
             for name, places in self.said.places.items()
-            if numbers and name not in there and numbers.issuperset(places[1::_NUMBERS])
+            if numbers and name not in there and numbers.issuperset(places[1::NUMBERS])
         }
 
-    def _tensor(self, name: str, one: _Listed) -> Tensor | str:
+    def _tensor(self, name: str, one: Listed) -> Tensor | str:
         """Return a tensor, or why it cannot be read."""
         places = self.said.places.get(name, array("i"))
         key = (one.mesh, one.shape, places.tobytes())
@@ -460,7 +322,7 @@ class _Joined:
             self.contradicting.append(name)
         return self._of(name, one, cut)
 
-    def _of(self, name: str, one: _Listed, cut: _Cut) -> Tensor | str:
+    def _of(self, name: str, one: Listed, cut: _Cut) -> Tensor | str:
         """Return a tensor whose blocks are known, or why it cannot be read."""
         if cut.reason:
             return cut.reason
@@ -469,17 +331,19 @@ class _Joined:
         if dtypes.keys() != {one.dtype or held[0].dtype.name}:
             listed = f" and {one.dtype} in {METADATA}" if one.dtype else "; expected one dtype"
             return f"is {names(sorted(dtypes))} in the files{listed}"
-        runs = tuple(entry.runs for entry in held)
-        return Tensor(TensorSpec(name, held[0].dtype, one.shape), cut.sharding, runs, listed=one.mesh is not None)
+        if len({entry.text for entry in held}) > 1:
+            return "is text that differs between the ranks"
+        spec, runs = TensorSpec(name, held[0].dtype, one.shape), tuple(entry.runs for entry in held)
+        return Tensor(spec, cut.sharding, runs, listed=one.mesh is not None, text=held[0].text)
 
-    def _in_places(self, one: _Listed, places: Sequence[int]) -> _Cut:
+    def _in_places(self, one: Listed, places: Sequence[int]) -> _Cut:
         """Return where the blocks of tensors of some shape, mesh and places are, by the metadata."""
         blocks, of_rank = self._grid(one)
         replicas: list[list[int]] = [[] for _ in blocks]
         others: list[tuple[int, int]] = []
         outside: dict[int, int] = {}  # ranks that the one layout in the metadata is not about, and their blocks
         contradicts = False
-        for number, file, rank, group in zip(*(places[at::_NUMBERS] for at in range(_NUMBERS)), strict=True):
+        for number, file, rank, group in zip(*(places[at::NUMBERS] for at in range(NUMBERS)), strict=True):
             held, others_of_group = self._held_by(one, group)
             contradicts |= not held <= {number}
             outside |= dict.fromkeys(others_of_group, number)
@@ -503,7 +367,7 @@ class _Joined:
         holders = self._holders(one, of_rank, outside, contradicts=contradicts)
         return cut._replace(contradicts=contradicts, holders=holders)
 
-    def _held_by(self, one: _Listed, group: int) -> tuple[set[int], tuple[int, ...]]:
+    def _held_by(self, one: Listed, group: int) -> tuple[set[int], tuple[int, ...]]:
         """Return the blocks that the layout gives the ranks of a group, and those that it is not about."""
         key = (one.mesh, one.shape, group)
         if key not in self._held:
@@ -514,7 +378,7 @@ class _Joined:
         return self._held[key]
 
     def _holders(
-        self, one: _Listed, of_rank: Mapping[int, int], outside: Mapping[int, int], *, contradicts: bool
+        self, one: Listed, of_rank: Mapping[int, int], outside: Mapping[int, int], *, contradicts: bool
     ) -> tuple[int, ...]:
         """Return the ranks that hold a tensor; none where the layout does not say which block some of them do."""
         others = tuple(sorted(outside))
@@ -530,7 +394,7 @@ class _Joined:
         sharding = Sharding(tuple(blocks), tuple(tuple(at[number] for number in sorted(some)) for some in replicas))
         return _Cut(sharding, firsts, reason=reason)
 
-    def _grid(self, one: _Listed) -> tuple[tuple[Block, ...], dict[int, int]]:
+    def _grid(self, one: Listed) -> tuple[tuple[Block, ...], dict[int, int]]:
         """Return the blocks of a tensor, and the number of that which each rank has."""
         if one.mesh is None:
             return (Block.whole(one.shape),), {}
@@ -541,7 +405,7 @@ class _Joined:
             self._grids[one.mesh, one.shape] = grid.blocks, of_rank
         return self._grids[one.mesh, one.shape]
 
-    def _in_files(self, name: str, one: _Listed) -> _Cut:
+    def _in_files(self, name: str, one: Listed) -> _Cut:
         """Return where a tensor is that is not where the metadata say: each rank's files have its block, or all of it.
 
         What is worked out for one serves all that the same files have alike.
@@ -580,7 +444,7 @@ class _Joined:
         if isinstance(found, Tensor):
             self.holders[name] = self.holders.get(_weight(name), ())
         else:
-            one = _Listed("", entry.shape, None, "")
+            one = Listed("", entry.shape, None, "")
             found = self._of(name, one, self._in_files(name, one))
         self._add(name, found)
         if prod(entry.shape) > 1 and not name.startswith("accu_grads."):

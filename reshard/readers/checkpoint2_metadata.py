@@ -1,0 +1,162 @@
+"""What the metadata of a Checkpoint 2.0 say: how each tensor is cut, and which files have its blocks.
+
+They may be 100 MB and more of JSON, which is read member by member. Names, paths and numbers are checked here; what is
+in the files is compared with them by `checkpoint2`.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import LayoutError, SourceError, names
+from reshard.layout.layout import Layout
+from reshard.readers.members import members
+
+if TYPE_CHECKING:
+    from reshard.layout.block import Shape
+    from reshard.storage.places import Place
+
+METADATA = "metadata.json"
+
+NUMBERS = 4
+"""Of a place of a block: those of the block, of the file, of the rank and of the group of ranks that hold the same."""
+
+_KEY = re.compile(r"""\((?:'(?P<single>.*)'|"(?P<double>.*)"), \((?P<number>\d{1,18}),\)\)""", re.DOTALL)
+_MOST = 1 << 31  # ranks, and blocks of a tensor
+
+
+class Mesh(NamedTuple):
+    """How a tensor is cut, and the rank of each device."""
+
+    layout: Layout
+    ranks: tuple[int, ...]
+
+
+class Listed(NamedTuple):
+    """A tensor as the metadata list it.
+
+    Attributes:
+        dtype: its name; empty where it is not known.
+        shape: of the whole tensor.
+        mesh: the number of its mesh; None where every place has it whole.
+        reason: why it cannot be read; else empty.
+    """
+
+    dtype: str
+    shape: Shape
+    mesh: int | None
+    reason: str
+
+
+class Metadata:
+    """What `metadata.json` says.
+
+    Attributes:
+        listed: the tensors.
+        places: where the blocks of each are: the numbers of the block, of the file, of the rank and of the group of
+            ranks that hold the same, again and again.
+        files: the names of the files, each with its number.
+        ranks: the rank of each file.
+        groups: the groups of ranks.
+    """
+
+    def __init__(self, path: Place) -> None:
+        self.listed: dict[str, Listed] = {}
+        self.places: dict[str, array[int]] = {}
+        self.files: dict[str, int] = {}
+        self.ranks: list[int] = []
+        self.meshes: dict[Mesh, int] = {}
+        self._groups: dict[tuple[int, ...], int] = {}
+        where = ""
+        try:
+            for section, name, value in members(str(path)):
+                where = f"{section}.{name}: "
+                if section == "state_dict_metadata":
+                    self.listed[name] = self._listed(value)
+                elif section == "storage_data":
+                    self._place(name, value)
+        except (ValueError, KeyError, TypeError, LayoutError) as error:
+            said = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            raise SourceError(f"{path}: {where}{said}") from None
+        if unknown := [name for name in self.places if name not in self.listed]:
+            raise SourceError(f"{path}: has places of {names(map(repr, unknown), most=3)}, and no such tensor")
+        self.groups = list(self._groups)
+
+    def _listed(self, value: dict[str, Any]) -> Listed:
+        shape = _numbers(value["global_shape"])
+        dtype = value["properties"]["dtype"].lower()
+        layout = value.get("layout")
+        if layout is None:
+            return Listed(dtype, shape, None, "")
+        tensor_map = [entry if isinstance(entry, int) else _numbers(entry) for entry in layout["tensor_map"]]
+        mesh = Mesh(Layout.of(_numbers(layout["device_matrix"]), tensor_map), _numbers(layout["rank_list"]))
+        if len(set(mesh.ranks)) != prod(mesh.layout.dev_matrix) or len(set(mesh.ranks)) < len(mesh.ranks):
+            raise ValueError(f"rank_list has {len(mesh.ranks)} ranks; expected one for each device")
+        if len(mesh.layout.tensor_map) != len(shape):
+            raise ValueError(f"tensor_map is of {len(mesh.layout.tensor_map)} dimensions; the shape has {len(shape)}")
+        reason = ""
+        if layout.get("interleaved_parallel"):
+            reason = "is interleaved within each card (interleaved_parallel), which is not read"
+        else:
+            uneven = [dim for dim, ways in enumerate(mesh.layout.splits) if shape[dim] % ways]
+            if uneven:
+                dim, ways = uneven[0], mesh.layout.splits[uneven[0]]
+                reason = (
+                    f"has {shape[dim]} elements in dimension {dim}, which {ways} blocks do not divide; the format "
+                    f"keeps {shape[dim] // ways} in each, so that {shape[dim] % ways} are lost"
+                )
+        return Listed(dtype, shape, self.meshes.setdefault(mesh, len(self.meshes)), reason)
+
+    def _place(self, key: str, value: list[dict[str, Any]]) -> None:
+        name, number = _read_key(key)
+        if number >= _MOST:
+            raise ValueError(f"is the block of number {number}; no tensor has as many")
+        places = self.places.setdefault(name, array("i"))
+        for place in value:
+            file, rank = place["file_name"], place["storage_rank"]
+            if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
+                raise ValueError(f"file_name is {file!r:.80}; expected a safetensors file in the same directory")
+            if type(rank) is not int or not 0 <= rank < _MOST:
+                raise ValueError(f"storage_rank is {rank!r:.60}; expected the number of a rank")
+            group = tuple(place.get("rank_group", ()))
+            if group not in self._groups:  # most have been checked before
+                _numbers([*group])
+            group = group if rank in group else (rank, *group)
+            if self.files.setdefault(file, len(self.files)) == len(self.ranks):
+                self.ranks.append(rank)
+            elif self.ranks[self.files[file]] != rank:
+                raise ValueError(f"{file} is of rank {rank} here, and of rank {self.ranks[self.files[file]]} before")
+            places.extend((number, self.files[file], rank, self._groups.setdefault(group, len(self._groups))))
+
+
+def _numbers(value: object) -> tuple[int, ...]:
+    if (
+        not isinstance(value, list)
+        or {*map(type, value)} - {int}
+        or (value and not 0 <= min(value) <= max(value) < 1 << 63)
+    ):
+        raise ValueError(f"{value!r:.60} is there; expected whole numbers")
+    return tuple(value)
+
+
+def _read_key(key: str) -> tuple[str, int]:
+    """Return the name and the number of a block that a key of `storage_data` is of, as Python writes such a tuple.
+
+    >>> _read_key("('a.b', (3,))"), _read_key(str(("it's", (0,))))
+    (('a.b', 3), ("it's", 0))
+    """
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise ValueError(f"the key {key!r:.80} is not a name and the number of a block")
+    name = match["single"] if match["single"] is not None else match["double"]
+    if "\\" in name:
+        from ast import literal_eval
+
+        try:
+            name = literal_eval(key)[0]
+        except (SyntaxError, RecursionError, MemoryError):
+            raise ValueError(f"the key {key!r:.80} is not a name and the number of a block") from None
+    return name, int(match["number"])
