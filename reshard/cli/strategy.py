@@ -220,9 +220,12 @@ def strategy_from_checkpoint(
     parallel is in nested layouts, which MindSpore 2.10 does not read from JSON. Of what reshard wrote it is the
     strategy in the ledger there.
     """
-    from reshard.readers.open import files_read
+    from reshard.readers.open import files_read, is_made, self_described
 
     refuse_existing(output, overwrite=overwrite)
+    if self_described(checkpoint, iteration) is None and not is_made(checkpoint):
+        expected = "expected a Checkpoint 2.0, or what reshard wrote with a strategy"
+        raise UsageError(f"{checkpoint}: does not say itself which rank holds which block; {expected}")
     opened = reshard.open(checkpoint, iteration=iteration, contents=False)
     refuse_inputs([output], files_read(checkpoint, opened.files), "one of the files of the checkpoint")
     say_warnings(opened.warnings)

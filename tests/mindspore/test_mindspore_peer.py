@@ -107,6 +107,40 @@ def test_mindspore_transforms_back_what_was_transformed_here(mindspore_data: Pat
                 assert found[name][2] == np.ascontiguousarray(block).tobytes()
 
 
+WHOLE = """
+import json, sys
+import mindspore as ms
+for source, target, strategy in json.loads(sys.argv[1]):
+    ms.transform_checkpoints(source, target, "whole", strategy, None, output_format="safetensors")
+"""
+
+
+def test_mindspore_reads_the_strategy_of_a_checkpoint2(mindspore_data: Path, tmp_path: Path) -> None:
+    """Nested layouts, optimizer parallel, stages, experts: rank files and the strategy file are those of each other."""
+    names = [
+        "graph_dp2_tp4", "graph_dp2_tp2_pp2_zero_once", "graph_ep2_tp2_moe", "pynative_fsdp2_tp2",
+        "pynative_fsdp4_ep2_once", "graph_tied_pp2", "graph_tied_pp2_zero_once", "pynative_pp2",
+    ]  # fmt: skip
+    asked = []
+    for name in names:
+        (root,) = mindspore_data.glob(f"checkpoint2*/{name}")
+        source, place = reshard.open(root / "checkpoint"), tmp_path / name
+        strategy = reshard.strategy_of(source)
+        reshard.plan(source, strategy, format="safetensors").run(place / "ranks", fsync=False)
+        reshard.write_strategy(strategy, place / "s.ckpt")
+        asked.append((str(place / "ranks"), str(place / "whole"), str(place / "s.ckpt")))
+    mindspore(WHOLE, json.dumps(asked))
+    for name in names:
+        (root,) = mindspore_data.glob(f"checkpoint2*/{name}")
+        full, found = (
+            np.load(root / "full.npz"),
+            helpers.read_rank_file(tmp_path / name / "whole/rank_0/whole0.safetensors"),
+        )
+        assert set(found) == set(reshard.open(root / "checkpoint"))
+        for tensor, (_, _, content) in found.items():
+            assert content == full[tensor].tobytes(), (name, tensor)
+
+
 UNIFY = """
 import sys
 import mindspore as ms
