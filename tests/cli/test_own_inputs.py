@@ -88,6 +88,11 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     "make": (
         [*MAKE, "-o"], "strategy make", ["rules.yaml", "source.ckpt", "src/rank_1/checkpoint_1.safetensors"],
     ),
+    "from a checkpoint": (
+        ["strategy", "from-checkpoint", "made", "-o"],
+        "strategy from-checkpoint",
+        ["made/rank_0/checkpoint_0.safetensors"],
+    ),
 }  # fmt: skip
 
 
@@ -142,6 +147,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     reshard.plan(source, files=reshard.ZarrGroup()).run("store")
     reshard.plan(source, format="ckpt").run("whole", ledger=False)
     next(Path("whole/rank_0").iterdir()).rename("one.ckpt")
+    reshard.plan(source, TARGET).run("made")
     stages = Strategy.of({"a": Layout.of([2], [0])}), Strategy.of({"b": Layout.of([2], [0])})
     Path("pipeline").mkdir()
     for number, stage in enumerate(stages):
