@@ -54,7 +54,8 @@ tensor once, names and shapes are those of the strategy. With --against SOURCE
 every rank of TARGET is compared with what a conversion with the same options
 would make, whatever the two layouts and formats, and replicas with each other.
 The metadata of a Checkpoint 2.0 are compared with the headers: that no block is
-lost, that its numbers are those of the layout, and that nothing is not listed.
+lost, that its numbers are those of the layout, and that nothing is not listed;
+replicas in it are compared if SOURCE is TARGET itself.
 Two directories of the same ranks need no strategies.
 
 Exits with 0 if all is as it should be, with 3 if something differs, and with 4

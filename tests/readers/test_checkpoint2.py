@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import write_file
 from commands import call, done
+from measure import RESHARD, measured
 
 import reshard
 from reshard import Layout, Strategy
@@ -198,6 +199,15 @@ def test_inspect_lists_the_iterations_of_a_run(mindspore_data: Path, tmp_path: P
     assert refused.exit_code == 4
     assert "iteration 6" in refused.stdout
     assert "--iteration 6" in refused.stderr
+
+
+def test_replicas_are_compared_bit_for_bit(case: Callable[[str], Path]) -> None:
+    place = case(SPLIT)
+    done("verify", place.parent, "--against", place.parent)
+    path = max(place.glob("*-model-0000005-*"))
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert call("verify", place.parent, "--against", place.parent).exit_code == 3
 
 
 def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Path) -> None:
@@ -514,3 +524,46 @@ def test_tensors_that_cannot_be(case: Callable[[str], Path], what: Callable[[Jso
     change(place, lambda tensors, _: what(tensors["embedding.word_embeddings.weight"]))
     with pytest.raises(SourceError, match=said):
         reshard.open(place)
+
+
+def write_large(place: Path, ranks: int, tensors: int) -> None:
+    """Write a Checkpoint 2.0 of many ranks: weights in rows, and their states, which lie in each rank's other file."""
+    place.mkdir(parents=True)
+    layout = {
+        "device_matrix": [ranks], "tensor_map": [0, -1], "interleaved_parallel": False, "alias_name": ["a"],
+        "rank_list": [*range(ranks)],
+    }  # fmt: skip
+    names = [f"{kind}model.layers.{number}.attention.weight" for kind in ("", "adam_m.") for number in range(tensors)]
+    with (place / "metadata.json").open("w") as file:
+        file.write('{"state_dict_metadata": {')
+        for number, name in enumerate(names):
+            chunk = [{"global_offset": [block], "local_shape": [1, 4]} for block in range(ranks)]
+            one = {"properties": {"dtype": "Float32"}, "global_shape": [ranks, 4], "layout": layout, "chunk": chunk}
+            file.write(f'{", " * bool(number)}"{name}": {json.dumps(one)}')
+        file.write('}, "storage_data": {')
+        for number, name in enumerate(names):
+            kind = "model" if name.startswith("adam") else "opt"  # and are the other way round
+            for rank in range(ranks):
+                held = f"x-{kind}-{rank:07d}-{ranks:07d}.safetensors"
+                one = [{"file_name": held, "storage_rank": rank, "rank_group": [rank]}]
+                file.write(f"{', ' * bool(number or rank)}\"('{name}', ({rank},))\": {json.dumps(one)}")
+        file.write("}}")
+    for kind in ("model", "opt"):
+        some = {name: np.ones((1, 4), np.float32) for name in names if name.startswith("adam") == (kind == "opt")}
+        path = write_file(place / f"x-{kind}-{0:07d}-{ranks:07d}.safetensors", some)
+        for rank in range(1, ranks):
+            shutil.copyfile(path, place / f"x-{kind}-{rank:07d}-{ranks:07d}.safetensors")
+    (place / "common.json").write_text("{}")
+
+
+@pytest.mark.slow
+def test_many_ranks_take_no_more_memory_than_is_predicted(tmp_path: Path) -> None:
+    """The metadata are 100 MB of JSON; all that they say of places is wrong, so that files are looked through."""
+    place = tmp_path / "iteration_00000001"
+    write_large(place, 2000, 125)
+    assert (place / "metadata.json").stat().st_size > 100e6
+    took = measured(*RESHARD, "unify", str(place), str(tmp_path / "u"), "--dry-run", "--json")
+    assert took.code == 0, took.err
+    predicted = json.loads(took.out)["peak_memory"]
+    assert took.peak < predicted < 1.6 * took.peak
+    assert predicted < 150e6
