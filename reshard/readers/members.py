@@ -106,8 +106,10 @@ class _Text:
             except RecursionError:
                 raise ValueError("it is nested too deeply") from None
             except json.JSONDecodeError as error:
-                if len(self._held) - self._at > _LONGEST or not self._more(length):
-                    raise ValueError(f"it is not JSON: {error.msg}") from None
+                too_long = len(self._held) - self._at > _LONGEST
+                if too_long or not self._more(length):
+                    limit = f" in the {_LONGEST} characters that a value may have" if too_long else ""
+                    raise ValueError(f"it is not JSON{limit}: {error.msg}") from None
             else:
                 nbytes = end - self._at
                 if self._held[end : end + 1] in _BEHIND or not self._more(length):  # a number may go on

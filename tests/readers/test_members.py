@@ -72,3 +72,12 @@ def test_what_is_not_such(tmp_path: Path, text: str, said: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
         list(members(str(path)))
+
+
+def test_a_value_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members_module, "_PIECE", 8)
+    monkeypatch.setattr(members_module, "_LONGEST", 64)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"a": {"b": [1] * 99}}))
+    with pytest.raises(ValueError, match="in the 64 characters that a value may have"):
+        list(members(str(path)))
