@@ -53,7 +53,7 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
             continue
         shape = tensor.spec.shape
         layout = checkpoint.layouts.get(name) or whole(len(shape), devices)
-        if held := _stages(ranks, devices):
+        if (held := _stages(ranks, devices)) and not devices % layout.devices:
             layout = replace(layout, dev_matrix=_filled(layout, devices))
             tensors[name] = tuple(Placed(stage, layout, shape) for stage in sorted(held))
         elif ranks:

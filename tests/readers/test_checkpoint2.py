@@ -437,6 +437,9 @@ def test_an_iteration_that_is_not_complete(case: Callable[[str], Path]) -> None:
     gone.rename(place / "spare")
     with pytest.raises(SourceError, match=f"{gone.name}: is not there, and metadata.json names it"):
         reshard.open(place)
+    refused = call("verify", place.parent)  # which the tracker names
+    assert refused.exit_code == 4
+    assert f"{gone.name}: is not there, and metadata.json names it; was saving it interrupted?" in refused.stderr
     (place / "spare").rename(gone)
     content = gone.read_bytes()
     gone.write_bytes(content[:-1])
@@ -483,7 +486,10 @@ def test_whole_tensors_in_several_files_need_no_metadata(case: Callable[[str], P
     path.unlink()
     for number, some in enumerate((names[::2], names[1::2])):
         write_file(place / f"x-model-{number:07d}-0000002.safetensors", {name: held[name] for name in some})
-    assert_equal(reshard.open(place), held)
+    (place / "common.json").unlink()
+    found = reshard.open(place)
+    assert_equal(found, held)
+    assert found.described_by == "Checkpoint 2.0"
 
 
 @pytest.mark.parametrize(
