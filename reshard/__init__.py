@@ -18,6 +18,7 @@ TYPE_CHECKING = False  # to import `typing` takes longer than all of this, and w
 _HOMES = {
     "Block": "layout.block",
     "Checkpoint": "source.checkpoint",
+    "Checkpoint2": "targets.checkpoint2",
     "Cipher": "storage.cipher",
     "HuggingFaceSet": "formats.sets",
     "Layout": "layout.layout",
@@ -45,6 +46,7 @@ _HOMES = {
 __all__ = [
     "Block",
     "Checkpoint",
+    "Checkpoint2",
     "Cipher",
     "HuggingFaceSet",
     "Layout",
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
+    from reshard.targets.checkpoint2 import Checkpoint2
     from reshard.verify.manifest import Manifest, read_manifest, write_manifest
     from reshard.verify.verify import Verification, make_manifest, verify
 

@@ -51,6 +51,7 @@ PYTHON: Words = {
     "target_partial": ("partial=True",),
     "target_rank_pattern": ("rank_pattern=...",),
     "target_stage": ("stage={}",),
+    "target_step": ("step=... to reshard.Checkpoint2",),
     "target_strategy": ("strategy=...",),
     "target_suffix": ("suffix=...", "suffix={!r}"),
     "weights_only": ("weights_only",),

@@ -64,6 +64,7 @@ OPTIONS: Words = {
     "target_partial": ("--target-partial",),
     "target_rank_pattern": ("--target-rank-pattern",),
     "target_stage": ("--target-stage {}",),
+    "target_step": ("--target-step N",),
     "target_strategy": ("--target-strategy",),
     "target_suffix": ("--target-suffix", "--target-suffix {}"),
     "weights_only": ("--weights-only",),

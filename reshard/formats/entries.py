@@ -214,12 +214,15 @@ class ShardFiles:
         of: for each tensor, the number of its file.
         index: path and content of the index file, if there is one.
         notes: what the files' own notes say, whatever those of the source say.
+        numbered: only ranks that hold anything have a file; `{number}` in its name is that of the file among those of
+            all ranks, `{count}` how many these are.
     """
 
     paths: tuple[str, ...]
     of: Mapping[str, int]
     index: tuple[str, bytes] | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
+    numbered: bool = False
 
 
 class TargetFiles(Protocol):
@@ -272,7 +275,7 @@ class SomeFiles(NamedTuple):
 
     >>> some = SomeFiles(ShardFiles(("a", "b"), {"w": 0, "v": 1}), (1,), with_index=False)
     >>> some.shard_files([Stored("v", 8, True)], "")
-    ShardFiles(paths=('b',), of={'v': 0}, index=None, notes={})
+    ShardFiles(paths=('b',), of={'v': 0}, index=None, notes={}, numbered=False)
     """
 
     every: ShardFiles

@@ -56,7 +56,7 @@ class MindSporeSet:
     max_shard_bytes: int = MAX_SHARD_BYTES
 
     def __post_init__(self) -> None:
-        _check_size(self.max_shard_bytes)
+        check_size(self.max_shard_bytes)
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Share the tensors out to parts."""
@@ -97,7 +97,7 @@ class HuggingFaceSet:
     max_shard_bytes: int = MAX_SHARD_BYTES
 
     def __post_init__(self) -> None:
-        _check_size(self.max_shard_bytes)
+        check_size(self.max_shard_bytes)
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Fill one file after the other."""
@@ -145,7 +145,8 @@ def share_of(every: ShardFiles, process: int, processes: int) -> SomeFiles:
     return SomeFiles(every, tuple(numbers), with_index=process == 1)
 
 
-def _check_size(max_shard_bytes: int) -> None:
+def check_size(max_shard_bytes: int) -> None:
+    """Raise `UsageError` where files would have no room for anything."""
     if max_shard_bytes < 1:
         raise UsageError(f"the largest file of a set is to have {max_shard_bytes} bytes; expected at least 1")
 

@@ -216,6 +216,44 @@ class Layout:
             ways[0] *= self.optimizer_shards
         return tuple(ways)
 
+    def folded(self) -> Layout:
+        """Return a layout without optimizer sharding by which every device holds the same block, as MindSpore has it.
+
+        The unused device axes are added to those of dimension 0; of the first of them, and of a part of one, which is
+        cut in two then, the devices go on sharing a block where there are fewer pieces than devices.
+
+        Raises:
+            LayoutError: the pieces are not such that axes are cut in two.
+
+        Source: MindSpore 2.10 `parallel/strategy.py` (`_layout_process`).
+
+        >>> print(Layout.of([2, 2], [0, -1], -1).folded(), Layout.of([8], [-1], 2).folded())
+        [2, 2] map [(0, 1), -1] [4, 2] map [0]
+        """
+        matrix, axes_of = (
+            list(self.dev_matrix),
+            [[len(self.dev_matrix) - 1 - v for v in axes] for axes in self.tensor_map],
+        )
+        sharing = prod(matrix[axis] for axis in self.unused_axes) // self.optimizer_shards
+        for axis in self.unused_axes if self.optimizer_shards > 1 else ():
+            at = axis + len(matrix) - len(self.dev_matrix)
+            if sharing == 1:
+                axes_of[0].append(at)
+            elif not sharing % matrix[at]:
+                sharing //= matrix[at]
+            elif not matrix[at] % sharing:
+                matrix[at : at + 1] = [sharing, matrix[at] // sharing]
+                axes_of = [[other + (other > at) for other in axes] for axes in axes_of]
+                axes_of[0].append(at + 1)
+                sharing = 1
+            else:
+                raise LayoutError(f"{self.optimizer_shards} pieces by the optimizer are not along axes of {self}")
+        depth = len(matrix) - 1
+        return replace(
+            self, dev_matrix=tuple(matrix), tensor_map=tuple(tuple(depth - axis for axis in axes) for axes in axes_of),
+            opt_weight_shard_size=0, opt_weight_shard_step=0,
+        )  # fmt: skip
+
     def shard_step(self) -> int:
         """Work out the `opt_weight_shard_step` that MindSpore writes: the stride of the ranks that share a block.
 

@@ -23,6 +23,7 @@ from reshard.source.checkpoint import Checkpoint
 from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
+from reshard.targets.checkpoint2 import Checkpoint2, Checkpoint2Target
 from reshard.targets.destination import Item
 from reshard.targets.ranks import Ranks
 from reshard.targets.same_files import SameFiles
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
     from reshard.strategy.strategy import Strategy
+    from reshard.targets.destination import Destination
 
 
 def plan(
@@ -99,19 +101,18 @@ def plan(
     selection = selection or Selection()
     lacks = selection.allow_missing + globs(allow_missing)
     selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=lacks)
-    to_store = format == ZARR or isinstance(files, ZarrGroup)
-    if to_store:
-        files = files or ZarrGroup()
-        if target or ranks or stage is not None or remove_redundancy or link_replicas:
-            raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
-        if format not in {None, ZARR} or not isinstance(files, ZarrGroup):
-            raise UsageError(f"format {format} and {type(files).__name__} do not go together")
-    elif files is None:
-        files = RankFiles(prefix, "" if source.part is None else f"_part{source.part}")
-    own = "safetensors" if source.format in {None, ZARR} else source.format
-    kind = by_name(own if format is None or to_store else format)
     ranks = None if ranks is None else tuple(ranks)
-    cipher = _to_write(target_cipher, ZARR if to_store else kind.NAME)
+    part = "" if source.part is None else f"_part{source.part}"
+    files = files or (ZarrGroup() if format == ZARR else RankFiles(prefix, part))
+    some = bool(ranks or stage is not None)
+    if isinstance(files, ZarrGroup) and (target or some or remove_redundancy or link_replicas):
+        raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
+    if isinstance(files, Checkpoint2):
+        if some:
+            raise UsageError("a Checkpoint 2.0 has all ranks: leave ranks and stage out")
+        files = files.of(source)
+    written = _format_of(source, files, format)
+    cipher = _to_write(target_cipher, written)
     asked, wanted = _of_stage(target, stage, ranks)
     selected = select(source, asked, selection)
     tensors = source.tensors
@@ -119,27 +120,40 @@ def plan(
     faults = Faults(source.root)
     held = {tensors[old].spec.dtype.name for old, _ in selected.kept}
     idle = [f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in held]
-    warnings: tuple[str, ...] = ()
+    destination: Destination
     if isinstance(files, ZarrGroup):
-        from reshard.targets.zarr import ZarrStore  # likewise
+        from reshard.targets.zarr import ZarrStore  # not on every start
 
-        store = ZarrStore(source, items, files)
-        made = build(source, items, store, budget(source, items, store, memory=memory, threads=threads), faults)
-    else:
-        to_ranks = Ranks(
-            source, asked, items, format=kind, files=files, ranks=wanted, remove_redundancy=remove_redundancy,
-            link_replicas=link_replicas, cipher=cipher, faults=faults,
+        destination = ZarrStore(source, items, files)
+    elif isinstance(files, Checkpoint2):
+        destination = Checkpoint2Target(
+            source, asked, items, files=files, remove_redundancy=remove_redundancy, link_replicas=link_replicas,
+            faults=faults,
         )  # fmt: skip
-        made = build(source, items, to_ranks, budget(source, items, to_ranks, memory=memory, threads=threads), faults)
-        warnings = to_ranks.copied_whole()
+    else:
+        destination = Ranks(
+            source, asked, items, format=by_name(written), files=files, ranks=wanted, faults=faults, cipher=cipher,
+            remove_redundancy=remove_redundancy, link_replicas=link_replicas,
+        )  # fmt: skip
+    limit = budget(source, items, destination, memory=memory, threads=threads)
+    made = build(source, items, destination, limit, faults)
     return replace(
         made,
         dropped=selected.dropped,
         missing=selected.missing,
         left_out=selected.left_out,
-        warnings=(*source.warnings, *selected.warnings, *warnings, *idle),
+        warnings=(*source.warnings, *selected.warnings, *destination.warnings(), *idle),
         request=Request(asked, made.format, files, ranks, selection, remove_redundancy, link_replicas, memory, stage),
     )
+
+
+def _format_of(source: Checkpoint, files: TargetFiles, asked: str | None) -> str:
+    """Return the format of a target's files: the only one that they may have, the one asked for, or the source's."""
+    own = {ZarrGroup: ZARR, Checkpoint2: "safetensors"}.get(type(files))
+    if asked not in {None, own} and (own or asked == ZARR):
+        raise UsageError(f"format {asked} and {type(files).__name__} do not go together")
+    before = "safetensors" if source.format in {None, ZARR} else source.format
+    return own or by_name(asked or str(before)).NAME
 
 
 def _of_stage(

@@ -168,7 +168,8 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             ("index", last),
         ):
             if numbers:
-                tasks = [(some, self.directory, how, done[-1]) for some in _batches(numbers)]
+                batches = [tuple(last)] if kind == "index" else _batches(numbers)  # what stands last has an order
+                tasks = [(some, self.directory, how, done[-1]) for some in batches]
                 done.append(self._add(graph, kind, commit_files, tasks))
         graph[self.key] = Task(self.key, collect, *done)
         return graph

@@ -24,7 +24,7 @@ ALL_STAGES = "the directory of its strategy files, or the merged file"
 
 
 # What optimizers, loss scaling and callbacks of MindSpore 2.10 keep as parameters or `append_dict` entries.
-_TRAINING_STATE = {
+TRAINING_STATE = {
     "global_step", "learning_rate", "momentum", "weight_decay", "beta1", "beta2", "beta1_power", "beta2_power",
     "loss_scale", "scale_sense", "epoch_num", "step_num", "current_iterator_step", "last_overflow_iterator_step",
 }  # fmt: skip
@@ -69,7 +69,7 @@ def is_training_state(name: str, tensor: Tensor | None) -> bool:
     """Return whether a tensor is neither weight nor state of one: text, and single numbers of well-known names."""
     if tensor is None:
         return False
-    return tensor.text is not None or (prod(tensor.spec.shape) == 1 and name.rpartition(".")[2] in _TRAINING_STATE)
+    return tensor.text is not None or (prod(tensor.spec.shape) == 1 and name.rpartition(".")[2] in TRAINING_STATE)
 
 
 def one_stage_advice(strategy: Strategy, known: Collection[str], states: Collection[str]) -> str:

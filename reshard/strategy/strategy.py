@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import Faults, LayoutError, Option, StrategyError, Text, names
 from reshard.layout.block import shape_text
 from reshard.layout.layout import Grid, Layout, foldings, grid
+from reshard.layout.mesh import Mesh
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -229,6 +230,22 @@ class Strategy:
             return grid(shape, tuple((_unfolded(p, shape), p.stage * self.devices) for p in places))
         except LayoutError as error:
             raise LayoutError(f"tensor {name!r}: {error}") from None
+
+    def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
+        """Return how a tensor is cut in each stage that holds it, over global ranks, optimizer sharding folded in.
+
+        Raises:
+            LayoutError: a layout does not fit the shape, or cannot be written so.
+        """
+        try:
+            return tuple(Mesh.of(_unfolded(p, shape).folded(), p.stage * self.devices) for p in self.tensors[name])
+        except LayoutError as error:
+            raise LayoutError(f"tensor {name!r}: {error}") from None
+
+    def shape_of(self, name: str) -> Shape | None:
+        """Return the whole shape that the strategy gives a tensor; None where it does not say one."""
+        stated = (placed.shape for placed in self.tensors[name] if not placed.expanded)
+        return next((shape for shape in stated if shape is not None), None)
 
     def whole_shape(self, name: str, shard: Shape, *, stage: int) -> Shape:
         """Return a tensor's whole shape, from the shape that the ranks of a stage store.

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from reshard.dtypes import DType
     from reshard.formats.entries import Where
-    from reshard.layout.block import Block
+    from reshard.layout.block import Block, Shape
+    from reshard.layout.layout import Grid
+    from reshard.layout.mesh import Mesh
     from reshard.plan.budget import Share
     from reshard.plan.build import Routed
     from reshard.source.checkpoint import SourceFile, Tensor
@@ -54,7 +56,9 @@ class TargetFile(NamedTuple):
         rank: the target rank that it is for.
         path: where it goes, below the target directory.
         layout: its size, its own bytes and the places of the contents; shared by ranks with equal contents.
-        last: it gets its name after all others: the index of a unified set.
+        last: it gets its name after all others, and after those of its kind before it: the index of a unified set.
+        pointer: it says which of several checkpoints of a directory is meant: it is replaced whoever's it is, and stays
+            until then where another is meant.
         link: the path of the file that it is a link to, where replicas are linked; nothing is written then.
         done: it is there already, as it shall be; nothing is written then either.
     """
@@ -63,8 +67,34 @@ class TargetFile(NamedTuple):
     path: str
     layout: FileLayout
     last: bool = False
+    pointer: bool = False
     link: str | None = None
     done: bool = False
+
+
+class Arrangement(Protocol):
+    """Which rank of a target is to hold which block of which tensor, such as a `Strategy`."""
+
+    @property
+    def tensors(self) -> Mapping[str, object]:
+        """The tensors, by their names."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks."""
+
+    @property
+    def devices(self) -> int:
+        """How many ranks store a block once where that is asked for: those of a stage."""
+
+    def grid(self, name: str, shape: Shape) -> Grid:
+        """Return which ranks hold which block of a tensor; raise `LayoutError` where that does not fit its shape."""
+
+    def shape_of(self, name: str) -> Shape | None:
+        """Return the whole shape that is expected of a tensor; None where that is not said."""
+
+    def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
+        """Return how a tensor is cut over which ranks, in each stage; none where all ranks that hold it have all."""
 
 
 class Destination(Protocol):
@@ -102,6 +132,9 @@ class Destination(Protocol):
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file; those with equal contents share a layout."""
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return what a user should know of what is written."""
 
 
 def literal(content: bytes) -> FileLayout:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
-    from reshard.strategy.strategy import Strategy
-    from reshard.targets.destination import Item
+    from reshard.targets.destination import Arrangement, Item
 
 
 class Ranks:
@@ -41,7 +40,7 @@ class Ranks:
     def __init__(
         self,
         source: Checkpoint,
-        target: Strategy | None,
+        target: Arrangement | None,
         items: Sequence[Item],
         *,
         format: Format,  # noqa: A002 -- as in `plan`
@@ -59,10 +58,11 @@ class Ranks:
         self._faults = faults
         self._lay_out = format.lay_out
         self._shard_files = files.shard_files([self._stored(item) for item in items], format.EXTENSION)
-        self._first_files = {rank: place * len(self._shard_files.paths) for place, rank in enumerate(self.ranks)}
         self._remove_redundancy = remove_redundancy
         self._fitted: dict[str, Grid | None] = {}
         self._grids = self._stored_once()
+        self._places = self._named()
+        self._files = {(rank, part): number for number, (rank, part, _) in enumerate(self._places)}
         self._originals = self._equal_ranks() if link_replicas else {rank: rank for rank in self.ranks}
         self._wanted: dict[tuple[Grid | Shape, int], Wanted] = {}
 
@@ -76,15 +76,15 @@ class Ranks:
         number = self._shard_files.of[item.name]
         if not self.cuts(item.name):
             if (shape, number) not in self._wanted:
-                everywhere = tuple(self._first_files[rank] + number for rank in self._written_ranks())
+                everywhere = tuple(self._files[rank, number] for rank in self._written_ranks())
                 self._wanted[shape, number] = Wanted((Block.whole(shape),), (everywhere,))
             return self._wanted[shape, number]
-        grid = self._grids.get(item.name) or self._grid(item.name, shape)
+        grid = self.stored(item.name, shape)
         if grid is None:
             return None
         if (grid, number) not in self._wanted:
             wanted = [
-                (block, tuple(self._first_files[rank] + number for rank in ranks if self._originals.get(rank) == rank))
+                (block, tuple(self._files[rank, number] for rank in ranks if self._originals.get(rank) == rank))
                 for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
             ]
             kept = [(block, files) for block, files in wanted if files]
@@ -103,19 +103,17 @@ class Ranks:
         count = max(ranks) + 1
         chosen: dict[Where, list[int]] = {}
         for rank in self._written_ranks():
-            first = self._first_files[rank]
-            files = range(first, first + len(self._shard_files.paths))
+            files = [number for number, place in enumerate(self._places) if place[0] == rank]
             near = {ranks[number] for file in files for number in read.get(file, ())} & set(by_rank)
             at = by_rank[rank % count if rank % count in near else min(near or by_rank)]
-            chosen.setdefault(at, []).append(first + self._shard_files.of[item.name])
+            chosen.setdefault(at, []).append(self._files[rank, self._shard_files.of[item.name]])
         whole = (Block.whole(item.tensor.spec.shape),)
         return [(at, Wanted(whole, (tuple(files),))) for at, files in sorted(chosen.items())]
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file; ranks with equal contents share a layout."""
-        count = len(self._shard_files.paths)
         contents: list[Content] = []
-        held: list[list[int]] = [[] for _ in range(len(self.ranks) * count)]  # numbers of contents, which files share
+        held: list[list[int]] = [[] for _ in self._places]  # numbers of contents, which files share
         known: dict[tuple[str, Shape], int] = {}
         for item, route in routed:
             for shape, files in route.shapes:
@@ -126,20 +124,19 @@ class Ranks:
                     held[file].append(number)
         for item in texts:
             for rank in self._written_ranks():
-                held[self._first_files[rank] + self._shard_files.of[item.name]].append(len(contents))
+                held[self._files[rank, self._shard_files.of[item.name]]].append(len(contents))
             contents.append(Content(item.name, item.tensor.spec.dtype, (), item.tensor.text))
         order = {item.name: place for place, item in enumerate(self._items)}
         places = [order[content.name] for content in contents]
         layouts: dict[tuple[int, ...], FileLayout] = {}
-        notes = merged_notes(self._source.files, self._shard_files.notes, deduplicated=self._remove_redundancy)
+        deduplicated = self._remove_redundancy and not self._shard_files.numbered
+        notes = merged_notes(self._source.files, self._shard_files.notes, deduplicated=deduplicated)
         found = []
-        for number, listed in enumerate(held):
+        for (rank, _, path), listed in zip(self._places, held, strict=True):
             listed.sort(key=places.__getitem__)
             key = tuple(listed)
             if key not in layouts:
                 layouts[key] = self._lay_out([contents[n] for n in listed], notes)
-            rank = self.ranks[number // count]
-            path = self._shard_files.paths[number % count].replace("{rank}", str(rank))
             found.append(TargetFile(rank, path, layouts[key]))
         found = self._linked(found)
         if self._shard_files.index:
@@ -151,7 +148,7 @@ class Ranks:
             )
         return tuple(found)
 
-    def copied_whole(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """Warn of tensors of a source of whole ones that every rank gets whole: no strategy says how they are cut."""
         if self._target is None or self._source.strategy is not None:
             return ()
@@ -186,7 +183,44 @@ class Ranks:
         itemsizes = {item.name: item.dtype.itemsize for item in listed}
         found = {name: grid for name, grid in grids.items() if grid is not None}
         kept = stored_once(found, devices=self._target.devices, itemsizes=itemsizes)
-        return _none_empty(kept, found, itemsizes)
+        return kept if self._shard_files.numbered else _none_empty(kept, found, itemsizes)
+
+    def _named(self) -> list[tuple[int, int, str]]:
+        """Return the files: for each the rank, which of its files it is, and the path."""
+        paths = self._shard_files.paths
+        if not self._shard_files.numbered:
+            parts = list(enumerate(paths))
+            return [(rank, part, path.replace("{rank}", str(rank))) for rank in self.ranks for part, path in parts]
+        everywhere: set[int] = set()
+        cut: dict[tuple[int, Grid], None] = {}
+        for item in self._items:
+            part = self._shard_files.of[item.name]
+            if item.tensor.text is not None or not self.cuts(item.name):
+                everywhere.add(part)
+            elif grid := self.stored(item.name, item.tensor.spec.shape):
+                cut[part, grid] = None
+        holders: list[set[int]] = [set(self.ranks) if part in everywhere else set() for part in range(len(paths))]
+        for part, grid in cut:
+            holders[part].update(*grid.ranks)
+        numbers = [{rank: number for number, rank in enumerate(sorted(some))} for some in holders]
+        return [
+            (rank, part, paths[part].format(number=some[rank], count=len(some)))
+            for rank in self.ranks
+            for part, some in enumerate(numbers)
+            if rank in some
+        ]
+
+    def part_of(self, name: str) -> int:
+        """Return which of a rank's files a tensor is in."""
+        return self._shard_files.of[name]
+
+    def path(self, rank: int, part: int) -> str:
+        """Return the path of one of the files of a rank."""
+        return self._places[self._files[rank, part]][2]
+
+    def stored(self, name: str, shape: Shape) -> Grid | None:
+        """Return which ranks store which block of a tensor that the target names; None where it does not fit."""
+        return self._grids.get(name) or self._grid(name, shape)
 
     def _grid(self, name: str, shape: Shape) -> Grid | None:
         """Return which ranks of the target hold which block; None where it does not fit, a fault that is kept once."""
@@ -201,10 +235,11 @@ class Ranks:
         except LayoutError as error:
             self._faults.add(f"tensor {name!r}", str(error).removeprefix(f"tensor {name!r}: "))
             return None
-        stated = [p.shape for p in self._target.tensors[name] if p.shape is not None and not p.expanded]
-        if stated and stated[0] != shape:
+        stated = self._target.shape_of(name)
+        if stated not in {None, shape}:
             self._faults.add(
-                f"tensor {name!r}", f"has shape {shape_text(shape)}; the target strategy says {shape_text(stated[0])}"
+                f"tensor {name!r}",
+                f"has shape {shape_text(shape)}; the target strategy says {shape_text(stated or ())}",
             )
             return None
         return grid
@@ -214,7 +249,7 @@ class Ranks:
         if any(item.tensor.varies for item in self._items):
             return {rank: rank for rank in self.ranks}
         cut = [item for item in self._items if self.cuts(item.name)]
-        fitted = {self._grids.get(item.name) or self._grid(item.name, item.tensor.spec.shape): None for item in cut}
+        fitted = {self.stored(item.name, item.tensor.spec.shape): None for item in cut}
         held: dict[int, list[int]] = {rank: [] for rank in self.ranks}
         for grid in fitted:
             if grid is not None:
@@ -226,10 +261,9 @@ class Ranks:
 
     def _linked(self, files: list[TargetFile]) -> list[TargetFile]:
         """Make the files of replicas links to those of the rank that is written."""
-        count = len(self._shard_files.paths)
         found = []
-        for number, file in enumerate(files):
-            original = files[self._first_files[self._originals[file.rank]] + number % count]
+        for file, (rank, part, _) in zip(files, self._places, strict=True):
+            original = files[self._files[self._originals[rank], part]]
             found.append(
                 file if original is file else original._replace(path=file.path, rank=file.rank, link=original.path)
             )
@@ -252,8 +286,8 @@ def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Map
     return kept
 
 
-def _wanted_ranks(target: Strategy | None, ranks: Iterable[int] | None) -> tuple[int, ...]:
-    every = target.ranks if target else range(1)
+def _wanted_ranks(target: Arrangement | None, ranks: Iterable[int] | None) -> tuple[int, ...]:
+    every = range(1) if target is None else target.ranks
     wanted = tuple(every if ranks is None else sorted(set(ranks)))
     outside = [rank for rank in wanted if rank not in every]
     if outside or not wanted:

@@ -63,6 +63,10 @@ class SameFiles:
         """Return nothing: it is never asked."""
         return []
 
+    def warnings(self) -> tuple[str, ...]:
+        """Return nothing: there is nothing to be said."""
+        return ()
+
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
         """Lay out every file; those with equal contents share a layout."""
         layouts: dict[tuple[tuple[Content, ...], tuple[tuple[str, str], ...]], FileLayout] = {}

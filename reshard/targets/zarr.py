@@ -68,6 +68,10 @@ class ZarrStore:
         """Return the copy of the lowest rank: there is one of each tensor."""
         return [(item.tensor.sharding.replicas[0][0], self.wanted(item))]
 
+    def warnings(self) -> tuple[str, ...]:
+        """Return nothing: there is nothing to be said."""
+        return ()
+
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
         """Lay out every file of chunks, and write the metadata."""
         items = {item.name: item for item in self._items}

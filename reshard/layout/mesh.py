@@ -1,0 +1,53 @@
+"""Meshes: a layout, and which rank each of its devices is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.layout.layout import Grid, grid
+
+if TYPE_CHECKING:
+    from reshard.layout.block import Shape
+    from reshard.layout.layout import Layout
+
+
+class Mesh(NamedTuple):
+    """How a tensor is cut over some ranks.
+
+    Attributes:
+        layout: the layout.
+        ranks: the rank of each device, in row-major order of the device matrix.
+        axes: what the axes of the device matrix are called.
+    """
+
+    layout: Layout
+    ranks: tuple[int, ...]
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, first_rank: int) -> Mesh:
+        """Return the mesh of consecutive ranks, with the axes named as MindSpore does.
+
+        >>> from reshard.layout.layout import Layout
+        >>> Mesh.of(Layout.of([2, 1], [1]), 2)[1:]
+        ((2, 3), ('a', 'b'))
+        """
+        names = (chr(ord("a") + axis) if axis < _LETTERS else f"axis{axis}" for axis in range(len(layout.dev_matrix)))
+        return cls(layout, tuple(range(first_rank, first_rank + layout.devices)), tuple(names))
+
+    def grid(self, shape: Shape) -> Grid:
+        """Return which rank holds which block of a tensor of a shape.
+
+        Raises:
+            LayoutError: sizes do not divide.
+
+        >>> from reshard.layout.layout import Layout
+        >>> Mesh(Layout.of([2], [0]), (3, 1), ("a",)).grid((4,)).ranks
+        ((3,), (1,))
+        """
+        found = grid(shape, ((self.layout, 0),))
+        ranks = tuple(tuple(sorted(self.ranks[device] for device in some)) for some in found.ranks)
+        return Grid(shape, found.blocks, ranks)
+
+
+_LETTERS = 26

@@ -1,0 +1,366 @@
+"""A Checkpoint 2.0 of MindSpore Transformers: an iteration in the directory of a run.
+
+Whole tensors need no metadata: mindformers takes them on every mesh. Of blocks `metadata.json` says where they are, and
+its keys are read by position there; the number of a block, row by row, joins its two halves. A tensor that stages cut
+differently is stored as the first of them has it, since there is one layout for each name.
+
+Files get their names first, then `metadata.json` and `common.json`, and last of all the tracker, which names the
+iteration.
+
+Sources: mindformers 2.1.0 `checkpoint/{checkpoint,metadata,sharded_tensor,utils}.py`, and its own files
+(`tests/data/checkpoint2`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import Option, SourceError, Text, UsageError, names
+from reshard.formats import safetensors
+from reshard.formats.directories import CHECKPOINT2, ITERATION, TRACKER
+from reshard.formats.entries import ShardFiles, wants
+from reshard.formats.sets import MAX_SHARD_BYTES, check_size
+from reshard.layout.layout import whole
+from reshard.layout.mesh import Mesh
+from reshard.readers.checkpoint2 import COMMON, METADATA
+from reshard.storage.cipher import store_of
+from reshard.storage.places import as_place
+from reshard.storage.small import read_small
+from reshard.strategy.names import TRAINING_STATE, optimizer_states
+from reshard.targets.destination import TargetFile, literal
+from reshard.targets.ranks import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from reshard.errors import Faults
+    from reshard.formats.entries import Stored
+    from reshard.layout.block import Shape
+    from reshard.layout.layout import Grid
+    from reshard.plan.budget import Share
+    from reshard.plan.build import Routed
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.base import TargetCoding
+    from reshard.storage.cipher import Cipher
+    from reshard.targets.destination import Arrangement, Item
+
+PREFIX = "checkpoint"
+"""What names of files begin with where nothing else is known, as in mindformers' dynamic-graph mode."""
+
+_COMMON_KEYS = (
+    "epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size", "consumed_samples", "ckpt_status",
+)  # fmt: skip
+"""Of mindformers' `CommonInfo`, which refuses any other."""
+
+_NEWER_KEYS = {"consumed_samples", "ckpt_status"}  # which a training leaves out, too
+_LARGEST_COMMON = 1 << 20
+_MOST_STEPS = 10**18
+_PLACE_BYTES = 400  # of the metadata, for a rank that holds a block
+_BREAKING = re.compile("[,()'\"\\\\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint2:
+    """`iteration_N/PREFIX-model-K-of.safetensors` and so on, `common.json`, `metadata.json` of blocks, and the tracker.
+
+    Attributes:
+        step: N, how many steps were done; by default what the source says.
+        prefix: what names of files begin with, `""` for nothing; by default as in the source, else `checkpoint`.
+        max_shard_bytes: how many bytes of whole tensors a file may hold, unless one tensor has more. Of blocks there is
+            a file of weights and one of states for each rank.
+        common: the contents of `common.json`; by default that of the source, or made of what the source says.
+    """
+
+    step: int | None = None
+    prefix: str | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    common: str | None = None
+
+    def __post_init__(self) -> None:
+        check_size(self.max_shard_bytes)
+        if self.step is not None and not 0 <= self.step < _MOST_STEPS:
+            raise UsageError(f"step is {self.step}; expected a number from 0 on")
+        prefix = self.prefix or ""
+        if not prefix.isprintable() or prefix.startswith(".") or any(sign in prefix for sign in "/\\{}"):
+            raise UsageError(f"prefix {prefix!r}: not the beginning of a file name; expected e.g. 'checkpoint'")
+
+    def of(self, source: Checkpoint) -> Checkpoint2:
+        """Return it with all that it does not say filled in from a source.
+
+        Raises:
+            UsageError: nothing says which step it is.
+        """
+        own = ITERATION.fullmatch(as_place(source.root).absolute().name) if source.described_by else None
+        progress = _progress(source, int(own[1]) if own else None)
+        step = progress["global_step"] if self.step is None else self.step
+        if step is None:
+            raise UsageError(
+                Text(f"{source.root}: does not say how many steps were done; give it: ", Option("target_step"))
+            )
+        prefix, common = self.prefix, self.common
+        if prefix is None:
+            found = (CHECKPOINT2.files.fullmatch(as_place(file.path).name) for file in source.files)
+            prefix = next((match["prefix"].removesuffix("-") for match in found if match), PREFIX)
+        if common is None:
+            path = as_place(source.root) / COMMON
+            if own and path.is_file():
+                common = read_small(path, COMMON, _LARGEST_COMMON, SourceError).decode()
+            else:
+                made = dict.fromkeys(_COMMON_KEYS) | progress
+                if made["global_step"] is None:
+                    made["global_step"] = step
+                common = json.dumps(made, indent=4)
+        return replace(self, step=step, prefix=prefix, common=common)
+
+    @property
+    def directory(self) -> str:
+        """The name of the iteration's directory."""
+        return f"iteration_{self.step:08d}"
+
+    def path(self, kind: str, extension: str) -> str:
+        """Return the path of a file of a kind, in which its number and how many there are remain to be put."""
+        prefix = f"{self.prefix}-" if self.prefix else ""
+        return f"{self.directory}/{prefix}{kind}-{{number:07d}}-{{count:07d}}{extension}"
+
+    def unknown(self) -> list[str]:
+        """Return what `common.json` should say and does not."""
+        said = json.loads(self.common or "{}")
+        return [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and said.get(key) is None]
+
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+        """Fill one file after the other, those of weights first."""
+        paths: list[str] = []
+        of: dict[str, int] = {}
+        for kind, some in _kinds(tensors):
+            first, room = len(paths), 0
+            count = 0
+            for tensor in some:
+                if not count or (max(room, 0) < tensor.nbytes and room < self.max_shard_bytes):
+                    count, room = count + 1, self.max_shard_bytes
+                of[tensor.name] = first + count - 1
+                room -= tensor.nbytes
+            path = self.path(kind, extension)
+            paths += [path.format(number=number, count=count) for number in range(count)]
+        return ShardFiles(tuple(paths), of, notes=_NOTES)
+
+
+_NOTES = {"format": "ms"}
+
+
+@dataclass(frozen=True, slots=True)
+class _FilesOfRanks:
+    """A file of weights and one of states for each rank."""
+
+    files: Checkpoint2
+
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+        kinds = _kinds(tensors)
+        of = {tensor.name: part for part, (_, some) in enumerate(kinds) for tensor in some}
+        return ShardFiles(tuple(self.files.path(kind, extension) for kind, _ in kinds), of, notes=_NOTES, numbered=True)
+
+
+def _kinds(tensors: Sequence[Stored]) -> list[tuple[str, list[Stored]]]:
+    """Return the tensors of each kind of file; text is with the weights."""
+    states = optimizer_states({tensor.name for tensor in tensors})
+    of: dict[str, list[Stored]] = {"model": [], "opt": []}
+    for tensor in tensors:
+        is_state = tensor.name in states or tensor.name in TRAINING_STATE
+        of["opt" if is_state and not tensor.is_text else "model"].append(tensor)
+    return [(kind, some) for kind, some in of.items() if some]
+
+
+class Checkpoint2Target:
+    """The files of an iteration, and what stands beside it: `Destination`."""
+
+    exclusive = False
+    coding: TargetCoding | None = None
+    cipher: Cipher | None = None
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        target: Arrangement | None,
+        items: Sequence[Item],
+        *,
+        files: Checkpoint2,
+        remove_redundancy: bool,
+        link_replicas: bool,
+        faults: Faults,
+    ) -> None:
+        self._source, self._items, self._way, self._faults = source, items, files, faults
+        self._target = None if target is None else _Every(target, items)
+        self._files = Ranks(
+            source, self._target, items, format=safetensors, files=files if target is None else _FilesOfRanks(files),
+            ranks=None, remove_redundancy=remove_redundancy, link_replicas=link_replicas, cipher=None, faults=faults,
+        )  # fmt: skip
+        self.format, self.ranks = self._files.format, self._files.ranks
+        self.cuts, self.wanted, self.copies = self._files.cuts, self._files.wanted, self._files.copies
+        if self._target is not None:
+            for item in items:
+                if _BREAKING.search(item.name):
+                    expected = "expected no comma, bracket or quote, as mindformers could not read the metadata"
+                    faults.add(f"tensor {item.name!r}", f"{expected}; rename it")
+        self.memory: tuple[Share, ...] = (("metadata", _PLACE_BYTES * sum(map(len, self._places()))),)
+
+    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
+        """Lay out every file, and write what stands beside them."""
+        found = self._files.files(routed, texts)
+        first, directory = self.ranks[0], self._way.directory
+        contents = [(COMMON, (self._way.common or "").encode())]
+        if self._target is not None:
+            contents.insert(0, (METADATA, self._metadata(self._target)))
+        beside = [TargetFile(first, f"{directory}/{name}", literal(text), last=True) for name, text in contents]
+        tracker = literal(f"{self._way.step}".encode())
+        return (*found, *beside, TargetFile(first, TRACKER, tracker, last=True, pointer=True))
+
+    def warnings(self) -> tuple[str, ...]:
+        """Warn of what `common.json` does not say."""
+        unknown = self._way.unknown()
+        return (f"{COMMON} says null for what is not known: {names(unknown)}",) if unknown else ()
+
+    def _stored_at(self, ranks: Sequence[int], part: int) -> Iterator[dict[str, Any]]:
+        """Yield what the metadata say of each place of a block."""
+        for rank in ranks:
+            name = self._files.path(rank, part).rpartition("/")[2]
+            yield {"file_name": name, "storage_rank": rank, "rank_group": ranks}
+
+    def _places(self) -> Iterator[tuple[int, ...]]:
+        """Yield the ranks that store each block."""
+        for item in self._items:
+            if self.cuts(item.name) and item.tensor.text is None:
+                grid = self._files.stored(item.name, item.tensor.spec.shape)
+                yield from grid.ranks if grid else ()
+
+    def _metadata(self, target: _Every) -> bytes:
+        """Return the metadata, whose tensors alike share their texts."""
+        tensors: list[str] = []
+        places: list[str] = []
+        headers: dict[tuple[str, Shape, Grid, Mesh | None], str] = {}
+        listed: dict[tuple[Grid, int], list[str]] = {}
+        for item in self._items:
+            name, shape = item.name, item.tensor.spec.shape
+            if not self.cuts(name) or item.tensor.text is not None:
+                continue
+            stored = self._files.stored(name, shape)
+            assert stored is not None  # noqa: S101 -- or it were a fault
+            grid, mesh = target.grid(name, shape), target.mesh(name, shape)
+            dtype = item.dtype.mindspore or item.dtype.name.replace("_", "")
+            key = (dtype, shape, grid, mesh)
+            if key not in headers:
+                headers[key] = _json(_described(dtype, shape, grid, mesh))
+            tensors.append(f"{_json(name)}:{headers[key]}")
+            part = self._files.part_of(name)
+            if (stored, part) not in listed:
+                paths = {
+                    rank: self._files.path(rank, part).rpartition("/")[2] for some in stored.ranks for rank in some
+                }
+                listed[stored, part] = [
+                    _json([{"file_name": paths[rank], "storage_rank": rank, "rank_group": some} for rank in some])
+                    for some in stored.ranks
+                ]
+            places += [f"{_json(str((name, (n,))))}:{text}" for n, text in enumerate(listed[stored, part])]
+        return f'{{"state_dict_metadata":{{{",".join(tensors)}}},"storage_data":{{{",".join(places)}}}}}'.encode()
+
+
+class _Every:
+    """An arrangement that names every tensor, and has one layout for each: `Arrangement`.
+
+    What another does not name is whole on every rank. Copies that differ from rank to rank are not named.
+    """
+
+    def __init__(self, arrangement: Arrangement, items: Iterable[Item]) -> None:
+        self._of = arrangement
+        self.ranks, self.devices = arrangement.ranks, arrangement.devices
+        self.tensors = {item.name: None for item in items if item.name in arrangement.tensors or not item.tensor.varies}
+        self._grids: dict[tuple[str, Shape], Grid] = {}
+
+    def shape_of(self, name: str) -> Shape | None:
+        return self._of.shape_of(name) if name in self._of.tensors else None
+
+    def grid(self, name: str, shape: Shape) -> Grid:
+        """Return which ranks hold which block, of stages that cut it as the first does."""
+        if name not in self._of.tensors:
+            return Mesh(whole(len(shape), len(self.ranks)), tuple(self.ranks), ()).grid(shape)
+        every = self._of.grid(name, shape)
+        mesh = self.mesh(name, shape)
+        own = every if mesh is None else mesh.grid(shape)
+        return every if own.blocks == every.blocks else own
+
+    def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
+        return self._of.meshes(name, shape) if name in self._of.tensors else ()
+
+    def mesh(self, name: str, shape: Shape) -> Mesh | None:
+        """Return the first layout of a tensor and its ranks; None of one that is whole wherever it is."""
+        return next(iter(self.meshes(name, shape)), None)
+
+
+def _described(dtype: str, shape: Shape, grid: Grid, mesh: Mesh | None) -> dict[str, Any]:
+    """Return what the metadata say of a tensor. Blocks are listed in the order of the first ranks that hold them."""
+    replicas: int | list[int] = 0
+    layout = None
+    if mesh is not None:
+        of_rank = {rank: number for number, some in enumerate(grid.ranks) for rank in some}
+        held = [of_rank[rank] for rank in mesh.ranks]
+        seen: dict[int, int] = {}
+        replicas = []
+        for number in held:
+            replicas.append(seen.get(number, 0))
+            seen[number] = replicas[-1] + 1
+        layout = {  # in the order in which mindformers reads them
+            "device_matrix": mesh.layout.dev_matrix,
+            "tensor_map": [axes if len(axes) > 1 else axes[0] if axes else -1 for axes in mesh.layout.tensor_map],
+            "interleaved_parallel": False,
+            "alias_name": mesh.axes,
+            "rank_list": mesh.ranks,
+        }
+    numbers = sorted(range(len(grid.blocks)), key=lambda number: grid.ranks[number][0])
+    return {
+        "properties": {
+            "dtype": dtype,
+            "replica_id": replicas,
+            "allow_shape_mismatch": False,
+            "allow_to_save": True,
+        },
+        "global_shape": shape,
+        "axis_fragmentations": mesh.layout.splits if mesh else [1] * len(shape),
+        "layout": layout,
+        "chunk": [{"global_offset": [number], "local_shape": grid.blocks[number].shape} for number in numbers],
+    }
+
+
+def _json(content: object) -> str:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+
+
+def _progress(source: Checkpoint, iteration: int | None) -> dict[str, Any]:
+    """Return what a source says of how far the training was; None for what it does not say.
+
+    In names of files steps are counted from the beginning of the epoch.
+    """
+    found: dict[str, Any] = {
+        key: _number(source, key) for key in ("epoch_num", "step_num", "global_step", "loss_scale")
+    }
+    if source.step is not None:
+        epoch, step = map(int, source.step.name.split("_"))
+        said = {"epoch_num": epoch, "step_num": step} | ({"global_step": step} if epoch == 1 else {})
+        found = {key: said.get(key) if value is None else value for key, value in found.items()}
+    return found if iteration is None else found | {"global_step": iteration}
+
+
+def _number(source: Checkpoint, name: str) -> int | float | None:
+    """Return the one number that a tensor has; None where there is none, or several, or one below 0."""
+    tensor = source.tensors.get(name)
+    if tensor is None or tensor.text is not None or tensor.varies or prod(tensor.spec.shape) != 1:
+        return None
+    import numpy as np  # not on every start
+
+    at = tensor.sharding.replicas[0][0]
+    content = bytearray(tensor.spec.dtype.itemsize)
+    path = source.files[at.file].path
+    store_of(source.coding).read(wants(path, tensor.runs[at.runs], 0, memoryview(content)))
+    value = np.frombuffer(content, tensor.spec.dtype.numpy())[0].item()
+    return value if isinstance(value, int | float) and value >= 0 else None
