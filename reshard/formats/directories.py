@@ -120,12 +120,13 @@ _OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|mode
 
 
 def is_of_a_set(name: str) -> bool:
-    """Return whether a file, by its name, is a file or the index of a unified set, of whichever style.
+    """Return whether a file, by its name, is a file or the index of a unified set of whichever style, or of blocks.
 
     >>> [is_of_a_set(name) for name in ("part7.safetensors", "model-00001-of-00001.safetensors", "net.safetensors")]
     [True, True, False]
     """
-    return name in SET_FILES or any(known.fullmatch(name) for known in (PARTS.files, _OF_A_SET))
+    others = (*SET_FILES, *CHECKPOINT2.marks)
+    return name in others or any(known.fullmatch(name) for known in (PARTS.files, _OF_A_SET, CHECKPOINT2.files))
 
 
 def is_later_part(path: str) -> bool:

@@ -44,7 +44,7 @@ _LARGEST = 1 << 20
 _NONE, _BLOCK, _WHOLE, _OTHER = range(4)  # what a file has of a tensor
 
 
-def _chosen(root: Place, there: Sequence[str], iteration: int | None) -> Place:
+def chosen(root: Place, there: Sequence[str], iteration: int | None = None) -> Place:
     """Return the directory of a checkpoint: itself, or an iteration of a run, by number or the last that it names.
 
     Args:
@@ -108,7 +108,7 @@ class Iteration(NamedTuple):
 def iterations(root: Place, there: Sequence[str]) -> list[Iteration]:
     """Return the checkpoints in the directory of a run, ascending; headers are read, to see whether all is there."""
     try:
-        last = _number_of(_chosen(root, there, None))
+        last = _number_of(chosen(root, there, None))
     except SourceError:
         last = None
     found = []
@@ -144,7 +144,7 @@ def open_checkpoint2(
     Raises:
         SourceError: there is no such iteration, it is incomplete, or the metadata contradict the files; all at once.
     """
-    place = _chosen(root, there, iteration)
+    place = chosen(root, there, iteration)
     files = {name for name in place.names() if name.endswith(".safetensors")}
     found = _Joined(place, files).checkpoint() if (place / METADATA).is_file() else _whole(place, files)
     last = _number_of(place)

@@ -170,6 +170,20 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
     return None
 
 
+def iteration_at(root: Place) -> Place:
+    """Return the last checkpoint of a run's directory, as the run names it; of any other place that itself.
+
+    Raises:
+        SourceError: the run names none.
+    """
+    there = root.names()
+    if not any(map(ITERATION.fullmatch, there)):
+        return root
+    from reshard.readers.checkpoint2 import chosen  # not on every start
+
+    return chosen(root, there)
+
+
 def iterations_at(path: AnyName) -> list[Iteration]:
     """Return the checkpoints in the directory of a run, ascending; none of what is not a run's directory."""
     root = as_place(path)
@@ -210,12 +224,16 @@ def _refuse_other_strategy(root: str, strategy: Strategy, tensors: Mapping[str, 
 def made_at(path: AnyName) -> Made | None:
     """Return what a target is made from, where its ledger says and nothing else there could be meant, too."""
     root = as_place(path)
-    made = made_of(root)
-    if made is None or not root.is_dir() or is_store(root):
-        return made
     try:
-        unified = read_index(root)
-        found = {0: unified[0]} if unified else rank_files(root, RANK_PATTERN, None, [])[0]
+        place = iteration_at(root)
+        made = made_of(place)
+        if made is None or not root.is_dir() or is_store(root):
+            return made
+        if ITERATION.fullmatch(place.absolute().name):
+            found = {0: [file for file in place.files(depth=1) if file.suffix == ".safetensors"]}
+        else:
+            unified = read_index(root)
+            found = {0: unified[0]} if unified else rank_files(root, RANK_PATTERN, None, [])[0]
     except SourceError:  # several checkpoints in one directory; or ranks lack, of which the files say which
         return None
     known = {f"{made.root}/{file}" for file in made.records}

@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError, TargetError, names
-from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, is_of_a_set
+from reshard.formats.directories import DIRECTORY_FORMATS, ITERATION, RUNS, is_of_a_set
 from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, every_file, is_checkpoint_name
 from reshard.formats.sets import SET_INDEXES
@@ -53,13 +53,14 @@ class Do(Enum):
 class Planned(NamedTuple):
     """What a run would make of a file: the digest of all that makes it, its size, whether it is a link, or an index.
 
-    An index comes last, because what it is of is complete then.
+    An index comes last, because what it is of is complete then. A pointer to that comes after it.
     """
 
     digest: str
     size: int
     is_link: bool = False
     is_last: bool = False
+    is_pointer: bool = False
 
 
 class Seen(NamedTuple):
@@ -121,7 +122,8 @@ class Preflight(NamedTuple):
 def fates(wanted: Mapping[str, Planned], seen: Mapping[str, Seen], policy: Policy) -> dict[str, Fate]:
     """Return what to do with each file."""
     found = {file: fate(one, seen.get(file, Seen()), policy) for file, one in wanted.items()}
-    if any(one.do is not Do.KEEP for one in found.values()):  # a set with an index is complete: that is withdrawn
+    is_complete = all(one.do is Do.KEEP or wanted[file].is_pointer for file, one in found.items())
+    if not is_complete:  # a set with an index is complete: that is withdrawn
         for file, one in found.items():
             if one.do is Do.KEEP and wanted[file].is_last:
                 found[file] = one._replace(do=Do.MAKE)
@@ -142,10 +144,16 @@ def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
     ours = state if is_ours else None
     if is_ours and is_same and state == record.ready and not (record.may_be_lost or policy.restart):
         return Fate(Do.KEEP, ours, is_touched)
-    may_replace = is_ours or policy.overwrite or (is_same and is_unnoted(wanted, record, state, early=policy.early))
+    may_replace = (
+        wanted.is_pointer
+        or is_ours
+        or policy.overwrite
+        or (is_same and is_unnoted(wanted, record, state, early=policy.early))
+    )
     if state is not None and not may_replace:
         return Fate(Do.UNMANAGED)
-    if policy.restart or (policy.overwrite and not is_same) or is_touched:  # or a file might have blocks of two sources
+    starts_over = policy.restart or (policy.overwrite and not is_same)
+    if starts_over or is_touched or wanted.is_pointer:  # or a file might have blocks of two sources
         return Fate(Do.MAKE, ours)
     if is_same:
         return Fate(Do.RESUME, ours)
@@ -184,9 +192,14 @@ def check_target(plan: Plan, root: str) -> None:
     """
     below = root.rstrip("/") + "/"
     sources = {str(as_place(file.path).real()) for file in plan.source.files}
-    if any(file.last for file in plan.files) and any(path.startswith(below) for path in sources):
+    indexes = {os.path.dirname(below + file.path) for file in plan.files if file.last and not file.pointer}
+    if any(path.startswith(f"{directory}/") for directory in indexes for path in sources):
         raise TargetError(
-            f"{root}: holds the source; next to it, the index of a unified set would hide it; choose another"
+            f"{root}: holds the source; next to it, the index of what is written would hide it; choose another"
+        )
+    if any(file.pointer for file in plan.files) and ITERATION.fullmatch(os.path.basename(root)):
+        raise TargetError(
+            f"{root}: is an iteration by its name; expected the directory of the run; give {os.path.dirname(root)}"
         )
     written, read = [below + file.path for file in plan.files], [file.path for file in plan.source.files]
     refuse_inputs(written, read, "one of the source files", "choose another target directory")
@@ -199,8 +212,8 @@ def check_target(plan: Plan, root: str) -> None:
         _check_kinds(plan, root)
     if plan.exclusive:
         _check_exclusive(plan, root)
-    elif any(file.last for file in plan.files):
-        _check_one_set(plan, root)
+    for directory in () if plan.exclusive else sorted(indexes):
+        _check_one_set(plan, root, directory)
 
 
 def _check_kinds(plan: Plan, root: str) -> None:
@@ -232,21 +245,23 @@ def _check_exclusive(plan: Plan, root: str) -> None:
         raise TargetError(f"{root}: has {names(sorted(other), most=3)} too; choose another directory, or remove it")
 
 
-def _check_one_set(plan: Plan, root: str) -> None:
+def _check_one_set(plan: Plan, root: str, directory: str) -> None:
     """Refuse a directory in which something of another set would be taken for a part of this one: many readers glob.
 
     What is replaced may have more files, or others, than what replaces it. They are not removed here: nothing that a
     run does not write is ever removed, and a run that is stopped, whose set has no index, could not be resumed.
     """
-    planned = {file.path for file in plan.files}
+    planned = {f"{root}/{file.path}" for file in plan.files}
     if plan.request and isinstance(plan.request.files, SomeFiles):  # what other processes write
-        planned.update(plan.request.files.every.paths)
+        planned.update(f"{root}/{path}" for path in plan.request.files.every.paths)
     found: list[str] = []
     with suppress(OSError):  # it is not there yet, or may be written to and not be listed
-        found = os.listdir(root) if can(root).positioned else _files_at(root)
-    other = sorted(name for name in found if is_of_a_set(name) and name not in planned)
+        found = os.listdir(directory) if can(root).positioned else _files_at(directory)
+    other = sorted(name for name in found if is_of_a_set(name) and f"{directory}/{name}" not in planned)
     if other:
-        raise TargetError(f"{root}: has {names(other, most=3)} of another set; choose another directory, or remove it")
+        raise TargetError(
+            f"{directory}: has {names(other, most=3)} of another set; choose another directory, or remove it"
+        )
 
 
 def _files_at(url: str) -> list[str]:
@@ -258,7 +273,7 @@ def _files_at(url: str) -> list[str]:
 def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
     """Return what a plan makes of its files, by their paths."""
     return {
-        file.path: Planned(made_of, plan.size_of(file), file.link is not None, file.last)
+        file.path: Planned(made_of, plan.size_of(file), file.link is not None, file.last, file.pointer)
         for file, made_of in zip(plan.files, digests, strict=True)
     }
 

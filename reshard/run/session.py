@@ -33,7 +33,7 @@ from reshard.run.preflight import (
     seen_files,
     states_of,
 )
-from reshard.run.tasks import unfinished
+from reshard.run.tasks import unfinished, withdraw
 from reshard.source.made import VERSION, small_strategy, source_data
 from reshard.source.records import Record
 from reshard.storage.crc32c import crc_of_range
@@ -322,9 +322,8 @@ class Session:
     def _begin(self, good: Mapping[int, Sequence[Range]]) -> None:
         """Begin with what is left; what is good of an earlier run stays."""
         if self._early:
-            for number in self._left:
-                if self._whole.files[number].last:  # a set with an index is complete, and soon a file of it is another
-                    remote_store().remove(f"{self._root}/{self._paths[number]}")
+            # A set with an index is complete, and soon a file of it is another.
+            withdraw(self._root, [self._whole.files[number] for number in self._left])
         else:
             self._check_space()
             for number in self._left:
@@ -375,7 +374,7 @@ def made_data(plan: Plan) -> bytes:
 
     request = plan.request
     selection = request.selection if request else Selection(drop=tuple(map(escape, plan.dropped)))
-    target = (request and request.target) or None
+    target = request.target if request else None
     stage = request.stage if request else None
     if target is not None and len(target.stages) > 1:
         stage = None  # the strategy says which ranks there are, whatever is written of them

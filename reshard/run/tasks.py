@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.formats.entries import FileLayout
     from reshard.plan.plan import Move, Piece, Plan
     from reshard.storage.base import ReadStore, Sink, Status
+    from reshard.targets.destination import TargetFile
 
 SYNC_TASKS = 16
 """Where the page cache is to stay free: the last of so many tasks waits until what they wrote into is on the disk."""
@@ -319,10 +320,28 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
 
 def withdraw_index(plan: Plan, directory: str, _ready: object) -> list[Receipt]:
     """Remove the index that is to be replaced, before the first of its files is: a set with an index is complete."""
-    for file in plan.files:
-        if file.last and not file.done:
-            store_at(directory).remove(f"{directory}/{file.path}")
+    withdraw(directory, [file for file in plan.files if not file.done])
     return []
+
+
+def withdraw(directory: str, files: Iterable[TargetFile]) -> None:
+    """Remove the indexes among some files, and a pointer to what is replaced; one to another checkpoint stays."""
+    for file in files:
+        path = f"{directory}/{file.path}"
+        if file.last and not (file.pointer and _is_of_another(path, file.layout)):
+            store_at(directory).remove(path)
+
+
+def _is_of_another(path: str, layout: FileLayout) -> bool:
+    """Return whether a file has other contents than it is to have."""
+    held = bytearray(layout.size)
+    try:
+        if any_store().size(path) != layout.size:
+            return True
+        any_store().read_into(path, 0, memoryview(held))
+    except SourceError:  # it is not there
+        return False
+    return [(0, bytes(held))] != list(layout.literals)
 
 
 def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], directory: str, how: How) -> Moved:

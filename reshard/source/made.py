@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
+from reshard.formats.directories import ITERATION
 from reshard.formats.zarr_files import is_store
 from reshard.layout.layout import MOST_DEVICES, Layout
 from reshard.source.records import DIRECTORY, Record, known
@@ -123,22 +124,25 @@ def made_of(target: Place) -> Made | None:
     """Return what a target is made from; None where no ledger says it of the files that are there.
 
     Args:
-        target: a directory, a zarr store, or one file.
+        target: a directory, a zarr store, an iteration of a run, or one file.
 
     Raises:
         SourceError: the storage cannot be reached.
     """
     if target.is_file():
         return _newest(str(target.parent.absolute()), target.name)
-    root = str(target.absolute())
-    return _newest(root, directory=f"{root}.reshard") if is_store(target) else _newest(root)
+    root = target.absolute()
+    if ITERATION.fullmatch(root.name):
+        return _newest(str(root.parent), below=f"{root.name}/")
+    return _newest(str(root), directory=f"{root}.reshard") if is_store(target) else _newest(str(root))
 
 
-def _newest(root: str, file: str | None = None, *, directory: str | None = None) -> Made | None:
-    """Return the newest of what files are made from, with the files that are made from that."""
+def _newest(root: str, file: str | None = None, *, below: str = "", directory: str | None = None) -> Made | None:
+    """Return the newest of what files, or those below a directory, are made from, with all that are made from that."""
     directory = directory or f"{root}/{DIRECTORY}"
     records = known(root, None if file is None else [file], directory=directory, with_ranges=False).records
-    digest = next((record.made for record in reversed(records.values()) if record.ready), "")
+    ready = (record.made for path, record in reversed(records.items()) if record.ready and path.startswith(below))
+    digest = next(ready, "")
     some = {path: one for path, one in records.items() if one.made == digest and one.ready and is_inner_path(path)}
     try:
         if as_place(directory).is_symlink():
@@ -152,7 +156,7 @@ def _newest(root: str, file: str | None = None, *, directory: str | None = None)
         read_small_strategy(content["source"]["strategy"])
     except (SourceError, ValueError, OSError):
         return None
-    target = root if file is None else f"{root}/{file}"
+    target = f"{root}/{file or below}".rstrip("/")
     return Made(target, root, directory, some, content) if content["reshard_made"] == VERSION else None
 
 

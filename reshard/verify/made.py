@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
 from reshard.plan.planfile import read_selection
 from reshard.readers.open import open as open_checkpoint
-from reshard.readers.open import reopen
+from reshard.readers.open import reopen, self_described
 from reshard.source.made import read_small_strategy
 from reshard.source.records import known
 from reshard.storage.places import any_store, as_place, of_each
@@ -52,7 +52,7 @@ def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection,
 def target_of(made: Made, cipher: Cipher | None) -> Checkpoint:
     """Return the target of a ledger, opened as it tells: `SourceError` where that is not possible."""
     strategy = made.strategy
-    if made.content["target"]["format"] == "zarr" or (strategy is None and len(made.ranks) == 1):
+    if self_described(as_place(made.target)) or (strategy is None and len(made.ranks) == 1):
         return open_checkpoint(made.target, contents=False, cipher=cipher)
     if strategy is not None and made.stage is not None:
         strategy = strategy.of_stage(made.stage)
