@@ -29,6 +29,7 @@ _HOMES = {
     "open": "readers.open",
     "plan": "plan.make",
     "Plan": "plan.plan",
+    "read_layouts": "targets.pattern",
     "read_manifest": "verify.manifest",
     "read_plan": "plan.planfile",
     "read_strategy": "strategy.files",
@@ -62,6 +63,7 @@ __all__ = [
     "merge_strategies",
     "open",
     "plan",
+    "read_layouts",
     "read_manifest",
     "read_plan",
     "read_strategy",
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
     from reshard.targets.checkpoint2 import Checkpoint2
+    from reshard.targets.pattern import read_layouts
     from reshard.verify.manifest import Manifest, read_manifest, write_manifest
     from reshard.verify.verify import Verification, make_manifest, verify
 

@@ -23,6 +23,7 @@ from reshard.source.checkpoint import Checkpoint
 from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
+from reshard.strategy.strategy import Strategy
 from reshard.targets.checkpoint2 import Checkpoint2, Checkpoint2Target
 from reshard.targets.destination import Item
 from reshard.targets.ranks import Ranks
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import SourceFile
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
-    from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import Destination
+    from reshard.targets.pattern import Pattern
 
 
 def plan(
     source: Checkpoint,
-    target: Strategy | None = None,
+    target: Strategy | Pattern | None = None,
     *,
     format: str | None = None,  # noqa: A002 -- the word of every such tool
     prefix: str = "checkpoint_",
@@ -61,7 +62,8 @@ def plan(
 
     Args:
         source: the checkpoint to convert.
-        target: which rank is to hold which block; None for one rank of whole tensors.
+        target: which rank is to hold which block; None for one rank of whole tensors. For a Checkpoint 2.0 also what
+            `reshard.read_layouts` says of another.
         format: `safetensors` or `ckpt`; by default the source's, and safetensors where that is mixed or zarr. `zarr`
             for one group of whole tensors, without a target strategy.
         prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank where the source
@@ -111,6 +113,8 @@ def plan(
         if some:
             raise UsageError("a Checkpoint 2.0 has all ranks: leave ranks and stage out")
         files = files.of(source)
+    elif target is not None and not isinstance(target, Strategy):
+        raise UsageError("the target is a pattern of a Checkpoint 2.0; give files=reshard.Checkpoint2(), or a Strategy")
     written = _format_of(source, files, format)
     cipher = _to_write(target_cipher, written)
     asked, wanted = _of_stage(target, stage, ranks)
@@ -157,8 +161,8 @@ def _format_of(source: Checkpoint, files: TargetFiles, asked: str | None) -> str
 
 
 def _of_stage(
-    target: Strategy | None, stage: int | None, ranks: Iterable[int] | None
-) -> tuple[Strategy | None, tuple[int, ...] | None]:
+    target: Strategy | Pattern | None, stage: int | None, ranks: Iterable[int] | None
+) -> tuple[Strategy | Pattern | None, tuple[int, ...] | None]:
     """Return the strategy and the ranks of a target, of which only one stage may be asked for.
 
     Raises:
@@ -167,7 +171,7 @@ def _of_stage(
     """
     wanted = None if ranks is None else tuple(ranks)
     if stage is None:
-        if target is not None and target.others:
+        if isinstance(target, Strategy) and target.others:
             number = target.stages.start
             raise StrategyError(
                 Text(
@@ -178,7 +182,7 @@ def _of_stage(
                 )
             )
         return target, wanted
-    if target is None:
+    if not isinstance(target, Strategy):
         raise UsageError(f"stage {stage} of the target is asked for, and no strategy says which ranks it has")
     one = target.of_stage(stage)
     outside = set(wanted or ()).difference(one.ranks)

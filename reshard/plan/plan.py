@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
+    from reshard.targets.pattern import Pattern
     from reshard.view.arrays import RankArrays
     from reshard.view.svg import Picture
 
@@ -182,7 +183,7 @@ class Stats(NamedTuple):
 class Request:
     """What a plan was asked for; with its source, all that it is made from. See `make`."""
 
-    target: Strategy | None
+    target: Strategy | Pattern | None
     format: str
     files: TargetFiles
     ranks: tuple[int, ...] | None

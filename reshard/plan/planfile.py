@@ -43,6 +43,9 @@ from reshard.source.made import STRATEGY, read_small_strategy, small_strategy
 from reshard.storage.places import Place, as_place
 from reshard.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse
+from reshard.strategy.strategy import Strategy
+from reshard.targets.checkpoint2 import Checkpoint2
+from reshard.targets.pattern import PATTERN, Pattern, pattern_data, read_pattern
 
 if TYPE_CHECKING:
     from reshard.formats.entries import TargetFiles
@@ -63,6 +66,7 @@ _WAYS: dict[str, tuple[type[Any], tuple[object, ...]]] = {
     "named_file": (NamedFile, (INNER_PATH,)),
     "mindspore_set": (MindSporeSet, (COUNT,)),
     "hugging_face_set": (HuggingFaceSet, (COUNT,)),
+    "checkpoint2": (Checkpoint2, (Maybe(COUNT), Maybe(TEXT), COUNT, Maybe(TEXT))),
     "zarr_group": (ZarrGroup, (Maybe(COUNT), Maybe(COUNT), Maybe(TEXT), FLAG)),
 }
 
@@ -83,6 +87,7 @@ _SOURCE = {
 }
 _TARGET = {
     "strategy": Maybe(STRATEGY),
+    "pattern": Maybe(PATTERN),
     "format": TEXT,
     "ranks": Maybe([COUNT]),
     "stage": Maybe(COUNT),
@@ -325,7 +330,8 @@ def _data(plan: Plan, request: Request, directory: str | None) -> Json:
         "digest": plan_digest(plan),
         "source": _source_data(plan.source),
         "target": {
-            "strategy": small_strategy(request.target),
+            "strategy": small_strategy(request.target if isinstance(request.target, Strategy) else None),
+            "pattern": pattern_data(request.target) if isinstance(request.target, Pattern) else None,
             "format": request.format,
             "ranks": request.ranks,
             "stage": request.stage,
@@ -480,8 +486,9 @@ def _request(content: Json) -> Request:
     from reshard.plan.plan import Request
 
     target, files = content["target"], content["files"]
+    pattern = target["pattern"]
     return Request(
-        read_small_strategy(target["strategy"]),
+        read_small_strategy(target["strategy"]) if pattern is None else read_pattern(pattern),
         target["format"],
         _WAYS[files["way"]][0](*files["fields"]),
         target["ranks"],

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.strategy.names import is_training_state, matches, matching, no_match, one_stage_advice, optimizer_states
+from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from reshard.source.checkpoint import Checkpoint
-    from reshard.strategy.strategy import Strategy
+    from reshard.targets.pattern import Pattern
 
 _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
 
@@ -201,7 +202,7 @@ class Selected(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def select(source: Checkpoint, target: Strategy | None, selection: Selection) -> Selected:
+def select(source: Checkpoint, target: Strategy | Pattern | None, selection: Selection) -> Selected:
     """Apply a selection and the table above.
 
     Args:
@@ -254,13 +255,13 @@ def select(source: Checkpoint, target: Strategy | None, selection: Selection) ->
     return Selected(tuple(kept), tuple(dropped), tuple(missing), left_out, _of_states(taken, states))
 
 
-def _advice(target: Strategy | None, known: Collection[str], states: Collection[str]) -> str:
+def _advice(target: Strategy | Pattern | None, known: Collection[str], states: Collection[str]) -> str:
     """Return what to think of where weights would be dropped or are missing."""
     if target is None:
         return ""
     if not any(name in target.tensors for name in known):
         return "no name is in both; is the strategy of another model?"
-    return one_stage_advice(target, known, states)
+    return one_stage_advice(target, known, states) if isinstance(target, Strategy) else ""
 
 
 def _of_states(taken: Collection[str], states: Mapping[str, str]) -> tuple[str, ...]:
@@ -271,7 +272,7 @@ def _of_states(taken: Collection[str], states: Mapping[str, str]) -> tuple[str, 
     return (f"{len(taken)} tensors are taken for optimizer states, by their prefix, and left out: {names(prefixes)}",)
 
 
-def has_no_place(source: Checkpoint, target: Strategy, name: str) -> bool:
+def has_no_place(source: Checkpoint, target: Strategy | Pattern, name: str) -> bool:
     """Return whether a tensor that the target strategy does not name is dropped, not copied whole to every rank.
 
     Of whole tensors nothing says which are split in training. But of those that the file of one stage does not name,
@@ -351,7 +352,7 @@ def _in_message_order(source: Checkpoint, wanted: set[str]) -> list[str]:
     return [name for name in kept if name in laid_out] + [name for name in kept if name not in laid_out]
 
 
-def all_states(source: Checkpoint, target: Strategy | None, written: Collection[str] = ()) -> dict[str, str]:
+def all_states(source: Checkpoint, target: Strategy | Pattern | None, written: Collection[str] = ()) -> dict[str, str]:
     """Return the optimizer states among all names of a conversion, and the name behind each one's prefix.
 
     Args:

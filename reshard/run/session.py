@@ -42,6 +42,7 @@ from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
 from reshard.storage.remote import REQUESTS, remote_store
 from reshard.storage.threads import map_threads
+from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -374,7 +375,7 @@ def made_data(plan: Plan) -> bytes:
 
     request = plan.request
     selection = request.selection if request else Selection(drop=tuple(map(escape, plan.dropped)))
-    target = request.target if request else None
+    target = request.target if request and isinstance(request.target, Strategy) else None  # a pattern is noted there
     stage = request.stage if request else None
     if target is not None and len(target.stages) > 1:
         stage = None  # the strategy says which ranks there are, whatever is written of them

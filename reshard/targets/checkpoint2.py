@@ -32,6 +32,7 @@ from reshard.storage.places import as_place
 from reshard.storage.small import read_small
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
 from reshard.targets.destination import TargetFile, literal
+from reshard.targets.pattern import Pattern
 from reshard.targets.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -222,11 +223,11 @@ class Checkpoint2Target:
         unknown = self._way.unknown()
         return (f"{COMMON} says null for what is not known: {names(unknown)}",) if unknown else ()
 
-    def _stored_at(self, ranks: Sequence[int], part: int) -> Iterator[dict[str, Any]]:
-        """Yield what the metadata say of each place of a block."""
+    def _stored_at(self, ranks: Sequence[int], group: Sequence[int], part: int) -> Iterator[dict[str, Any]]:
+        """Yield what the metadata say of each place of a block: also which ranks hold it, who may find it there."""
         for rank in ranks:
             name = self._files.path(rank, part).rpartition("/")[2]
-            yield {"file_name": name, "storage_rank": rank, "rank_group": ranks}
+            yield {"file_name": name, "storage_rank": rank, "rank_group": group}
 
     def _places(self) -> Iterator[tuple[int, ...]]:
         """Yield the ranks that store each block."""
@@ -240,7 +241,7 @@ class Checkpoint2Target:
         tensors: list[str] = []
         places: list[str] = []
         headers: dict[tuple[str, Shape, Grid, Mesh | None], str] = {}
-        listed: dict[tuple[Grid, int], list[str]] = {}
+        listed: dict[tuple[Grid, Grid, int], list[str]] = {}
         for item in self._items:
             name, shape = item.name, item.tensor.spec.shape
             if not self.cuts(name) or item.tensor.text is not None:
@@ -254,28 +255,25 @@ class Checkpoint2Target:
                 headers[key] = _json(_described(dtype, shape, grid, mesh))
             tensors.append(f"{_json(name)}:{headers[key]}")
             part = self._files.part_of(name)
-            if (stored, part) not in listed:
-                paths = {
-                    rank: self._files.path(rank, part).rpartition("/")[2] for some in stored.ranks for rank in some
-                }
-                listed[stored, part] = [
-                    _json([{"file_name": paths[rank], "storage_rank": rank, "rank_group": some} for rank in some])
-                    for some in stored.ranks
-                ]
-            places += [f"{_json(str((name, (n,))))}:{text}" for n, text in enumerate(listed[stored, part])]
+            if (stored, grid, part) not in listed:
+                blocks = zip(stored.ranks, grid.ranks, strict=True)
+                listed[stored, grid, part] = [_json(list(self._stored_at(some, group, part))) for some, group in blocks]
+            places += [f"{_json(str((name, (n,))))}:{text}" for n, text in enumerate(listed[stored, grid, part])]
         return f'{{"state_dict_metadata":{{{",".join(tensors)}}},"storage_data":{{{",".join(places)}}}}}'.encode()
 
 
 class _Every:
     """An arrangement that names every tensor, and has one layout for each: `Arrangement`.
 
-    What another does not name is whole on every rank. Copies that differ from rank to rank are not named.
+    What a strategy does not name is whole on every rank. Copies that differ from rank to rank are not named.
     """
 
     def __init__(self, arrangement: Arrangement, items: Iterable[Item]) -> None:
         self._of = arrangement
         self.ranks, self.devices = arrangement.ranks, arrangement.devices
-        self.tensors = {item.name: None for item in items if item.name in arrangement.tensors or not item.tensor.varies}
+        more = not isinstance(arrangement, Pattern)  # what a pattern does not list its training does not load either
+        every = (item for item in items if item.name in arrangement.tensors or (more and not item.tensor.varies))
+        self.tensors = {item.name: None for item in every}
         self._grids: dict[tuple[str, Shape], Grid] = {}
 
     def shape_of(self, name: str) -> Shape | None:
