@@ -11,6 +11,7 @@ import click
 from reshard.cli.commands import option
 from reshard.cli.values import (
     READ,
+    READ_PLACE,
     STRATEGY_PLACE,
     WRITE_PLACE,
     StyleType,
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 
-_PLANNING = ("prefix", "format", "ranks", "remove_redundancy", "link_replicas", "memory", "target_cipher")
+_PLANNING = (
+    "style", "prefix", "target_step", "layouts_of", "format", "ranks", "remove_redundancy", "link_replicas", "memory",
+    "target_cipher",
+)  # fmt: skip
 
 OPENING: dict[str, Any] = {
     "rank_pattern": "rank_{rank}/*",
@@ -103,6 +107,23 @@ max_shard_size_option = option(
     callback=size,
     metavar="SIZE",
     help="Most tensor bytes in a file of a set. One tensor alone may have more.  [default: 4GB]",
+)
+
+
+prefix_option = option(
+    "--prefix",
+    under="Target",
+    metavar="PREFIX",
+    help="What names of files begin with: rank_0/PREFIX0.ckpt and so on, or PREFIX-model-… of --style checkpoint2.  "
+    "[default: checkpoint_, or the source's or checkpoint]",
+)
+target_step_option = option(
+    "--target-step",
+    under="Target",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="--style checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker names "
+    "it.  [default: what the source says]",
 )
 
 
@@ -271,8 +292,16 @@ def opened_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what the target is, and pass them as `target_strategy` and one `planning`."""
+def target_options(style: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what adds the options that say what the target is, and passes them as `target_strategy` and `planning`.
+
+    Args:
+        style: what --style means for the command.
+    """
+    return functools.partial(_with_target_options, style)
+
+
+def _with_target_options(style: str, command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def planning(*args: Any, **given: Any) -> Any:
@@ -311,13 +340,17 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(["ckpt", "safetensors"]),
             help="Format of the files.  [default: the source's]",
         ),
+        target_step_option,
+        prefix_option,
         option(
-            "--prefix",
+            "--layouts-of",
             under="Target",
-            default="checkpoint_",
-            show_default=True,
-            help="Target files are rank_0/checkpoint_0.ckpt and so on.",
+            type=READ_PLACE,
+            metavar="CHECKPOINT",
+            help="--style checkpoint2: cut the tensors as in this Checkpoint 2.0, of which metadata.json is enough, in "
+            "place of --target-strategy.",
         ),
+        style_option(style),
         target_strategy_option,
     ):
         wrapped = add(wrapped)

@@ -22,12 +22,11 @@ from reshard.cli.options import (
     run_options,
     selection_options,
     source_options,
-    style_option,
     target_key_option,
     target_options,
 )
 from reshard.cli.terminal import called_as, cluster_client, print_json, print_text, say, say_warnings, wrote
-from reshard.cli.values import READ, TARGET, WRITE, noting_swap
+from reshard.cli.values import CHECKPOINT2, READ, TARGET, WRITE, noting_swap
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.readers.open import files_read, made_at
 from reshard.storage.small import refuse_existing, refuse_inputs
@@ -36,11 +35,14 @@ from reshard.view.progress import progress
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.formats.entries import TargetFiles
     from reshard.plan.plan import Plan
     from reshard.plan.select import Selection
     from reshard.run.run import Report
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
+    from reshard.strategy.strategy import Strategy
+    from reshard.targets.pattern import Pattern
 
 
 KEYS = """
@@ -82,8 +84,10 @@ Example:
 )
 @overwrite_file_option
 @source_options
-@target_options
-@style_option("The target is a set of whole tensors, as `reshard unify` writes it.")
+@target_options(
+    "The target is a set of whole tensors, as `reshard unify` writes it; checkpoint2 with --target-strategy or "
+    "--layouts-of one of blocks, as `reshard transform` does."
+)
 @max_shard_size_option
 @selection_options
 @json_option
@@ -96,7 +100,6 @@ def plan(
     source_strategy: Path | None,
     target_strategy: Path | None,
     planning: dict[str, Any],
-    style: str | None,
     max_shard_size: int | None,
     selection: Selection,
     as_json: bool,
@@ -120,11 +123,7 @@ def plan(
             plan_file.check_directory(str(target))
     with noting_swap(source, source_strategy, target_strategy, reading):
         checkpoint = reshard.open(source, strategy=source_strategy, **reading)
-    if style is None:
-        wanted = reshard.read_strategy(target_strategy) if target_strategy else None
-        made = reshard.plan(checkpoint, wanted, selection=selection, **planning)
-    else:
-        made = _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
+    made = made_plan(checkpoint, target_strategy, selection, planning, max_shard_size=max_shard_size)
     if output is not None:
         plan_file.save(made, output, directory=None if target is None else str(target), overwrite=overwrite)
         wrote()
@@ -141,31 +140,72 @@ def plan(
             say(f"saved; to run it: {called_as()} {shlex.join(words)}")
 
 
+def made_plan(
+    checkpoint: reshard.Checkpoint,
+    target_strategy: Path | Place | None,
+    selection: Selection,
+    planning: dict[str, Any],
+    *,
+    max_shard_size: int | None = None,
+    threads: int | None = None,
+) -> Plan:
+    """Plan what the options of a target ask for (`target_options`)."""
+    given = dict(planning)
+    style, prefix, step, layouts_of = (given.pop(key) for key in ("style", "prefix", "target_step", "layouts_of"))
+    if style != CHECKPOINT2:
+        refuse_options({"--target-step": step, "--layouts-of": layouts_of}, "--style checkpoint2")
+    if style not in {None, CHECKPOINT2}:
+        return _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
+    if layouts_of and target_strategy:
+        raise UsageError("--layouts-of and --target-strategy both say how tensors are cut; leave one out")
+    if style:
+        given["files"] = set_files(style, max_shard_size, prefix, step)
+    elif prefix is not None:
+        given["prefix"] = prefix
+    wanted: Strategy | Pattern | None = reshard.read_strategy(target_strategy) if target_strategy else None
+    if layouts_of:
+        wanted = reshard.read_layouts(layouts_of)
+    return reshard.plan(checkpoint, wanted, selection=selection, threads=threads, **given)
+
+
+def refuse_options(given: dict[str, object], which: str) -> None:
+    """Check that no option is given that is only for another kind of target.
+
+    Raises:
+        UsageError: one is.
+    """
+    some = [option for option, value in given.items() if value is not None]
+    if some:
+        raise UsageError(f"{', '.join(some)}: only for {which}; give that too, or leave out what is not")
+
+
 def _unified(
     checkpoint: reshard.Checkpoint,
     style: str,
     max_shard_size: int | None,
     selection: Selection,
-    target_strategy: Path | None,
+    target_strategy: Path | Place | None,
     planning: dict[str, Any],
 ) -> Plan:
     """Plan a unified set, for which the options of rank directories mean nothing."""
-    others = [key for key in ("ranks", "remove_redundancy", "link_replicas") if planning[key]]
+    others = [key for key in ("prefix", "ranks", "remove_redundancy", "link_replicas") if planning[key]]
     others += ["target_strategy"] if target_strategy else []
     others += ["target_stage"] if planning["stage"] is not None else []
     others += ["format"] if planning["format"] not in {None, "safetensors"} else []
     if others:
         given = ", ".join(f"--{key.replace('_', '-')}" for key in others)
         raise UsageError(f"--style asks for a set of whole tensors in safetensors files; leave {given} out")
-    files = set_files(style, max_shard_size)
+    files = set_files(style, max_shard_size, None, None)
     some = {key: planning[key] for key in ("memory", "target_cipher")}
     return reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, **some)
 
 
-def set_files(style: str | None, max_shard_size: int | None) -> reshard.MindSporeSet | reshard.HuggingFaceSet:
-    """Return the files of a set of whole tensors, as the options ask for them."""
-    kind = reshard.HuggingFaceSet if style == "huggingface" else reshard.MindSporeSet
-    return kind() if max_shard_size is None else kind(max_shard_size)
+def set_files(style: str | None, max_shard_size: int | None, prefix: str | None, step: int | None) -> TargetFiles:
+    """Return the files of a style, as the options ask for them."""
+    some: dict[str, Any] = {} if max_shard_size is None else {"max_shard_bytes": max_shard_size}
+    if style == CHECKPOINT2:
+        return reshard.Checkpoint2(step, prefix, **some)
+    return reshard.HuggingFaceSet(**some) if style == "huggingface" else reshard.MindSporeSet(**some)
 
 
 @click.command(

@@ -191,11 +191,15 @@ class PathType(click.Path):
         return place
 
 
+CHECKPOINT2 = "checkpoint2"
+"""The style of MindSpore Transformers, which is that of whole tensors and of blocks."""
+
+
 class StyleType(click.Choice[str]):
-    """The style of a set of whole tensors."""
+    """How the files of a target are called, and what stands beside them."""
 
     def __init__(self) -> None:
-        super().__init__(["mindspore", "huggingface"])
+        super().__init__(["mindspore", "huggingface", CHECKPOINT2])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the style that a word means."""

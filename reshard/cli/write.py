@@ -15,6 +15,7 @@ from reshard.cli.options import (
     key_option,
     max_shard_size_option,
     memory_option,
+    prefix_option,
     rank_pattern_option,
     refused_target_key_option,
     run_options,
@@ -23,10 +24,11 @@ from reshard.cli.options import (
     style_option,
     suffix_option,
     target_options,
+    target_step_option,
 )
-from reshard.cli.plan import KEYS, carry_out, check_manifest_place, set_files
+from reshard.cli.plan import KEYS, carry_out, check_manifest_place, made_plan, refuse_options, set_files
 from reshard.cli.terminal import say_warnings
-from reshard.cli.values import READ_PLACE, TARGET_PLACE, noting_swap, size
+from reshard.cli.values import CHECKPOINT2, READ_PLACE, TARGET_PLACE, noting_swap, size
 from reshard.errors import TargetError, UsageError
 from reshard.plan.select import Selection
 from reshard.storage.small import is_within
@@ -51,7 +53,11 @@ Example:
 @click.argument("source", type=READ_PLACE)
 @click.argument("target", type=TARGET_PLACE)
 @source_options
-@target_options
+@target_options(
+    "checkpoint2: TARGET is the directory of a run of MindSpore Transformers, which gets an iteration of Checkpoint "
+    "2.0 with metadata.json; without --target-strategy and --layouts-of one of whole tensors. The other styles are "
+    "those of `reshard unify`."
+)
 @option(
     "--via-zarr",
     under="Target",
@@ -75,10 +81,12 @@ def transform(
 ) -> None:
     """Convert the checkpoint SOURCE to another sharding strategy, below TARGET.
 
-    SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a zarr store, or one file of whole tensors. Target
-    files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite. To resume a
-    run that was stopped, type the same command again.
+    SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a Checkpoint 2.0, a zarr store, or one file of
+    whole tensors. Target files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without
+    --overwrite. To resume a run that was stopped, type the same command again.
     """
+    if planning["style"] not in {None, CHECKPOINT2}:
+        raise UsageError(f"--style {planning['style']} is of whole tensors; `reshard unify` writes it")
     if via_zarr is not None:
         _check_apart(via_zarr, source, target, running.write_manifest)
         check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
@@ -86,11 +94,11 @@ def transform(
         if not _make_store(source, source_strategy, via_zarr, plain, selection, planning["memory"], running, reading):
             return
         source, source_strategy, reading = via_zarr, None, {}
-        planning["format"] = planning["format"] or _format_before(via_zarr)
+        if planning["style"] is None:
+            planning["format"] = planning["format"] or _format_before(via_zarr)
     with noting_swap(source, source_strategy, target_strategy, reading):
         checkpoint = reshard.open(source, strategy=source_strategy, **reading)
-    wanted = reshard.read_strategy(target_strategy) if target_strategy else None
-    plan = reshard.plan(checkpoint, wanted, selection=selection, threads=running.threads, **planning)
+    plan = made_plan(checkpoint, target_strategy, selection, planning, threads=running.threads)
     carry_out(plan, target, running)
 
 
@@ -105,7 +113,7 @@ Example:
       --source-strategy src_strategy.ckpt
 """,
     details=KEYS,
-    short_help="Merge into whole tensors: a Hugging Face or MindSpore set, or a zarr store.",
+    short_help="Merge into whole tensors: a Hugging Face or MindSpore set, a Checkpoint 2.0, or a zarr store.",
 )
 @click.argument("source", type=READ_PLACE)
 @click.argument("target", type=TARGET_PLACE)
@@ -122,8 +130,11 @@ Example:
 @style_option(
     "Names of the files. In MindSpore's style part0.safetensors and param_name_map.json, and what the strategy "
     "does not name goes into hyper_param.safetensors; in Hugging Face's model-00001-of-00002.safetensors and "
-    "model.safetensors.index.json.  [default: mindspore]"
+    "model.safetensors.index.json. checkpoint2: an iteration of a run of MindSpore Transformers, which loads it on "
+    "every number of cards.  [default: mindspore]"
 )
+@prefix_option
+@target_step_option
 @max_shard_size_option
 @option(
     "--chunk-size",
@@ -152,6 +163,8 @@ def unify(
     source_strategy: Place | None,
     format: str,
     style: str | None,
+    prefix: str | None,
+    target_step: int | None,
     max_shard_size: int | None,
     chunk_size: int | None,
     shard_size: int | None,
@@ -162,7 +175,10 @@ def unify(
     running: Running,
     **reading: Any,
 ) -> None:
-    """Write the whole tensors of the checkpoint SOURCE into a few files in TARGET, with an index of them."""
+    """Write the whole tensors of the checkpoint SOURCE into a few files in TARGET, with an index of them.
+
+    With --style checkpoint2 TARGET is the directory of a run: other iterations there stay, and the tracker is replaced.
+    """
     zarr_options = (chunk_size, shard_size, compression)
     for wrong, options in (("safetensors", zarr_options), ("zarr", (style, max_shard_size))):
         if format == wrong and any(option is not None for option in options):
@@ -170,7 +186,13 @@ def unify(
                 "--chunk-size, --shard-size and --compression are only for --format zarr, --style and "
                 "--max-shard-size only for safetensors"
             )
-    files: TargetFiles = reshard.ZarrGroup(*zarr_options) if format == "zarr" else set_files(style, max_shard_size)
+    if style != CHECKPOINT2:
+        refuse_options({"--prefix": prefix, "--target-step": target_step}, "--style checkpoint2")
+    files: TargetFiles
+    if format == "zarr":
+        files = reshard.ZarrGroup(*zarr_options)
+    else:
+        files = set_files(style, max_shard_size, prefix, target_step)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     plan = reshard.plan(
         checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads,

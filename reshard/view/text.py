@@ -228,6 +228,8 @@ def source_lines(title: str, files: Sequence[SourceFile], ranks: Sequence[int], 
 def _written_text(plan: Plan) -> str:
     """Write what files a plan writes."""
     kinds = [plan.format for file in plan.files if plan.exclusive or not file.last]
+    if any(file.pointer for file in plan.files):
+        return f"a Checkpoint 2.0 of {kinds_text(kinds)}"
     return kinds_text(kinds, index=len(kinds) < len(plan.files))
 
 
