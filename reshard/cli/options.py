@@ -122,8 +122,8 @@ target_step_option = option(
     under="Target",
     type=click.IntRange(min=0),
     metavar="N",
-    help="--style checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker names "
-    "it.  [default: what the source says]",
+    help="--style checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker "
+    "names it.  [default: what the source says]",
 )
 
 

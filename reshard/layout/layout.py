@@ -428,11 +428,25 @@ def _edges(layout: Layout, shape: Shape) -> list[Sequence[int]]:
             edges.append([0, *accumulate(sizes)])
             continue
         if extent % ways:
-            raise LayoutError(f"dimension {dim} of size {extent} does not divide into {_factors(layout, dim)}")
+            near = nearest_divisors(extent, ways)
+            raise LayoutError(
+                f"dimension {dim} of size {extent} does not divide into {_factors(layout, dim)}; it does into {near}"
+            )
         edges.append(range(0, extent + 1, extent // ways) if extent else [0] * (ways + 1))
     if not shape and layout.optimizer_shards > 1:
         raise LayoutError("a tensor without dimensions cannot be sharded by the optimizer")
     return edges
+
+
+def nearest_divisors(extent: int, ways: int) -> str:
+    """Return the numbers next to one that divide a size, in words.
+
+    >>> nearest_divisors(12, 5), nearest_divisors(7, 8)
+    ('4 or 6', '7')
+    """
+    below = next(number for number in range(min(ways, extent), 0, -1) if not extent % number)
+    above = next((number for number in range(ways, min(extent, MOST_DEVICES) + 1) if not extent % number), None)
+    return f"{below}" if above is None else f"{below} or {above}"
 
 
 def _factors(layout: Layout, dim: int) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Option, SourceError, Text, UsageError, names
+from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, names
 from reshard.formats import safetensors
 from reshard.formats.directories import CHECKPOINT2, ITERATION, TRACKER
 from reshard.formats.entries import ShardFiles, wants
@@ -292,8 +292,15 @@ class _Every:
         return self._of.meshes(name, shape) if name in self._of.tensors else ()
 
     def mesh(self, name: str, shape: Shape) -> Mesh | None:
-        """Return the first layout of a tensor and its ranks; None of one that is whole wherever it is."""
-        return next(iter(self.meshes(name, shape)), None)
+        """Return the first layout of a tensor and its ranks; None of one that is whole wherever it is.
+
+        Raises:
+            LayoutError: blocks are of several sizes.
+        """
+        found = next(iter(self.meshes(name, shape)), None)
+        if found and found.layout.param_split_shape:
+            raise LayoutError("has blocks of several sizes, which the metadata of a Checkpoint 2.0 cannot say")
+        return found
 
 
 def _described(dtype: str, shape: Shape, grid: Grid, mesh: Mesh | None) -> dict[str, Any]:

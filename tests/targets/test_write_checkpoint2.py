@@ -1,0 +1,564 @@
+"""Checkpoint 2.0 of MindSpore Transformers as a target: what is written is what its own code writes, and comes last."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import numpy as np
+import pytest
+from checkpoints import blocks, numbers, tree, write_file
+from commands import call, done
+from faulty import raising
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard
+from reshard import Checkpoint2, Layout, Strategy
+from reshard.errors import LayoutError, SourceError, TargetError, UsageError
+from reshard.layout.mesh import Mesh
+from reshard.storage.remote import filesystem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from faulty import Faults
+
+CASES = sorted(
+    {path.split("/")[1] for path in helpers.packed_files("checkpoint2") if path.count("/") > 3 and "dcp_" not in path}
+)
+CUT = [name for name in CASES if name != "graph_1"]
+SUBMESH = "pynative_submesh"
+TRACKER = "latest_checkpointed_iteration.txt"
+NAMES = ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size", "consumed_samples", "ckpt_status"]
+
+FULL = numbers({"h.0.w": (8, 12), "h.1.w": (8, 12), "emb": (16, 4), "norm": (12,)})
+STATES = {f"adam_m.{name}": value + 1 for name, value in FULL.items()}
+EVERYTHING = {**FULL, **STATES, "global_step": np.array([7], np.int32)}
+LISTED = [*FULL, *STATES]
+
+
+def strategy(matrix: list[int], maps: Mapping[str, list[Any]], optimizer: int = 0, stages: int = 1) -> Strategy:
+    """The same for a weight and its states; layer n is in stage n, the embedding in all."""
+    layouts: dict[str, Any] = {}
+    for name in LISTED:
+        weight = name.removeprefix("adam_m.")
+        layout = Layout.of(matrix, maps.get(weight, [-1] * FULL[weight].ndim), optimizer)
+        own = {"h.0.w": [0], "h.1.w": [stages - 1], "norm": [stages - 1]}.get(weight, range(stages))
+        layouts[name] = dict.fromkeys(own, layout)
+    return Strategy.of(layouts)
+
+
+STRATEGIES = {
+    "tensor parallel": strategy([2, 2], {"h.0.w": [0, -1], "h.1.w": [-1, 0], "emb": [0, -1]}),
+    "optimizer parallel": strategy([2, 2], {"h.0.w": [0, -1], "h.1.w": [-1, 0], "emb": [(0, 1), -1]}, -1),
+    "a part of an axis": strategy([8, 1], {}, 2),
+    "a pipeline": strategy([2, 2], {"h.0.w": [1, 0], "h.1.w": [-1, 1], "emb": [0, -1]}, -1, stages=2),
+}
+
+
+def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any]) -> None:
+    assert set(checkpoint) == set(full)
+    for name in checkpoint:
+        found = checkpoint[name].compute()
+        assert (found.shape, found.tobytes()) == (full[name].shape, full[name].tobytes()), name
+
+
+def opened(mindspore_data: Path, name: str) -> tuple[reshard.Checkpoint, dict[str, Any]]:
+    root = mindspore_data / "checkpoint2" / name
+    source = reshard.open(root / "checkpoint")
+    return source, {key: value for key, value in np.load(root / "full.npz").items() if key in source}
+
+
+def rows(full: Mapping[str, Any]) -> Strategy:
+    """Rows over two of four ranks."""
+    some = {name: value.ndim for name, value in full.items() if value.ndim and not value.shape[0] % 2}
+    return Strategy.of({name: Layout.of([2, 2], [1, *[-1] * (ndim - 1)]) for name, ndim in some.items()})
+
+
+def whole_file(tmp_path: Path, tensors: Mapping[str, Any] = EVERYTHING, name: str = "net.safetensors") -> Any:
+    return reshard.open(write_file(tmp_path / name, tensors))
+
+
+def metadata(place: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((place / "metadata.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_real_ones_become_whole_tensors(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    """In several files that mindformers takes on every mesh: with no metadata, and no names of Hugging Face's."""
+    source, full = opened(mindspore_data, name)
+    reshard.plan(source, files=Checkpoint2(max_shard_bytes=3000)).run(tmp_path / "run", fsync=False)
+    assert_equal(reshard.open(tmp_path / "run"), full)
+    place = tmp_path / "run" / "iteration_00000004"
+    files = {path.name for path in place.iterdir()}
+    assert "metadata.json" not in files
+    assert not {file for file in files if file.startswith("model.safetensors") or file.endswith(".index.json")}
+    prefix = {"g": "moe" if "moe" in name else "tiny", "p": "checkpoint"}[name[0]]
+    for kind in ("model", "opt"):
+        some = sorted(file for file in files if f"-{kind}-" in file)
+        assert some == [f"{prefix}-{kind}-{n:07d}-{len(some):07d}.safetensors" for n in range(len(some))]
+    assert len(files) > 2 or "weights" in name or "submesh" in name
+    assert (place / "common.json").read_bytes() == (Path(source.root) / "common.json").read_bytes()
+    assert (tmp_path / "run" / TRACKER).read_bytes() == b"4"
+    verification = reshard.verify(tmp_path / "run")
+    assert verification.equal
+    assert verification.against == source.root
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["every replica", "each block once"])
+@pytest.mark.parametrize("name", CASES)
+def test_real_ones_are_cut_otherwise(mindspore_data: Path, tmp_path: Path, name: str, once: bool) -> None:
+    source, full = opened(mindspore_data, name)
+    target = tmp_path / "run"
+    plan = reshard.plan(source, rows(full), files=Checkpoint2(), remove_redundancy=once)
+    plan.run(target, fsync=False)
+    found = reshard.open(target)
+    assert found.warnings == ()
+    assert_equal(found, full)
+    assert reshard.verify(target).equal
+    held = [path for path in target.rglob("*.safetensors") for _ in helpers.read_rank_file(path)]
+    blocks_there = sum(1 if once else 4 // (2 if key in rows(full).tensors else 1) for key in full)
+    assert len(held) == (blocks_there + sum(key in rows(full).tensors for key in full) if once else 4 * len(full))
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_to_another_mesh_and_back_is_what_mindformers_writes(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    """Files with equal names and tensors, and metadata that are equal as JSON: chunks and replica numbers in order."""
+    source, full = opened(mindspore_data, name)
+    reshard.plan(source, rows(full), files=Checkpoint2()).run(tmp_path / "rows", fsync=False)
+    pattern = reshard.read_layouts(source.root)
+    plan = reshard.plan(
+        reshard.open(tmp_path / "rows"), pattern, files=Checkpoint2(), remove_redundancy=name.endswith("once")
+    )
+    plan.run(tmp_path / "back", fsync=False)
+    real, ours = Path(source.root), tmp_path / "back" / Path(source.root).name
+    assert_equal(reshard.open(ours), full)
+    assert {path.name for path in ours.iterdir()} == {path.name for path in real.iterdir()}
+    assert (ours / "common.json").read_bytes() == (real / "common.json").read_bytes()
+    said, is_said = metadata(ours), metadata(real)
+    norms = {key for key in full if name == SUBMESH and "norm" in key}  # of which the real numbers are wrong
+    assert said["state_dict_metadata"] == is_said["state_dict_metadata"]
+    assert {k: v for k, v in said["storage_data"].items() if not any(n in k for n in norms)} == {
+        k: v for k, v in is_said["storage_data"].items() if not any(n in k for n in norms)
+    }
+    layouts = [one["layout"] for one in said["state_dict_metadata"].values() if one["layout"]]
+    assert all(
+        list(one) == ["device_matrix", "tensor_map", "interleaved_parallel", "alias_name", "rank_list"]
+        for one in layouts
+    )
+    for path in real.glob("*.safetensors"):
+        theirs = {key: value for key, value in helpers.read_rank_file(path).items() if key not in norms}
+        assert {k: v for k, v in helpers.read_rank_file(ours / path.name).items() if k not in norms} == theirs
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_of_a_strategy_become_one_and_back(tmp_path: Path, name: str, once: bool) -> None:
+    one = STRATEGIES[name]
+    for rank in one.ranks:
+        held = {**blocks(FULL | STATES, one, rank), "global_step": EVERYTHING["global_step"]}
+        write_file(tmp_path / f"ranks/rank_{rank}/a.safetensors", held)
+    source = reshard.open(tmp_path / "ranks", strategy=one)
+    reshard.plan(source, one, files=Checkpoint2(), remove_redundancy=once).run(tmp_path / "run", fsync=False)
+    found = reshard.open(tmp_path / "run")
+    assert found.warnings == ()
+    assert_equal(found, EVERYTHING)
+    assert all(metadata(Path(found.root))["state_dict_metadata"][key]["layout"] for key in LISTED)
+    if not once:  # each rank's files have its blocks
+        for rank in one.ranks:
+            count = f"{rank:07d}-{len(one.ranks):07d}.safetensors"
+            there = {}
+            for kind in ("model", "opt"):
+                there |= helpers.read_rank_file(Path(found.root) / f"checkpoint-{kind}-{count}")
+            expected = blocks(FULL | STATES, one, rank)
+            assert {key: value[2] for key, value in there.items() if key != "global_step"} == {
+                key: value.tobytes() for key, value in expected.items()
+            }
+    reshard.plan(found, one).run(tmp_path / "back", fsync=False)
+    for rank in one.ranks:
+        back = helpers.read_rank_file(tmp_path / f"back/rank_{rank}/checkpoint_{rank}.safetensors")
+        assert back == helpers.read_rank_file(tmp_path / f"ranks/rank_{rank}/a.safetensors")
+
+
+def test_stages_that_cut_a_tensor_otherwise_leave_it_to_the_first(tmp_path: Path) -> None:
+    """There is one layout for each name, and mindformers finds the blocks by that."""
+    one = Strategy.of(
+        {"emb": {0: Layout.of([2], [0, -1]), 1: Layout.of([2], [-1, 0])}, "norm": {1: Layout.of([2], [-1])}}
+    )
+    some = {name: FULL[name] for name in ("emb", "norm")}
+    reshard.plan(whole_file(tmp_path, some), one, files=Checkpoint2(1)).run(tmp_path / "run", fsync=False)
+    found = reshard.open(tmp_path / "run")
+    assert_equal(found, some)
+    said = metadata(Path(found.root))
+    ranks = [place["storage_rank"] for key, v in said["storage_data"].items() if "emb" in key for place in v]
+    assert ranks == [0, 1]
+    assert {place["file_name"] for place in said["storage_data"]["('norm', (0,))"]} == {
+        "checkpoint-model-0000002-0000004.safetensors", "checkpoint-model-0000003-0000004.safetensors"
+    }  # fmt: skip
+
+
+@given(
+    matrix=st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=4),
+    used=st.lists(st.booleans(), min_size=4, max_size=4),
+    pieces=st.sampled_from([-1, 1, 2, 3, 4, 6, 8, 12]),
+)
+def test_optimizer_sharding_is_folded_into_the_map(matrix: list[int], used: list[bool], pieces: int) -> None:
+    axes = [len(matrix) - 1 - axis for axis, is_used in zip(range(len(matrix)), used, strict=False) if is_used]
+    layout = Layout.of(matrix, [axes[:1] or -1, axes[1:] or -1], pieces)
+    shape = (2**12 * 3**4, 2**12 * 3**4)
+    try:
+        folded = layout.folded()
+    except LayoutError:
+        return
+    assert folded.opt_weight_shard_size == 0
+    assert folded.grid(shape) == layout.grid(shape)
+
+
+def test_axes_of_a_mesh_have_the_names_that_mindspore_gives() -> None:
+    assert Mesh.of(Layout.of([1] * 27, []), 0).axes[24:] == ("y", "z", "axis26")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name", "given", "step", "unknown"),
+    [
+        (EVERYTHING, "net.safetensors", None, 7, {"epoch_num", "step_num", "loss_scale", "global_batch_size"}),
+        (EVERYTHING, "net-1_9.safetensors", None, 7, {"loss_scale", "global_batch_size"}),
+        (FULL, "net-1_9.safetensors", None, 9, {"loss_scale", "global_batch_size"}),
+        (FULL, "net-3_9.safetensors", 109, 109, {"loss_scale", "global_batch_size"}),
+        (FULL, "net.safetensors", 0, 0, {"epoch_num", "step_num", "loss_scale", "global_batch_size"}),
+        (
+            {**FULL, "epoch_num": np.array(2), "step_num": np.array(5), "loss_scale": np.array([64], np.float32)},
+            "net.safetensors", 105, 105, {"global_batch_size"},
+        ),
+        ({**FULL, "global_step": np.array([-1])}, "net-1_3.safetensors", None, 3, {"loss_scale", "global_batch_size"}),
+    ],
+)  # fmt: skip
+def test_the_step_and_what_is_known_of_it(
+    tmp_path: Path, tensors: Mapping[str, Any], name: str, given: int | None, step: int, unknown: set[str]
+) -> None:
+    source = whole_file(tmp_path, tensors, name)
+    plan = reshard.plan(source, files=Checkpoint2(given))
+    plan.run(tmp_path / "run", fsync=False)
+    said = json.loads((tmp_path / "run" / f"iteration_{step:08d}" / "common.json").read_text())
+    assert list(said) == NAMES  # any other is an error there
+    assert said["global_step"] == step
+    assert {key for key in NAMES[:5] if said[key] is None} == unknown
+    assert (said["consumed_samples"], said["ckpt_status"]) == (None, None)
+    assert [text for text in plan.warnings if "common.json" in text]
+    assert (tmp_path / "run" / TRACKER).read_text() == f"{step}"
+    if "loss_scale" in tensors:
+        assert (said["epoch_num"], said["step_num"], said["loss_scale"]) == (2, 5, 64.0)
+
+
+def test_a_source_that_does_not_say_its_step(tmp_path: Path) -> None:
+    source = whole_file(tmp_path, FULL, "net-3_9.safetensors")
+    with pytest.raises(UsageError, match=r"how many steps were done; give it: step=\.\.\. to reshard.Checkpoint2"):
+        reshard.plan(source, files=Checkpoint2())
+    refused = call("unify", tmp_path / "net-3_9.safetensors", tmp_path / "run", "--style", "checkpoint2")
+    assert refused.exit_code == 2
+    assert "give it: --target-step N" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_step_than_the_source_says(mindspore_data: Path, tmp_path: Path) -> None:
+    """`common.json` stays what it was: what is in it, the training knows."""
+    source, full = opened(mindspore_data, "graph_dp2_tp4")
+    reshard.plan(source, files=Checkpoint2(12345678901)).run(tmp_path, fsync=False)
+    place = tmp_path / "iteration_12345678901"
+    assert (place / "common.json").read_bytes() == (Path(source.root) / "common.json").read_bytes()
+    assert_equal(reshard.open(tmp_path), full)
+
+
+def test_single_values_without_dimensions_are_written_so(tmp_path: Path) -> None:
+    """mindformers writes [1] for them, and then cannot read that: `Slice dimension count (0) …`."""
+    some = {"w": FULL["norm"], "learning_rate": np.array(0.5, np.float32)}
+    for target in (None, Strategy.of({"w": Layout.of([2], [0])})):
+        root = tmp_path / str(target is None)
+        reshard.plan(whole_file(tmp_path, some), target, files=Checkpoint2(1)).run(root, fsync=False)
+        found = reshard.open(root)
+        assert_equal(found, some)
+        held = helpers.read_rank_file(next(Path(found.root).glob("*-opt-0000000-*")))
+        assert held["learning_rate"][1] == ()
+    assert metadata(Path(found.root))["state_dict_metadata"]["learning_rate"]["global_shape"] == []
+
+
+def test_text_is_kept(tmp_path: Path) -> None:
+    source = whole_file(tmp_path, {**FULL, "note": "größe"})
+    for target in (None, Strategy.of({"h.0.w": Layout.of([2], [0, -1])})):
+        reshard.plan(source, target, files=Checkpoint2(1)).run(tmp_path / str(target is None), fsync=False)
+        found = reshard.open(tmp_path / str(target is None))
+        assert found.tensors["note"].text == "größe"
+
+
+def test_values_of_each_rank_s_own_are_kept(tmp_path: Path) -> None:
+    """Which no metadata could say."""
+    one = STRATEGIES["optimizer parallel"]
+    for rank in one.ranks:
+        write_file(
+            tmp_path / f"ranks/rank_{rank}/a.safetensors",
+            {**blocks(FULL | STATES, one, rank), "seed": np.array([rank])},
+        )
+    source = reshard.open(tmp_path / "ranks", strategy=one, layouts={"seed": "copy"})
+    reshard.plan(source, one, files=Checkpoint2(1)).run(tmp_path / "run", fsync=False)
+    place = tmp_path / "run" / "iteration_00000001"
+    assert "seed" not in metadata(place)["state_dict_metadata"]
+    for rank in one.ranks:
+        found = helpers.read_rank_file(place / f"checkpoint-model-{rank:07d}-0000004.safetensors")
+        assert found["seed"][2] == np.array([rank]).tobytes()
+
+
+def test_blocks_that_the_format_cannot_say(tmp_path: Path) -> None:
+    source = whole_file(tmp_path)
+    with pytest.raises(
+        SourceError, match=r"'norm': dimension 0 of size 12 does not divide into 5; it does into 4 or 6"
+    ):
+        reshard.plan(source, Strategy.of({"norm": Layout.of([5], [0])}), files=Checkpoint2())
+    with pytest.raises(SourceError, match="'norm': has blocks of several sizes"):
+        reshard.plan(source, Strategy.of({"norm": Layout.of([2], [0], param_split_shape=[5, 7])}), files=Checkpoint2())
+    with pytest.raises(SourceError, match="'norm': .*6 pieces by the optimizer are not along axes"):
+        reshard.plan(source, Strategy.of({"norm": Layout.of([4, 3, 3], [-1], 6)}), files=Checkpoint2())
+    odd = whole_file(tmp_path, {"a,b": FULL["norm"]})
+    with pytest.raises(SourceError, match="'a,b': expected no comma"):
+        reshard.plan(odd, Strategy.of({"a,b": Layout.of([2], [0])}), files=Checkpoint2(1))
+    reshard.plan(odd, files=Checkpoint2(1))  # where no metadata are
+
+
+def test_what_does_not_go_with_it(tmp_path: Path, mindspore_data: Path) -> None:
+    source, one = whole_file(tmp_path), STRATEGIES["tensor parallel"]
+    for options in (
+        {"ranks": [0]},
+        {"stage": 0},
+        {"format": "ckpt"},
+        {"target_cipher": reshard.Cipher("AES-GCM", b"k" * 16)},
+    ):
+        with pytest.raises(UsageError):
+            reshard.plan(source, one, files=Checkpoint2(), **options)
+    pattern = reshard.read_layouts(mindspore_data / "checkpoint2" / "graph_dp2_tp4" / "checkpoint")
+    with pytest.raises(UsageError, match="is a pattern of a Checkpoint 2.0; give files="):
+        reshard.plan(source, pattern)
+    for wrong in ("a/b", ".a", "{rank}", "\n"):
+        with pytest.raises(UsageError, match="not the beginning of a file name"):
+            Checkpoint2(prefix=wrong)
+    with pytest.raises(UsageError, match="expected a number from 0 on"):
+        Checkpoint2(-1)
+    with pytest.raises(SourceError, match=r"has no metadata.json; expected a Checkpoint 2.0 whose tensors are cut"):
+        reshard.read_layouts(mindspore_data / "checkpoint2" / "graph_1" / "checkpoint")
+
+
+@pytest.mark.parametrize("prefix", ["", "a-model"])
+def test_a_prefix(tmp_path: Path, prefix: str) -> None:
+    reshard.plan(whole_file(tmp_path), files=Checkpoint2(prefix=prefix)).run(tmp_path / "run", fsync=False)
+    begin = f"{prefix}-" if prefix else ""
+    place = tmp_path / "run" / "iteration_00000007"
+    assert (place / f"{begin}model-0000000-0000001.safetensors").is_file()
+    assert_equal(reshard.open(tmp_path / "run"), EVERYTHING)
+
+
+def test_names_come_in_order(tmp_path: Path, faults: Faults) -> None:
+    """First the files, then what stands beside them, last of all the tracker, which names a complete iteration."""
+    for target in (None, STRATEGIES["tensor parallel"]):
+        for partition in (None, "file"):
+            faults.clear()
+            root = tmp_path / f"{target is None} {partition}"
+            reshard.plan(whole_file(tmp_path), target, files=Checkpoint2()).run(root, partition=partition)
+            named = [Path(one.path).name for one in faults.of("publish") if str(root) in one.path]
+            beside = ["common.json", TRACKER] if target is None else ["metadata.json", "common.json", TRACKER]
+            assert named[-len(beside) :] == beside
+            assert len(named) == len(set(named)) == len(beside) + (2 if target is None else 8)
+
+
+@pytest.mark.parametrize("turn", range(13))
+def test_a_run_that_fails_names_no_iteration(tmp_path: Path, faults: Faults, turn: int) -> None:
+    """Wherever names are given; the same run again ends with what an undisturbed one writes."""
+    before = whole_file(tmp_path, {**FULL, "global_step": np.array([2])}, "before.safetensors")
+    reshard.plan(before, files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    old = tree(tmp_path / "run" / "iteration_00000002")
+    source, one = whole_file(tmp_path), STRATEGIES["tensor parallel"]
+    plan = reshard.plan(source, one, files=Checkpoint2())
+    plan.run(tmp_path / "whole", fsync=False)
+    faults.clear()
+    faults.nth(turn, raising(OSError("gone")), "publish")
+    last = turn == 11
+    try:
+        plan.run(tmp_path / "run", fsync=False)
+    except Exception:
+        assert turn < 11
+        assert (tmp_path / "run" / TRACKER).read_text() == "2"
+        assert_equal(reshard.open(tmp_path / "run"), {**FULL, "global_step": np.array([2])})
+        assert (tmp_path / "run/iteration_00000007/metadata.json").exists() == (turn > 8)
+    else:
+        assert turn >= 11 or last
+    faults.clear()
+    plan.run(tmp_path / "run", fsync=False)
+    assert (tmp_path / "run" / TRACKER).read_text() == "7"
+    assert tree(tmp_path / "run" / "iteration_00000002") == old
+    assert tree(tmp_path / "run" / "iteration_00000007") == tree(tmp_path / "whole" / "iteration_00000007")
+    assert_equal(reshard.open(tmp_path / "run"), EVERYTHING)
+
+
+def test_an_iteration_that_is_replaced_is_not_named_meanwhile(tmp_path: Path, faults: Faults) -> None:
+    source, one = whole_file(tmp_path), STRATEGIES["tensor parallel"]
+    reshard.plan(source, one, files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    changed = whole_file(
+        tmp_path,
+        {name: value + 1 for name, value in EVERYTHING.items()} | {"global_step": np.array([7], np.int32)},
+        "b.safetensors",
+    )
+    plan = reshard.plan(changed, one, files=Checkpoint2())
+    with pytest.raises(TargetError, match="start over with restart=True"):
+        plan.run(tmp_path / "run")
+    there: list[set[str]] = []
+    faults.every(lambda _: there.append({path.name for path in (tmp_path / "run").rglob("*.[jt][sx]*")}), "publish")
+    plan.run(tmp_path / "run", restart=True)
+    assert {"metadata.json", "common.json", TRACKER}.isdisjoint(there[0])
+    assert_equal(
+        reshard.open(tmp_path / "run"), {name: value + (name != "global_step") for name, value in EVERYTHING.items()}
+    )
+
+
+def test_a_finished_run_writes_nothing_again(tmp_path: Path, faults: Faults) -> None:
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
+    plan.run(tmp_path / "run")
+    faults.clear()
+    assert plan.run(tmp_path / "run").finished == len(plan.files)
+    assert faults.of("publish", "remove") == []
+    (tmp_path / "run" / TRACKER).write_text("3")  # a training went on
+    faults.clear()
+    plan.run(tmp_path / "run")
+    assert [Path(one.path).name for one in faults.of("publish")] == [TRACKER]
+    assert faults.of("remove") == []
+
+
+def test_several_iterations_of_a_run(tmp_path: Path, mindspore_data: Path) -> None:
+    source, full = opened(mindspore_data, "pynative_fsdp2_tp2")
+    reshard.plan(source, rows(full), files=Checkpoint2()).run(tmp_path, fsync=False)
+    reshard.plan(reshard.open(tmp_path), files=Checkpoint2(7)).run(tmp_path, fsync=False)  # next to its source
+    assert (tmp_path / TRACKER).read_text() == "7"
+    places = [tmp_path / f"iteration_0000000{number}" for number in (4, 7)]
+    for place in places:
+        assert_equal(reshard.open(place), full)
+        assert reshard.verify(place).equal
+    assert reshard.verify(tmp_path).against == str(places[0])
+    (tmp_path / TRACKER).write_text("4")
+    assert reshard.verify(tmp_path).against == source.root
+    listed = done("inspect", tmp_path).stdout
+    assert "iteration 4" in listed
+    assert "iteration 7" in listed
+
+
+def test_verify_finds_what_was_changed(tmp_path: Path) -> None:
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
+    plan.run(tmp_path / "run")
+    path = tmp_path / "run" / plan.files[3].path
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert not reshard.verify(tmp_path / "run").equal
+    (tmp_path / "net.safetensors").unlink()
+    found = reshard.verify(tmp_path / "run")
+    assert found.against == "its ledger"
+    assert [one.kind for one in found.differences] == ["checksum"]
+
+
+def test_targets_that_are_refused(tmp_path: Path, mindspore_data: Path) -> None:
+    source, full = opened(mindspore_data, "graph_dp2_tp4")
+    root = tmp_path / "run"
+    shutil.copytree(Path(source.root).parent, root)
+    mine = reshard.open(root)
+    with pytest.raises(TargetError, match="holds the source"):
+        reshard.plan(mine, rows(full), files=Checkpoint2()).run(root)
+    with pytest.raises(TargetError, match=r"is an iteration by its name; .*give .*run"):
+        reshard.plan(source, rows(full), files=Checkpoint2()).run(root / "iteration_00000004")
+    for overwrite in (False, True):  # of eight ranks, which would be taken for a part of it
+        with pytest.raises(TargetError, match=r"iteration_00000004: has .* of another set"):
+            reshard.plan(source, rows(full), files=Checkpoint2()).run(root, overwrite=overwrite)
+        with pytest.raises(TargetError, match="of another set"):
+            reshard.plan(source, files=Checkpoint2()).run(root, overwrite=overwrite)
+    assert_equal(reshard.open(root), full)
+
+
+def test_at_a_url(tmp_path: Path, mindspore_data: Path) -> None:
+    source, full = opened(mindspore_data, "pynative_fsdp4_ep2_once")
+    fs, place = filesystem("memory://written2")
+    fs.pipe(f"{place}/{TRACKER}", b"2")
+    fs.pipe(f"{place}/iteration_00000002/common.json", b"{}")
+    for files, target in ((Checkpoint2(5), None), (Checkpoint2(), reshard.read_layouts(source.root))):
+        plan = reshard.plan(source, target, files=files)
+        plan.run("memory://written2")
+        assert_equal(reshard.open("memory://written2"), full)
+        assert reshard.verify("memory://written2").equal
+        assert plan.run("memory://written2").finished == len(plan.files)
+    assert fs.cat_file(f"{place}/{TRACKER}") == b"4"
+    assert fs.cat_file(f"{place}/iteration_00000002/common.json") == b"{}"
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_by_a_saved_plan_and_dry_runs(tmp_path: Path, mindspore_data: Path, cut: bool) -> None:
+    """The plan file has the layouts of the pattern, which may be gone by then."""
+    for name in CUT if cut else CUT[:1]:
+        root = mindspore_data / "checkpoint2" / name / "checkpoint"
+        source = reshard.open(root)
+        made = reshard.plan(source, reshard.read_layouts(root) if cut else None, files=Checkpoint2(7))
+        made.save(tmp_path / f"{name}.json")
+        made.run(tmp_path / "here", fsync=False, restart=True)
+        reshard.read_plan(tmp_path / f"{name}.json").run(tmp_path / "there", fsync=False)
+        for path, content in tree(tmp_path / "here").items():
+            if ".reshard" not in path:
+                assert tree(tmp_path / "there")[path] == content
+        shutil.rmtree(tmp_path / "here")
+        shutil.rmtree(tmp_path / "there")
+
+
+def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
+    root = mindspore_data / "checkpoint2" / "graph_dp2_tp2_pp2_zero" / "checkpoint"
+    source, full = opened(mindspore_data, "graph_dp2_tp2_pp2_zero")
+    target = tmp_path / "run"
+    dry = done("unify", root, target, "--style", "checkpoint2", "--dry-run").stdout
+    assert "a Checkpoint 2.0 of 2 safetensors files" in dry
+    assert not target.exists()
+    assert (
+        "wrote a Checkpoint 2.0 of 2 safetensors files" in done("unify", root, target, "--style", "checkpoint2").stdout
+    )
+    assert_equal(reshard.open(target), full)
+    words = ("--style", "checkpoint2", "--layouts-of", root, "--target-step", "9", "--prefix", "CKP")
+    report = json.loads(done("transform", target, target, *words, "--json").stdout)
+    assert report["target_files"] == 19
+    assert {Path(file["path"]).name for file in report["files"]} >= {"CKP-model-0000007-0000008.safetensors", TRACKER}
+    assert_equal(reshard.open(target), full)
+    assert (target / TRACKER).read_text() == "9"
+    assert done("verify", target).exit_code == 0
+    done("plan", root, "--style", "checkpoint2", "--layouts-of", root, "-o", tmp_path / "plan.json")
+    done("run", tmp_path / "plan.json", tmp_path / "planned")
+    assert metadata(tmp_path / "planned" / "iteration_00000004") == metadata(Path(source.root))
+    (tmp_path / "only").mkdir()
+    shutil.copy(Path(source.root) / "metadata.json", tmp_path / "only")
+    done("transform", target, tmp_path / "by metadata alone", *words[:2], "--layouts-of", tmp_path / "only")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("transform", "--target-step", "3"), "--target-step: only for --style checkpoint2"),
+        (("transform", "--layouts-of", "x"), "--layouts-of: only for --style checkpoint2"),
+        (("unify", "--target-step", "3"), "--target-step: only for --style checkpoint2"),
+        (("unify", "--prefix", "a", "--style", "hf"), "--prefix: only for --style checkpoint2"),
+        (("transform", "--style", "hf"), "`reshard unify` writes it"),
+        (("transform", "--style", "checkpoint2", "--ranks", "0"), "a Checkpoint 2.0 has all ranks"),
+        (("transform", "--style", "checkpoint2", "--format", "ckpt"), "do not go together"),
+        (
+            ("transform", "--style", "checkpoint2", "--layouts-of", "x", "--target-strategy", "y"),
+            "both say how tensors are cut",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    write_file(tmp_path / "net.safetensors", EVERYTHING)
+    refused = call(words[0], tmp_path / "net.safetensors", tmp_path / "run", *words[1:])
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+    assert not (tmp_path / "run").exists()
