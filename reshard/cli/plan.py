@@ -85,8 +85,8 @@ Example:
 @overwrite_file_option
 @source_options
 @target_options(
-    "The target is a set of whole tensors, as `reshard unify` writes it; checkpoint2 with --target-strategy or "
-    "--layouts-of one of blocks, as `reshard transform` does."
+    "The target is a set of whole tensors, as `reshard unify` writes it. With --target-strategy or --layouts-of, "
+    "checkpoint2 is one of blocks, as `reshard transform` writes it."
 )
 @max_shard_size_option
 @selection_options

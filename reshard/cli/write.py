@@ -54,9 +54,9 @@ Example:
 @click.argument("target", type=TARGET_PLACE)
 @source_options
 @target_options(
-    "checkpoint2: TARGET is the directory of a run of MindSpore Transformers, which gets an iteration of Checkpoint "
-    "2.0 with metadata.json; without --target-strategy and --layouts-of one of whole tensors. The other styles are "
-    "those of `reshard unify`."
+    "checkpoint2: add a Checkpoint 2.0 to TARGET, a run's directory. Its iteration has metadata.json of the blocks; "
+    "without --target-strategy and --layouts-of it has whole tensors, which MindSpore Transformers loads on every "
+    "number of cards. The other styles are those of `reshard unify`."
 )
 @option(
     "--via-zarr",
@@ -81,9 +81,9 @@ def transform(
 ) -> None:
     """Convert the checkpoint SOURCE to another sharding strategy, below TARGET.
 
-    SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a Checkpoint 2.0, a zarr store, or one file of
-    whole tensors. Target files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without
-    --overwrite. To resume a run that was stopped, type the same command again.
+    SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a Checkpoint 2.0, a zarr store, or one file.
+    Target files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite. To
+    resume a run that was stopped, type the same command again.
     """
     if planning["style"] not in {None, CHECKPOINT2}:
         raise UsageError(f"--style {planning['style']} is of whole tensors; `reshard unify` writes it")
@@ -130,8 +130,8 @@ Example:
 @style_option(
     "Names of the files. In MindSpore's style part0.safetensors and param_name_map.json, and what the strategy "
     "does not name goes into hyper_param.safetensors; in Hugging Face's model-00001-of-00002.safetensors and "
-    "model.safetensors.index.json. checkpoint2: an iteration of a run of MindSpore Transformers, which loads it on "
-    "every number of cards.  [default: mindspore]"
+    "model.safetensors.index.json. checkpoint2: an iteration of a run, which MindSpore Transformers loads on every "
+    "number of cards.  [default: mindspore]"
 )
 @prefix_option
 @target_step_option

@@ -110,7 +110,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     [
         ("reshard", "tr", ["transform"]),
         ("reshard strategy", "m", ["merge", "make"]),
-        ("reshard transform a b", "--target-st", ["--target-strategy", "--target-stage"]),
+        ("reshard transform a b", "--target-st", ["--target-strategy", "--target-stage", "--target-step"]),
         ("reshard convert a b --format", "", ["ckpt", "safetensors"]),
         ("reshard inspect", "src_ch", ["paths"]),  # bash completes both files and directories
         ("reshard verify a --manifest", "m", ["paths"]),
