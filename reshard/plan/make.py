@@ -20,12 +20,14 @@ from reshard.plan.select import Selection, globs, select
 from reshard.readers.open import read_headers
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
+from reshard.source.stacked import with_shapes
 from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
 from reshard.targets.checkpoint2 import Checkpoint2, Checkpoint2Target
 from reshard.targets.destination import Item
+from reshard.targets.pattern import Pattern
 from reshard.targets.ranks import Ranks
 from reshard.targets.same_files import SameFiles
 
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import Destination
-    from reshard.targets.pattern import Pattern
 
 
 def plan(
@@ -119,6 +120,11 @@ def plan(
     cipher = _to_write(target_cipher, written)
     asked, wanted = _of_stage(target, stage, ranks)
     selected = select(source, asked, selection)
+    restacked: tuple[str, ...] = ()
+    if isinstance(target, Pattern):
+        source, restacked = with_shapes(
+            source, {old: target.shape_of(new) for old, new in selected.kept if new in target.tensors}
+        )
     tensors = source.tensors
     items = [Item(new, tensors[old], selection.target_dtype(tensors[old].spec.dtype)) for old, new in selected.kept]
     faults = Faults(source.root)
@@ -146,7 +152,7 @@ def plan(
         dropped=selected.dropped,
         missing=selected.missing,
         left_out=selected.left_out,
-        warnings=(*source.warnings, *selected.warnings, *destination.warnings(), *idle),
+        warnings=(*source.warnings, *selected.warnings, *restacked, *destination.warnings(), *idle),
         request=Request(asked, made.format, files, ranks, selection, remove_redundancy, link_replicas, memory, stage),
     )
 

@@ -26,6 +26,7 @@ from reshard.readers.open import made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
 from reshard.run.executor import map_tasks
 from reshard.source.checkpoint import Checkpoint
+from reshard.source.stacked import with_shapes
 from reshard.storage.cipher import required, store_of
 from reshard.storage.places import as_place
 from reshard.upward import upward
@@ -393,6 +394,11 @@ def _against_source(
     dropped: list[str] = []
     left_out: list[str] = []
     warnings = [*source.warnings, *target.warnings]
+    if target.described_by:  # by which experts may be stacked otherwise
+        named = selection.renamed(list(source.tensors))
+        there = {name: target.tensors[new].spec.shape for name, new in named.items() if new in target.tensors}
+        source, restacked = with_shapes(source, there)
+        warnings += restacked
     for one_source, one_target, rank in pairs_of_ranks(source, target):
         matched = match(one_source, one_target, selection, rank=rank, deduplicated=deduplicated)
         every += checks(one_source, one_target, matched.pairs, selection.target_dtype, budget.band_bytes)

@@ -562,3 +562,55 @@ def test_options_that_do_not_go_together(tmp_path: Path, words: tuple[str, ...],
     assert refused.exit_code == 2
     assert said in refused.stderr
     assert not (tmp_path / "run").exists()
+
+
+EXPERTS = numbers({"mlp.experts.weight1": (48, 24), "mlp.experts.weight2": (48, 12), "norm": (12,)})
+STACKS = {
+    "planes": {"mlp.experts.weight1": (4, 12, 24), "mlp.experts.weight2": (4, 12, 12)},
+    "rows": {"mlp.experts.weight1": (48, 24), "mlp.experts.weight2": (48, 12)},
+}
+
+
+@pytest.mark.parametrize("before", [[2, 2], [3, 2], [16, 1]])
+@pytest.mark.parametrize("after", [[[2, 2], [1, 0]], [[4], [0, -1]], [[2, 3], [1, 0]], [[4], [-1, 0]]])
+def test_experts_are_stacked_as_the_pattern_has_them(tmp_path: Path, before: list[int], after: list[Any]) -> None:
+    """From rows one below the other to planes, whatever the source cuts, and back; both are bit-equal and verified."""
+    matrix, (first, second) = after
+    full = EXPERTS | {f"adam_m.{name}": value + 1 for name, value in EXPERTS.items() if "experts" in name}
+    shapes = {
+        kind: {f"{state}{n}": v for n, v in some.items() for state in ("", "adam_m.")} for kind, some in STACKS.items()
+    }
+    for kind, layout in (("planes", [first, second, -1]), ("rows", [first, -1])):
+        there = {name: value.reshape(shapes[kind].get(name, value.shape)) for name, value in full.items()}
+        one = Strategy.of(
+            {name: Layout.of(matrix, layout) for name in shapes[kind]} | {"norm": Layout.of(matrix, [-1])}
+        )
+        plan = reshard.plan(whole_file(tmp_path, there, f"{kind}.safetensors"), one, files=Checkpoint2(1))
+        plan.run(tmp_path / f"{kind} pattern", fsync=False)
+    ranks = Strategy.of({name: Layout.of(before, [1, 0]) for name in full if name != "norm"})
+    for rank in ranks.ranks:
+        write_file(tmp_path / f"ranks/rank_{rank}/a.safetensors", blocks(full, ranks, rank) | {"norm": full["norm"]})
+    source = reshard.open(tmp_path / "ranks", strategy=ranks)
+    for kind in STACKS:
+        pattern = reshard.read_layouts(tmp_path / f"{kind} pattern")
+        plan = reshard.plan(source, pattern, files=Checkpoint2(2))
+        assert "over the same bytes: " in plan.warnings[0]
+        plan.run(tmp_path / kind, fsync=False)
+        source = reshard.open(tmp_path / kind)
+        assert_equal(source, {name: value.reshape(shapes[kind].get(name, value.shape)) for name, value in full.items()})
+        assert reshard.verify(tmp_path / kind).equal
+        for rank in pattern.ranks:
+            arrays = plan.rank(rank)
+            held = helpers.read_rank_file(
+                Path(source.root) / f"checkpoint-opt-{rank:07d}-{len(pattern.ranks):07d}.safetensors"
+            )
+            for name, (_, shape, content) in held.items():
+                assert (arrays[name].shape, arrays[name].compute().tobytes()) == (shape, content)
+
+
+def test_other_shapes_than_the_pattern_s_are_refused(tmp_path: Path) -> None:
+    other = whole_file(tmp_path, {"w": np.zeros((24, 48), np.float32)}, "other.safetensors")
+    reshard.plan(other, Strategy.of({"w": Layout.of([2], [0, -1])}), files=Checkpoint2(1)).run(tmp_path / "other")
+    source = whole_file(tmp_path, {"w": np.zeros((48, 24), np.float32)})
+    with pytest.raises(SourceError, match=r"'w': has shape \[48, 24\]; the target strategy says \[24, 48\]"):
+        reshard.plan(source, reshard.read_layouts(tmp_path / "other"), files=Checkpoint2(1))
