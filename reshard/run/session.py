@@ -375,7 +375,9 @@ def made_data(plan: Plan) -> bytes:
 
     request = plan.request
     selection = request.selection if request else Selection(drop=tuple(map(escape, plan.dropped)))
-    target = request.target if request and isinstance(request.target, Strategy) else None  # a pattern is noted there
+    target = request.target if request and isinstance(request.target, Strategy) else None
+    if any(file.pointer for file in plan.files):  # it describes itself, and not what it has no place for
+        target, selection = None, replace(selection, exclude=(*selection.exclude, *map(escape, plan.dropped)))
     stage = request.stage if request else None
     if target is not None and len(target.stages) > 1:
         stage = None  # the strategy says which ranks there are, whatever is written of them

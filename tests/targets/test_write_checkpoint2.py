@@ -451,6 +451,21 @@ def test_several_iterations_of_a_run(tmp_path: Path, mindspore_data: Path) -> No
     assert "iteration 7" in listed
 
 
+def test_states_that_the_target_has_no_place_for(tmp_path: Path) -> None:
+    """The ledger says that they were dropped, so that they are not missing."""
+    one = STRATEGIES["tensor parallel"]
+    for rank in one.ranks:
+        write_file(tmp_path / f"ranks/rank_{rank}/a.safetensors", blocks(FULL | STATES, one, rank))
+    source = reshard.open(tmp_path / "ranks", strategy=one)
+    weights = Strategy.of({name: one.tensors[name][0].layout for name in FULL})
+    plan = reshard.plan(source, weights, files=Checkpoint2(1))
+    assert set(plan.dropped) == set(STATES)
+    plan.run(tmp_path / "run")
+    assert_equal(reshard.open(tmp_path / "run"), FULL)
+    assert reshard.verify(tmp_path / "run").equal
+    assert done("verify", tmp_path / "run").exit_code == 0
+
+
 def test_verify_finds_what_was_changed(tmp_path: Path) -> None:
     plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
     plan.run(tmp_path / "run")
