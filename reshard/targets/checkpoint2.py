@@ -29,7 +29,7 @@ from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2 import COMMON, METADATA
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
-from reshard.storage.small import read_small
+from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
 from reshard.targets.destination import TargetFile, literal
 from reshard.targets.pattern import Pattern
@@ -85,6 +85,10 @@ class Checkpoint2:
         check_size(self.max_shard_bytes)
         if self.step is not None and not 0 <= self.step < _MOST_STEPS:
             raise UsageError(f"step is {self.step}; expected a number from 0 on")
+        try:
+            _said(self.common or "{}")
+        except ValueError as error:
+            raise UsageError(f"common is not JSON as {COMMON} has it: {error}") from None
         prefix = self.prefix or ""
         if not prefix.isprintable() or prefix.startswith(".") or any(sign in prefix for sign in "/\\{}"):
             raise UsageError(f"prefix {prefix!r}: not the beginning of a file name; expected e.g. 'checkpoint'")
@@ -95,8 +99,7 @@ class Checkpoint2:
         Raises:
             UsageError: nothing says which step it is.
         """
-        own = ITERATION.fullmatch(as_place(source.root).absolute().name) if source.described_by else None
-        progress = _progress(source, int(own[1]) if own else None)
+        progress = _progress(source)
         step = progress["global_step"] if self.step is None else self.step
         if step is None:
             raise UsageError(
@@ -107,14 +110,9 @@ class Checkpoint2:
             found = (CHECKPOINT2.files.fullmatch(as_place(file.path).name) for file in source.files)
             prefix = next((match["prefix"].removesuffix("-") for match in found if match), PREFIX)
         if common is None:
-            path = as_place(source.root) / COMMON
-            if own and path.is_file():
-                common = read_small(path, COMMON, _LARGEST_COMMON, SourceError).decode()
-            else:
-                made = dict.fromkeys(_COMMON_KEYS) | progress
-                if made["global_step"] is None:
-                    made["global_step"] = step
-                common = json.dumps(made, indent=4)
+            common = _common(source)
+        if common is None:
+            common = json.dumps(dict.fromkeys(_COMMON_KEYS) | progress | {"global_step": step}, indent=4)
         return replace(self, step=step, prefix=prefix, common=common)
 
     @property
@@ -126,11 +124,6 @@ class Checkpoint2:
         """Return the path of a file of a kind, in which its number and how many there are remain to be put."""
         prefix = f"{self.prefix}-" if self.prefix else ""
         return f"{self.directory}/{prefix}{kind}-{{number:07d}}-{{count:07d}}{extension}"
-
-    def unknown(self) -> list[str]:
-        """Return what `common.json` should say and does not."""
-        said = json.loads(self.common or "{}")
-        return [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and said.get(key) is None]
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Fill one file after the other, those of weights first."""
@@ -219,9 +212,12 @@ class Checkpoint2Target:
         return (*found, *beside, TargetFile(first, TRACKER, tracker, last=True, pointer=True))
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of what `common.json` does not say."""
-        unknown = self._way.unknown()
-        return (f"{COMMON} says null for what is not known: {names(unknown)}",) if unknown else ()
+        """Warn of what `common.json` does not say, unless it is the source's own."""
+        said = _said(self._way.common or "{}")
+        unknown = [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and said.get(key) is None]
+        if not unknown or self._way.common == _common(self._source):
+            return ()
+        return (f"{COMMON} says null for what is not known: {names(unknown)}",)
 
     def _stored_at(self, ranks: Sequence[int], group: Sequence[int], part: int) -> Iterator[dict[str, Any]]:
         """Yield what the metadata say of each place of a block: also which ranks hold it, who may find it there."""
@@ -341,7 +337,33 @@ def _json(content: object) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
 
-def _progress(source: Checkpoint, iteration: int | None) -> dict[str, Any]:
+def _common(source: Checkpoint) -> str | None:
+    """Return the contents of the `common.json` of a source; None where it has none."""
+    path = as_place(source.root) / COMMON
+    if not source.described_by or not path.is_file():
+        return None
+    return read_small(path, COMMON, _LARGEST_COMMON, SourceError).decode()
+
+
+def _said(common: str) -> dict[str, Any]:
+    """Return what `common.json` says, or raise `ValueError` where it is not a JSON object."""
+    found = parse_json(common.encode(), [])
+    if not isinstance(found, dict):
+        raise ValueError("it is not an object")  # noqa: TRY004 -- of what the file says
+    return found
+
+
+def _iteration(source: Checkpoint) -> int | None:
+    """Return how many steps a Checkpoint 2.0 says were done: its directory, or `common.json` where that is renamed."""
+    match = ITERATION.fullmatch(as_place(source.root).absolute().name) if source.described_by else None
+    if match:
+        return int(match[1])
+    common = _common(source)
+    step = _said(common).get("global_step") if common else None
+    return step if type(step) is int and 0 <= step < _MOST_STEPS else None
+
+
+def _progress(source: Checkpoint) -> dict[str, Any]:
     """Return what a source says of how far the training was; None for what it does not say.
 
     In names of files steps are counted from the beginning of the epoch.
@@ -353,6 +375,7 @@ def _progress(source: Checkpoint, iteration: int | None) -> dict[str, Any]:
         epoch, step = map(int, source.step.name.split("_"))
         said = {"epoch_num": epoch, "step_num": step} | ({"global_step": step} if epoch == 1 else {})
         found = {key: said.get(key) if value is None else value for key, value in found.items()}
+    iteration = _iteration(source)
     return found if iteration is None else found | {"global_step": iteration}
 
 

@@ -274,6 +274,15 @@ def test_another_step_than_the_source_says(mindspore_data: Path, tmp_path: Path)
     assert_equal(reshard.open(tmp_path), full)
 
 
+def test_a_directory_that_was_renamed(mindspore_data: Path, tmp_path: Path) -> None:
+    source, full = opened(mindspore_data, "graph_dp2_tp4")
+    shutil.copytree(source.root, tmp_path / "best")
+    reshard.plan(reshard.open(tmp_path / "best"), rows(full), files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    assert (tmp_path / "run" / TRACKER).read_text() == "4"
+    place = tmp_path / "run" / "iteration_00000004"
+    assert (place / "common.json").read_bytes() == (Path(source.root) / "common.json").read_bytes()
+
+
 def test_single_values_without_dimensions_are_written_so(tmp_path: Path) -> None:
     """mindformers writes [1] for them, and then cannot read that: `Slice dimension count (0) …`."""
     some = {"w": FULL["norm"], "learning_rate": np.array(0.5, np.float32)}
@@ -346,6 +355,9 @@ def test_what_does_not_go_with_it(tmp_path: Path, mindspore_data: Path) -> None:
             Checkpoint2(prefix=wrong)
     with pytest.raises(UsageError, match="expected a number from 0 on"):
         Checkpoint2(-1)
+    for common in ("[]", "{", "[" * 100_000):
+        with pytest.raises(UsageError, match="common is not JSON as common.json has it"):
+            Checkpoint2(common=common)
     with pytest.raises(SourceError, match=r"has no metadata.json; expected a Checkpoint 2.0 whose tensors are cut"):
         reshard.read_layouts(mindspore_data / "checkpoint2" / "graph_1" / "checkpoint")
 
