@@ -11,8 +11,10 @@ from array import array
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.dtypes import BY_NAME
 from reshard.errors import LayoutError, SourceError, names
 from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.readers.members import members
 
 if TYPE_CHECKING:
@@ -26,13 +28,8 @@ NUMBERS = 4
 
 _KEY = re.compile(r"""\((?:'(?P<single>.*)'|"(?P<double>.*)"), \((?P<number>\d{1,18}),\)\)""", re.DOTALL)
 _MOST = 1 << 31  # ranks, and blocks of a tensor
-
-
-class Mesh(NamedTuple):
-    """How a tensor is cut, and the rank of each device."""
-
-    layout: Layout
-    ranks: tuple[int, ...]
+_LONGEST_AXIS = 64
+_DTYPES = {name.replace("_", ""): name for name in BY_NAME}  # MindSpore's names have no underscores
 
 
 class Listed(NamedTuple):
@@ -85,14 +82,21 @@ class Metadata:
             raise SourceError(f"{path}: has places of {names(map(repr, unknown), most=3)}, and no such tensor")
         self.groups = list(self._groups)
 
+    def places_of(self, name: str) -> list[tuple[int, int]]:
+        """Return where the blocks of a tensor are: the number of each, and the rank."""
+        places = self.places.get(name, ())
+        return list(zip(places[::NUMBERS], places[2::NUMBERS], strict=True))
+
     def _listed(self, value: dict[str, Any]) -> Listed:
         shape = _numbers(value["global_shape"])
         dtype = value["properties"]["dtype"].lower()
+        dtype = _DTYPES.get(dtype.replace("_", ""), dtype)
         layout = value.get("layout")
         if layout is None:
             return Listed(dtype, shape, None, "")
         tensor_map = [entry if isinstance(entry, int) else _numbers(entry) for entry in layout["tensor_map"]]
-        mesh = Mesh(Layout.of(_numbers(layout["device_matrix"]), tensor_map), _numbers(layout["rank_list"]))
+        axes = tuple(str(axis)[:_LONGEST_AXIS] for axis in layout.get("alias_name", ()))
+        mesh = Mesh(Layout.of(_numbers(layout["device_matrix"]), tensor_map), _numbers(layout["rank_list"]), axes)
         if len(set(mesh.ranks)) != prod(mesh.layout.dev_matrix) or len(set(mesh.ranks)) < len(mesh.ranks):
             raise ValueError(f"rank_list has {len(mesh.ranks)} ranks; expected one for each device")
         if len(mesh.layout.tensor_map) != len(shape):

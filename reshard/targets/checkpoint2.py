@@ -26,7 +26,8 @@ from reshard.formats.entries import ShardFiles, wants
 from reshard.formats.sets import MAX_SHARD_BYTES, check_size
 from reshard.layout.layout import whole
 from reshard.layout.mesh import Mesh
-from reshard.readers.checkpoint2 import COMMON, METADATA
+from reshard.readers.checkpoint2 import COMMON
+from reshard.readers.checkpoint2_metadata import METADATA
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small
