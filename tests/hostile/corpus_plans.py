@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from item import Item, not_to_be_read
 from makers import a_plan_file, planned_strategy, proto, repeated, sparse, tree
@@ -13,6 +14,11 @@ PLAN = ("run {bad} {out}", "run {bad} {out} --dry-run")
 
 a_plan = partial(Item, commands=PLAN, file="bad.json")
 _FILE = ("file.ckpt", len(proto()), 0, "0" * 32)
+
+
+def a_pattern(matrix: list[int], ranks: list[int], tensor: tuple[int, list[int], list[list[int]]] = (0, [4], [])) -> dict[str, Any]:
+    return {"devices": 3, "meshes": [[matrix, [[0]], ranks, ["a"]]], "tensors": {"w": tensor}}
+
 
 PLANS = [
     a_plan("empty", b"", "is not a valid plan file: it is not JSON: Expecting value: line 1 column 1 (char 0)"),
@@ -44,6 +50,16 @@ PLANS = [
     a_plan("a device matrix of billions", a_plan_file(strategy=planned_strategy(matrix=[1 << 50])), "is not a valid plan file: dev_matrix [1125899906842624] is of more than 131072 devices, which is taken for a corrupt file"),
     a_plan("an axis out of range", a_plan_file(strategy=planned_strategy(axes=[[7]])), "is not a valid plan file: tensor_map[0] is 7; expected -1 to 0 for dev_matrix [2]"),
     a_plan("an axis twice", a_plan_file(strategy=planned_strategy(axes=[[0], [0]])), "is not a valid plan file: tensor_map[1] uses device axis 0 a second time"),
+    a_plan("a pattern of billions of ranks", a_plan_file({"devices": 1 << 40, "meshes": [], "tensors": {}}), "is not a valid plan file: a pattern of 1099511627776 ranks cannot be"),
+    a_plan("a mesh of billions", a_plan_file(a_pattern([1 << 50], [0, 1])), "is not a valid plan file: dev_matrix [1125899906842624] is of more than 131072 devices, which is taken for a corrupt file"),
+    a_plan("a mesh without ranks", a_plan_file(a_pattern([2], [])), "is not a valid plan file: a mesh of a pattern has not one rank for each device"),
+    a_plan("a mesh of ranks that are not there", a_plan_file(a_pattern([2], [0, 7])), "is not a valid plan file: a mesh of a pattern has not one rank for each device"),
+    a_plan("a mesh of one rank twice", a_plan_file(a_pattern([2], [1, 1])), "is not a valid plan file: a mesh of a pattern has not one rank for each device"),
+    a_plan("a tensor of a mesh that is not there", a_plan_file(a_pattern([2], [0, 1], (1, [4], []))), "is not a valid plan file: a tensor of a pattern has a mesh that is not there, or of other dimensions"),
+    a_plan("a block that is not there", a_plan_file(a_pattern([2], [0, 1], (0, [4], [[2, 2]]))), "is not a valid plan file: a tensor of a pattern is on a rank, or has a block, that is not there"),
+    a_plan("a prefix that leads out of an iteration", a_plan_file(way=("checkpoint2", [1, "../x", 9, "{}"])), "is not a valid plan file: prefix '../x': not the beginning of a file name; expected e.g. 'checkpoint'"),
+    a_plan("a common.json that is none", a_plan_file(way=("checkpoint2", [1, "x", 9, "[" * 100_000])), "is not a valid plan file: common is not JSON as common.json has it: it is nested too deeply"),
+    a_plan("an iteration of 30 digits", a_plan_file(way=("checkpoint2", [10**30, "x", 9, None])), "is not a valid plan file: $.files.fields[0] is 1000000000000000000000000000000; expected a whole number, from 0 on"),
     a_plan("a file of 2 GB", sparse(b"{", 2 << 30), "has more than 268435456 bytes, which no plan file has"),
     a_plan("a file of 200 MB of nothing", sparse(b"{", 200_000_000), "is not a valid plan file: it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)", commands=PLAN[:1], headroom=1_500_000_000, slow=True),
     *not_to_be_read(a_plan),

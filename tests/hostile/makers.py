@@ -105,7 +105,9 @@ def planned_strategy(stages: Any = (0, 1), devices: Any = 2, matrix: Any = (2,),
     }  # fmt: skip
 
 
-def a_plan_file(**source: Any) -> Callable[[Path], None]:
+def a_plan_file(
+    pattern: object = None, way: tuple[str, list[Any]] = ("rank_files", ["checkpoint_", ""]), **source: Any
+) -> Callable[[Path], None]:
     """A plan file of the valid checkpoint file next to the item's directory, whose source is said to be otherwise."""
 
     def make(path: Path) -> None:
@@ -117,6 +119,7 @@ def a_plan_file(**source: Any) -> Callable[[Path], None]:
         }  # fmt: skip
         target = {
             "strategy": None,
+            "pattern": pattern,
             "format": "ckpt",
             "ranks": None,
             "stage": None,
@@ -128,7 +131,7 @@ def a_plan_file(**source: Any) -> Callable[[Path], None]:
         plan = {
             "reshard_plan": 1, "made_by": "0.1.0", "digest": "0" * 32,
             "source": known | source, "target": target | {"remove_redundancy": False, "link_replicas": False},
-            "files": {"way": "rank_files", "fields": ["checkpoint_", ""]},
+            "files": {"way": way[0], "fields": way[1]},
             "selection": selection | {"weights_only": False, "names": {}, "cast": {}},
             "directory": None,
         }  # fmt: skip

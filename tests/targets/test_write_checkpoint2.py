@@ -384,6 +384,28 @@ def test_names_come_in_order(tmp_path: Path, faults: Faults) -> None:
             assert len(named) == len(set(named)) == len(beside) + (2 if target is None else 8)
 
 
+def test_names_come_in_order_at_a_url(tmp_path: Path, faults: Faults) -> None:
+    """Where a file has its name as soon as it is complete; a run that fails leaves the tracker as it was."""
+    fs, place = filesystem("memory://ordered2")
+    fs.pipe(f"{place}/{TRACKER}", b"2")
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
+    faults.every(lambda one: raising(OSError("gone"))(one) if one.path.endswith("common.json") else None, "create")
+    with pytest.raises(Exception, match="gone"):
+        plan.run("memory://ordered2")
+    assert fs.cat_file(f"{place}/{TRACKER}") == b"2"
+    assert fs.exists(f"{place}/iteration_00000007/metadata.json")
+    faults.clear()
+    plan.run("memory://ordered2")
+    made = [
+        one.path.rpartition("/")[2] for one in faults.of("create") if "iteration_" in one.path or TRACKER in one.path
+    ]
+    assert made[-1] == TRACKER
+    assert made.index("metadata.json") < made.index("common.json") < len(made) - 1
+    assert not [name for name in made[made.index("metadata.json") :] if name.endswith(".safetensors")]
+    assert fs.cat_file(f"{place}/{TRACKER}") == b"7"
+    assert_equal(reshard.open("memory://ordered2"), EVERYTHING)
+
+
 @pytest.mark.parametrize("turn", range(13))
 def test_a_run_that_fails_names_no_iteration(tmp_path: Path, faults: Faults, turn: int) -> None:
     """Wherever names are given; the same run again ends with what an undisturbed one writes."""
@@ -562,6 +584,15 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
     done("plan", root, "--style", "checkpoint2", "--layouts-of", root, "-o", tmp_path / "plan.json")
     done("run", tmp_path / "plan.json", tmp_path / "planned")
     assert metadata(tmp_path / "planned" / "iteration_00000004") == metadata(Path(source.root))
+    done("transform", target, target, "--style", "checkpoint2", "--layouts-of", target, "--target-step", "11")
+    assert_equal(reshard.open(target), full)
+    done("transform", target, tmp_path / "cast", *words[:4], "--cast", "float32=bfloat16", "--weights-only")
+    said = metadata(tmp_path / "cast" / "iteration_00000011")["state_dict_metadata"]
+    assert {one["properties"]["dtype"] for one in said.values()} == {"BFloat16"}
+    assert done("verify", tmp_path / "cast").exit_code == 0
+    zarr = ("--via-zarr", tmp_path / "store", "--target-step", "4")
+    done("transform", target, tmp_path / "zarr", *words[:4], *zarr)
+    assert_equal(reshard.open(tmp_path / "zarr"), full)
     (tmp_path / "only").mkdir()
     shutil.copy(Path(source.root) / "metadata.json", tmp_path / "only")
     done("transform", target, tmp_path / "by metadata alone", *words[:2], "--layouts-of", tmp_path / "only")
