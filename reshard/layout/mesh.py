@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.layout.layout import Grid, grid
@@ -24,8 +25,9 @@ class Mesh(NamedTuple):
     ranks: tuple[int, ...]
     axes: tuple[str, ...]
 
-    @classmethod
-    def of(cls, layout: Layout, first_rank: int) -> Mesh:
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(layout: Layout, first_rank: int) -> Mesh:
         """Return the mesh of consecutive ranks, with the axes named as MindSpore does.
 
         >>> from reshard.layout.layout import Layout
@@ -33,7 +35,7 @@ class Mesh(NamedTuple):
         ((2, 3), ('a', 'b'))
         """
         names = (chr(ord("a") + axis) if axis < _LETTERS else f"axis{axis}" for axis in range(len(layout.dev_matrix)))
-        return cls(layout, tuple(range(first_rank, first_rank + layout.devices)), tuple(names))
+        return Mesh(layout, tuple(range(first_rank, first_rank + layout.devices)), tuple(names))
 
     def grid(self, shape: Shape) -> Grid:
         """Return which rank holds which block of a tensor of a shape.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from io import BytesIO
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,8 @@ _COMMON_KEYS = (
 _NEWER_KEYS = {"consumed_samples", "ckpt_status"}  # which a training leaves out, too
 _LARGEST_COMMON = 1 << 20
 _MOST_STEPS = 10**18
-_PLACE_BYTES = 400  # of the metadata, for a rank that holds a block
+_LARGEST_GROUP = 64
+_PLACE_BYTES = 400  # of the metadata, for a rank that stores a block
 _BREAKING = re.compile("[,()'\"\\\\]")
 
 
@@ -221,10 +223,14 @@ class Checkpoint2Target:
         return (f"{COMMON} says null for what is not known: {names(unknown)}",)
 
     def _stored_at(self, ranks: Sequence[int], group: Sequence[int], part: int) -> Iterator[dict[str, Any]]:
-        """Yield what the metadata say of each place of a block: also which ranks hold it, who may find it there."""
+        """Yield what the metadata say of each place of a block: also which ranks hold it, who may find it there.
+
+        Of many that all store it each finds its own; to list all of them at each would be a file of gigabytes.
+        """
+        alone = ranks == group and len(group) > _LARGEST_GROUP
         for rank in ranks:
             name = self._files.path(rank, part).rpartition("/")[2]
-            yield {"file_name": name, "storage_rank": rank, "rank_group": group}
+            yield {"file_name": name, "storage_rank": rank, "rank_group": [rank] if alone else group}
 
     def _places(self) -> Iterator[tuple[int, ...]]:
         """Yield the ranks that store each block."""
@@ -235,28 +241,27 @@ class Checkpoint2Target:
 
     def _metadata(self, target: _Every) -> bytes:
         """Return the metadata, whose tensors alike share their texts."""
-        tensors: list[str] = []
-        places: list[str] = []
-        headers: dict[tuple[str, Shape, Grid, Mesh | None], str] = {}
+        described: dict[tuple[str, Shape, Grid, Mesh | None], str] = {}
         listed: dict[tuple[Grid, Grid, int], list[str]] = {}
+        tensors, places = [], BytesIO()
         for item in self._items:
             name, shape = item.name, item.tensor.spec.shape
             if not self.cuts(name) or item.tensor.text is not None:
                 continue
-            stored = self._files.stored(name, shape)
+            stored, grid, mesh = self._files.stored(name, shape), target.grid(name, shape), target.mesh(name, shape)
             assert stored is not None  # noqa: S101 -- or it were a fault
-            grid, mesh = target.grid(name, shape), target.mesh(name, shape)
-            dtype = item.dtype.mindspore or item.dtype.name.replace("_", "")
-            key = (dtype, shape, grid, mesh)
-            if key not in headers:
-                headers[key] = _json(_described(dtype, shape, grid, mesh))
-            tensors.append(f"{_json(name)}:{headers[key]}")
+            key = (item.dtype.mindspore or item.dtype.name.replace("_", ""), shape, grid, mesh)
+            if key not in described:
+                described[key] = _json(_described(*key))
+            tensors.append(f"{_json(name)}:{described[key]}")
             part = self._files.part_of(name)
             if (stored, grid, part) not in listed:
                 blocks = zip(stored.ranks, grid.ranks, strict=True)
                 listed[stored, grid, part] = [_json(list(self._stored_at(some, group, part))) for some, group in blocks]
-            places += [f"{_json(str((name, (n,))))}:{text}" for n, text in enumerate(listed[stored, grid, part])]
-        return f'{{"state_dict_metadata":{{{",".join(tensors)}}},"storage_data":{{{",".join(places)}}}}}'.encode()
+            for number, text in enumerate(listed[stored, grid, part]):
+                places.write(f"{',' if places.tell() else ''}{_json(str((name, (number,))))}:{text}".encode())
+        head = f'{{"state_dict_metadata":{{{",".join(tensors)}}},"storage_data":{{'
+        return head.encode() + places.getvalue() + b"}}"
 
 
 class _Every:
@@ -271,7 +276,7 @@ class _Every:
         more = not isinstance(arrangement, Pattern)  # what a pattern does not list its training does not load either
         every = (item for item in items if item.name in arrangement.tensors or (more and not item.tensor.varies))
         self.tensors = {item.name: None for item in every}
-        self._grids: dict[tuple[str, Shape], Grid] = {}
+        self._grids: dict[Grid, Grid] = {}
 
     def shape_of(self, name: str) -> Shape | None:
         return self._of.shape_of(name) if name in self._of.tensors else None
@@ -280,10 +285,13 @@ class _Every:
         """Return which ranks hold which block, of stages that cut it as the first does."""
         if name not in self._of.tensors:
             return Mesh(whole(len(shape), len(self.ranks)), tuple(self.ranks), ()).grid(shape)
-        every = self._of.grid(name, shape)
-        mesh = self.mesh(name, shape)
-        own = every if mesh is None else mesh.grid(shape)
-        return every if own.blocks == every.blocks else own
+        every, mesh = self._of.grid(name, shape), self.mesh(name, shape)
+        if mesh is None or len(self.meshes(name, shape)) == 1:
+            return every
+        if every not in self._grids:
+            own = mesh.grid(shape)
+            self._grids[every] = every if own.blocks == every.blocks else own
+        return self._grids[every]
 
     def meshes(self, name: str, shape: Shape) -> tuple[Mesh, ...]:
         return self._of.meshes(name, shape) if name in self._of.tensors else ()
