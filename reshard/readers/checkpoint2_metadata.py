@@ -82,10 +82,11 @@ class Metadata:
             raise SourceError(f"{path}: has places of {names(map(repr, unknown), most=3)}, and no such tensor")
         self.groups = list(self._groups)
 
-    def places_of(self, name: str) -> list[tuple[int, int]]:
-        """Return where the blocks of a tensor are: the number of each, and the rank."""
+    def held(self, name: str) -> list[tuple[int, int]]:
+        """Return which ranks hold which blocks of a tensor, stored or not: the number of the block, and the rank."""
         places = self.places.get(name, ())
-        return list(zip(places[::NUMBERS], places[2::NUMBERS], strict=True))
+        groups = sorted(set(zip(places[::NUMBERS], places[3::NUMBERS], strict=True)))
+        return [(number, rank) for number, group in groups for rank in self.groups[group]]
 
     def _listed(self, value: dict[str, Any]) -> Listed:
         shape = _numbers(value["global_shape"])

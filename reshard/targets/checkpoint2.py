@@ -35,7 +35,7 @@ from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
 from reshard.targets.destination import TargetFile, literal
 from reshard.targets.pattern import Pattern
-from reshard.targets.ranks import Ranks
+from reshard.targets.ranks import Ranks, copied_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -189,7 +189,7 @@ class Checkpoint2Target:
         faults: Faults,
     ) -> None:
         self._source, self._items, self._way, self._faults = source, items, files, faults
-        self._target = None if target is None else _Every(target, items)
+        self._arrangement, self._target = target, None if target is None else _Every(target, items)
         self._files = Ranks(
             source, self._target, items, format=safetensors, files=files if target is None else _FilesOfRanks(files),
             ranks=None, remove_redundancy=remove_redundancy, link_replicas=link_replicas, cipher=None, faults=faults,
@@ -215,12 +215,13 @@ class Checkpoint2Target:
         return (*found, *beside, TargetFile(first, TRACKER, tracker, last=True, pointer=True))
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of what `common.json` does not say, unless it is the source's own."""
+        """Warn of tensors that all ranks get whole, and of what `common.json` does not say where it is made here."""
+        found = copied_whole(self._source, self._arrangement, self._items)
         said = _said(self._way.common or "{}")
         unknown = [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and said.get(key) is None]
-        if not unknown or self._way.common == _common(self._source):
-            return ()
-        return (f"{COMMON} says null for what is not known: {names(unknown)}",)
+        if unknown and self._way.common != _common(self._source):
+            found += (f"{COMMON} says null for what is not known: {names(unknown)}",)
+        return found
 
     def _stored_at(self, ranks: Sequence[int], group: Sequence[int], part: int) -> Iterator[dict[str, Any]]:
         """Yield what the metadata say of each place of a block: also which ranks hold it, who may find it there.

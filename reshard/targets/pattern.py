@@ -116,21 +116,21 @@ def read_layouts(path: AnyName) -> Pattern:
         if one.reason:
             raise SourceError(f"{place / METADATA}: tensor {name!r}: {one.reason}")
         mesh = None if one.mesh is None else meshes[one.mesh]
-        others = _others(mesh, one.shape, said.places_of(name)) if mesh else ()
+        others = _others(mesh, one.shape, said.held(name)) if mesh else ()
         tensors[name] = Arranged(one.mesh, one.shape, others)
-    ranks = {rank for mesh in meshes for rank in mesh.ranks} | set(said.ranks)
+    ranks = {rank for mesh in meshes for rank in mesh.ranks}.union(said.ranks, *said.groups)
     if max(ranks, default=0) >= _MOST_RANKS:
         raise SourceError(f"{place / METADATA}: has rank {max(ranks)}, which is taken for a corrupt file")
     return Pattern(tensors, tuple(meshes), max(ranks, default=0) + 1)
 
 
-def _others(mesh: Mesh, shape: Shape, places: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _others(mesh: Mesh, shape: Shape, held: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return the ranks that hold a block though the mesh does not have them, as far as its number can be believed."""
     of_rank = {rank: number for number, some in enumerate(mesh.grid(shape).ranks) for rank in some}
-    if any(of_rank.get(rank, number) != number for number, rank in places):
+    if any(of_rank.get(rank, number) != number for number, rank in held):
         return ()
     blocks = prod(mesh.layout.splits)
-    return tuple(sorted((rank, number) for number, rank in places if rank not in of_rank and number < blocks))
+    return tuple(sorted({(rank, number) for number, rank in held if rank not in of_rank and number < blocks}))
 
 
 def pattern_data(pattern: Pattern) -> dict[str, Any]:

@@ -149,20 +149,8 @@ class Ranks:
         return tuple(found)
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of tensors of a source of whole ones that every rank gets whole: no strategy says how they are cut."""
-        if self._target is None or self._source.strategy is not None:
-            return ()
-        whole = [
-            item.name
-            for item in self._items
-            if not (self.cuts(item.name) or is_training_state(item.tensor.spec.name, item.tensor))
-        ]
-        if not whole:
-            return ()
-        count = f"{len(whole)} tensor{'s' * (len(whole) != 1)}"
-        return (
-            f"copied whole to every rank, as the target strategy does not name it: {count}, {names(whole, most=3)}",
-        )
+        """Warn of tensors that every rank gets whole."""
+        return copied_whole(self._source, self._target, self._items)
 
     def _stored(self, item: Item) -> Stored:
         tensor = item.tensor
@@ -268,6 +256,21 @@ class Ranks:
                 file if original is file else original._replace(path=file.path, rank=file.rank, link=original.path)
             )
         return found
+
+
+def copied_whole(source: Checkpoint, target: Arrangement | None, items: Sequence[Item]) -> tuple[str, ...]:
+    """Warn of tensors of a source of whole ones that every rank gets whole: no strategy says how they are cut."""
+    if target is None or source.strategy is not None:
+        return ()
+    whole = [
+        item.name
+        for item in items
+        if not (item.name in target.tensors or is_training_state(item.tensor.spec.name, item.tensor))
+    ]
+    if not whole:
+        return ()
+    count = f"{len(whole)} tensor{'s' * (len(whole) != 1)}"
+    return (f"copied whole to every rank, as the target strategy does not name it: {count}, {names(whole, most=3)}",)
 
 
 def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CASES = sorted(
     {path.split("/")[1] for path in helpers.packed_files("checkpoint2") if path.count("/") > 3 and "dcp_" not in path}
 )
+MORE = ["graph_tied_pp2", "graph_tied_pp2_zero_once", "pynative_pp2"]
 CUT = [name for name in CASES if name != "graph_1"]
 SUBMESH = "pynative_submesh"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -68,7 +69,7 @@ def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any]) -> Non
 
 
 def opened(mindspore_data: Path, name: str) -> tuple[reshard.Checkpoint, dict[str, Any]]:
-    root = mindspore_data / "checkpoint2" / name
+    root = mindspore_data / ("checkpoint2_more" if name in MORE else "checkpoint2") / name
     source = reshard.open(root / "checkpoint")
     return source, {key: value for key, value in np.load(root / "full.npz").items() if key in source}
 
@@ -126,7 +127,7 @@ def test_real_ones_are_cut_otherwise(mindspore_data: Path, tmp_path: Path, name:
     assert len(held) == (blocks_there + sum(key in rows(full).tensors for key in full) if once else 4 * len(full))
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", [*CUT, *MORE])
 def test_to_another_mesh_and_back_is_what_mindformers_writes(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     """Files with equal names and tensors, and metadata that are equal as JSON: chunks and replica numbers in order."""
     source, full = opened(mindspore_data, name)
@@ -294,6 +295,14 @@ def test_single_values_without_dimensions_are_written_so(tmp_path: Path) -> None
         held = helpers.read_rank_file(next(Path(found.root).glob("*-opt-0000000-*")))
         assert held["learning_rate"][1] == ()
     assert metadata(Path(found.root))["state_dict_metadata"]["learning_rate"]["global_shape"] == []
+
+
+def test_tensors_that_the_strategy_does_not_name_are_whole_everywhere(tmp_path: Path) -> None:
+    plan = reshard.plan(whole_file(tmp_path), Strategy.of({"emb": Layout.of([2], [0, -1])}), files=Checkpoint2())
+    assert "copied whole to every rank, as the target strategy does not name it: 7 tensors, " in plan.warnings[0]
+    plan.run(tmp_path / "run", fsync=False)
+    said = metadata(tmp_path / "run" / "iteration_00000007")["storage_data"]
+    assert [place["storage_rank"] for place in said["('norm', (0,))"]] == [0, 1]
 
 
 def test_text_is_kept(tmp_path: Path) -> None:
