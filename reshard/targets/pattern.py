@@ -48,13 +48,13 @@ class Arranged(NamedTuple):
     others: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Pattern:
     """Which rank of a Checkpoint 2.0 holds which block of each tensor: `Arrangement`.
 
     Attributes:
         tensors: how each tensor is cut, by its name.
-        meshes: how tensors are cut, and over which ranks.
+        known: the meshes, by their numbers.
         devices: the number of ranks.
     """
 
@@ -69,6 +69,9 @@ class Pattern:
     def ranks(self) -> range:
         """The ranks."""
         return range(self.devices)
+
+    def __repr__(self) -> str:
+        return f"<Pattern: {len(self.tensors)} tensors over {self.devices} ranks>"
 
     def shape_of(self, name: str) -> Shape:
         """Return the whole shape that a tensor has there."""
