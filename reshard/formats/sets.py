@@ -101,16 +101,9 @@ class HuggingFaceSet:
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Fill one file after the other."""
-        of: dict[str, int] = {}
-        number = room = 0
-        for tensor in tensors:
-            if tensor.is_text:  # it is among a file's notes, where no other reader looks for what the index names
-                continue
-            if not number or (max(room, 0) < tensor.nbytes and room < self.max_shard_bytes):
-                number, room = number + 1, self.max_shard_bytes
-            of[tensor.name] = number - 1
-            room -= tensor.nbytes
-        count = max(number, 1)
+        # Text is among a file's notes, where no other reader looks for what the index names.
+        of = one_after_the_other([tensor for tensor in tensors if not tensor.is_text], self.max_shard_bytes)
+        count = max(of.values(), default=0) + 1
         paths = tuple(f"model-{k + 1:05d}-of-{count:05d}{extension}" for k in range(count))
         content = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
@@ -120,6 +113,23 @@ class HuggingFaceSet:
         index = json.dumps(content, indent=2).encode() + b"\n"
         # transformers refuses files of any other `format` than those it knows.
         return ShardFiles(paths, of, (_HUGGING_FACE_INDEX, index), {"format": "pt"})
+
+
+def one_after_the_other(tensors: Iterable[Stored], max_shard_bytes: int) -> dict[str, int]:
+    """Return the number of each tensor's file, where one is filled after the other.
+
+    >>> from reshard.formats.entries import Stored
+    >>> one_after_the_other([Stored("a", 3, True), Stored("b", 3, True), Stored("c", 9, True), Stored("d", 0, True)], 6)
+    {'a': 0, 'b': 0, 'c': 1, 'd': 1}
+    """
+    of: dict[str, int] = {}
+    count = room = 0
+    for tensor in tensors:
+        if not count or (max(room, 0) < tensor.nbytes and room < max_shard_bytes):
+            count, room = count + 1, max_shard_bytes
+        of[tensor.name] = count - 1
+        room -= tensor.nbytes
+    return of
 
 
 def share_of(every: ShardFiles, process: int, processes: int) -> SomeFiles:

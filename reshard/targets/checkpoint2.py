@@ -24,7 +24,7 @@ from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, n
 from reshard.formats import safetensors
 from reshard.formats.directories import CHECKPOINT2, ITERATION, TRACKER
 from reshard.formats.entries import ShardFiles, wants
-from reshard.formats.sets import MAX_SHARD_BYTES, check_size
+from reshard.formats.sets import MAX_SHARD_BYTES, check_size, one_after_the_other
 from reshard.layout.layout import whole
 from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2 import COMMON
@@ -133,15 +133,10 @@ class Checkpoint2:
         paths: list[str] = []
         of: dict[str, int] = {}
         for kind, some in _kinds(tensors):
-            first, room = len(paths), 0
-            count = 0
-            for tensor in some:
-                if not count or (max(room, 0) < tensor.nbytes and room < self.max_shard_bytes):
-                    count, room = count + 1, self.max_shard_bytes
-                of[tensor.name] = first + count - 1
-                room -= tensor.nbytes
-            path = self.path(kind, extension)
-            paths += [path.format(number=number, count=count) for number in range(count)]
+            numbers = one_after_the_other(some, self.max_shard_bytes)
+            of |= {name: len(paths) + number for name, number in numbers.items()}
+            count = max(numbers.values()) + 1
+            paths += [self.path(kind, extension).format(number=number, count=count) for number in range(count)]
         return ShardFiles(tuple(paths), of, notes=_NOTES)
 
 
