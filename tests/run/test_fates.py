@@ -89,6 +89,14 @@ def test_an_index_is_kept_with_all_that_it_is_of(lacking: bool) -> None:
     assert found == ({"a": Fate(MAKE), "index": Fate(MAKE, NOW)} if lacking else dict.fromkeys(wanted, Fate(KEEP, NOW)))
 
 
+@pytest.mark.parametrize("pointed", [DONE, OLD, NOTHING])
+def test_an_index_is_kept_where_another_is_pointed_at(pointed: Record) -> None:
+    wanted = {"index": Planned("9f", 10, is_last=True), "pointer": Planned("9f", 10, is_last=True, is_pointer=True)}
+    found = fates(wanted, {"index": Seen(DONE, NOW), "pointer": Seen(pointed, NOW)}, Policy())
+    assert found["index"].do is KEEP
+    assert found["pointer"].do is (KEEP if pointed is DONE else MAKE)
+
+
 states = st.none() | st.sampled_from([NOW, OTHER, (11, 1)])
 records = st.builds(
     Record,
@@ -112,13 +120,16 @@ def test_nothing_of_others_is_touched_and_nothing_wrong_is_kept(wanted: Planned,
         assert state == record.ready is not None
         assert not record.may_be_lost
         assert not policy.restart
-    if found.do in {RESUME, MAKE} and state is not None and not policy.overwrite:  # it is replaced: it is ours
+    may_replace = policy.overwrite or wanted.is_pointer
+    if found.do in {RESUME, MAKE} and state is not None and not may_replace:  # it is replaced: it is ours
         noted = state in {record.ready, record.replaces}
         assert noted or (record.digest == wanted.digest and record.ready is None)
     if found.do is RESUME:
         assert record.digest == wanted.digest
         assert not policy.restart
         assert not found.is_touched
+    if wanted.is_pointer:  # whoever's it is, and never a part of it
+        assert found.do in {KEEP, MAKE}
     if policy.overwrite:
         assert found.do in {KEEP, RESUME, MAKE}
     if policy.restart:
