@@ -86,6 +86,15 @@ def over(model: dict[str, tuple[int, ...]], ranks: int, axis: int | None, *, opt
     return Strategy.of(layouts)
 
 
+def over_mesh(model: dict[str, tuple[int, ...]], fsdp: int, tp: int) -> Strategy:
+    """Split every matrix over a mesh: columns of wo and w2 by tp, rows of others by tp and then by fsdp."""
+    layouts = {}
+    for name, shape in model.items():
+        column = name.endswith(("wo", "w2"))
+        layouts[name] = Layout.of([fsdp, tp], ([1, 0] if column else [(0, 1), -1]) if len(shape) == 2 else [-1])
+    return Strategy.of(layouts)
+
+
 def pipeline(model: dict[str, tuple[int, ...]], ranks: int) -> Strategy:
     """Two stages: the first half of the layers and the embedding, and the rest."""
     half = (len(model) - 3) // 9 // 2
@@ -138,6 +147,7 @@ class Row:
     cold: bool = False
 
 
+_STYLE = ["--style", "checkpoint2"]
 ROWS = [
     Row("same", "st", "tp4", "safetensors tp8 → tp4, same axis, warm", 0.8),
     Row("columns", "st", "columns", "row → column, warm", 0.95),
@@ -148,6 +158,7 @@ ROWS = [
     Row("pipeline", "pipeline", "tp4", "pipeline 2 → 1, warm", 0.95),
     Row("ckpt", "ckpt", "tp4", ".ckpt → .ckpt, warm", 1.0),
     Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--format", "safetensors"]),
+    Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _STYLE),
     Row("cold", "st", "tp4", "tp8 → tp4, cold cache, synced", 1.1, cold=True, synced=True),
     Row("fsync", "st", "tp4", "tp8 → tp4, synced", 1.1, synced=True),
     Row("larger", "larger-st", "larger-tp4", "tp8 → tp4, larger than memory, synced", 0.8, synced=True),
@@ -183,14 +194,9 @@ def memory() -> int:
 def arms(row: Row, root: Path, out: Path) -> dict[str, list[str]]:
     """The commands of a row: ours and the plain copy."""
     source = root / row.source
-    ours = [
-        *RESHARD,
-        row.command,
-        str(source),
-        str(out),
-        "--source-strategy",
-        str(root / f"{row.source}.strategy.ckpt"),
-    ]
+    ours = [*RESHARD, row.command, str(source), str(out)]
+    if row.source != "checkpoint2":
+        ours += ["--source-strategy", str(root / f"{row.source}.strategy.ckpt")]
     if row.target:
         ours += ["--target-strategy", str(root / f"{row.target}.strategy.ckpt")]
     ours += ["-q", *row.options, *([] if row.synced else ["--no-fsync"])]
@@ -258,7 +264,7 @@ def make_data(root: Path, nbytes: int, wanted: set[str], prefix: str = "") -> in
     sources = {"st": over(model, 8, 0), "ckpt": over(model, 8, 0), "pipeline": pipeline(model, 8)}
     targets = {
         "tp4": over(model, 4, 0), "columns": over(model, 8, 1), "six": over(model, 6, 0),
-        "optimizer": over(model, 8, None, optimizer=True),
+        "optimizer": over(model, 8, None, optimizer=True), "fsdp4-tp4": over_mesh(model, 4, 4),
     }  # fmt: skip
     for name, strategy in (sources | targets).items():
         reshard.write_strategy(strategy, root / f"{prefix}{name}.strategy.ckpt")
@@ -267,6 +273,13 @@ def make_data(root: Path, nbytes: int, wanted: set[str], prefix: str = "") -> in
         for name, strategy in sources.items()
         if prefix + name in wanted
     ]
+    if prefix + "checkpoint2" in wanted:
+        plan = reshard.plan(
+            reshard.open(root / f"{prefix}st", strategy=sources["st"]), over_mesh(model, 8, 2),
+            files=reshard.Checkpoint2(step=4),
+        )  # fmt: skip
+        plan.run(root / f"{prefix}checkpoint2")
+        shutil.rmtree(root / f"{prefix}checkpoint2" / ".reshard")
     print(f"{len(model)} tensors, {made[0] / 1e9:.2f} GB over 8 ranks, bfloat16, random bytes\n")
     return made[0]
 
