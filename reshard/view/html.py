@@ -66,6 +66,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     ranks = sorted(set(checkpoint.ranks))
     formats = ", ".join(sorted({file.index.format for file in checkpoint.files}))
     strategy = checkpoint.strategy
+    own = "layouts of its own" if checkpoint.layouts else "no strategy"
     parts = [
         heading("Checkpoint", checkpoint.root),
         tiles(
@@ -77,7 +78,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
                 f"{formats}, {bytes_text(sum(f.nbytes for f in checkpoint.files))}",
             ),
             ("ranks", f"{len(ranks):,}", ranges_text(ranks)),
-            ("stages", f"{len(strategy.stages)}" if strategy else "1", "" if strategy else "no strategy"),
+            ("stages", f"{len(strategy.stages)}" if strategy else "1", "" if strategy else own),
         ),
         _dtypes(checkpoint),
         details("Tensors", _tree(checkpoint), opened=True),
