@@ -103,10 +103,10 @@ Example:
 The object of --json has the keys source, step (of several checkpoints the
 newest is read: name, and which are older), ranks, files (rank, path, format,
 nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
-of_copies: what was looked at), unreadable, totals (kind, dtype, tensors,
-parameters, nbytes), iterations (of a run's directory: number, root, nbytes,
-is_last, problem, warnings), and tensors: name, dtype, shape, nbytes, layouts,
-shards. For the files of ranks without a strategy it has source, step, ranks,
+of_copies: what was looked at), unreadable, objects, totals (kind, dtype,
+tensors, parameters, nbytes), iterations (of a run's directory: number, root,
+nbytes, is_last, problem, warnings), and tensors: name, dtype, shape, nbytes,
+layouts, shards. For the files of ranks without a strategy it has source, step, ranks,
 files, warnings, and groups of ranks that hold the same: ranks, totals,
 unreadable, tensors.
 

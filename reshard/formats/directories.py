@@ -75,13 +75,31 @@ PARTS = DirectoryFormat(
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the last complete iteration of a run that saves Checkpoint 2.0."""
 
-ITERATION = re.compile(r"iteration_(\d{8,})")
+ITERATION = re.compile(r"iteration_(\d{8,18})")
 """The directory of a Checkpoint 2.0 in that of a run."""
 
+
+class RunFormat(NamedTuple):
+    """How a training run keeps its checkpoints.
+
+    Attributes:
+        tracker: the file that names the last complete one, by its iteration.
+        directory: matches the name of the directory of one, with its iteration.
+    """
+
+    tracker: str
+    directory: re.Pattern[str]
+
+
+RUN_FORMATS = (
+    RunFormat(TRACKER, ITERATION),  # MindSpore Transformers
+    RunFormat("latest_checkpoint_iteration.txt", re.compile(r"global_step_(\d{1,18})")),  # hyper-parallel
+)
+
 RUNS = DirectoryFormat(
-    re.compile(r"latest_checkpoint(?:ed)?_iteration\.txt"),
+    re.compile("|".join(re.escape(run.tracker) for run in RUN_FORMATS)),
     "names an iteration of a training run that saves distributed checkpoints",
-    f"{_WHOLE}such checkpoints are not read yet: save rank files or whole tensors instead",
+    "expected the directory of that iteration next to it; open the directory of the run",
 )
 """Above the directories that have the files; a whole file next to it is not a part of it."""
 
@@ -92,13 +110,15 @@ CHECKPOINT2 = DirectoryFormat(
     {"metadata.json": re.compile(rb'"state_dict_metadata"\s*:')},
 )
 
+DCP = DirectoryFormat(
+    re.compile(r"__\d+_\d+\.distcp|(?:__)?\d+\.metadata|\.rank\d+_metadata|_rank\d+_\.safetensors"),
+    "is of a distributed checkpoint (DCP) of PyTorch, Megatron or hyper-parallel",
+    "expected all of its files; open their directory",
+    {".metadata": re.compile(rb"\A\x80[\x02-\x05]")},  # a pickle
+)
+
 DIRECTORY_FORMATS = (
-    DirectoryFormat(
-        re.compile(r"__\d+_\d+\.distcp|__\d+\.metadata|\.rank\d+_metadata|_rank\d+_\.safetensors"),
-        "is of a distributed checkpoint (DCP) of PyTorch, Megatron or hyper-parallel",
-        f"{_WHOLE}such checkpoints are not read yet: have the program that wrote it save whole tensors as safetensors",
-        {".metadata": re.compile(rb"\A\x80[\x02-\x05]")},  # a pickle
-    ),
+    DCP,
     DirectoryFormat(
         re.compile(r"shard-\d{5,}-.+-\d{5,}-of-\d{5,}\.safetensors"),
         "has blocks that PyTorch saved for Hugging Face",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 Shape = tuple[int, ...]
 
@@ -19,6 +20,8 @@ LONGEST_NAME = 4096
 
 _MOST_ELEMENTS = 1 << 59
 _MOST_SHOWN = 64
+_MOST_CORNERS = 1 << 22
+_MOST_COMPARED = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -87,3 +90,52 @@ def shape_text(shape: Iterable[int]) -> str:
     """
     extents = list(shape)
     return str(extents) if len(extents) <= _MOST_SHOWN else f"{str(extents[:_MOST_SHOWN])[:-1]}, …]"
+
+
+def cover_fault(shape: Shape, blocks: Collection[Block]) -> str | None:
+    """Return why distinct blocks do not cover a tensor exactly once; None where they do.
+
+    They do if their sizes add up to the tensor's, and if each point is the corner of an even number of them, but for
+    the tensor's own corners: then every element is in an odd number of blocks, and on average in one. To compare each
+    block with each other would take minutes where there are many.
+
+    >>> cover_fault((4, 4), [Block((0, 0), (2, 4)), Block((2, 0), (4, 1)), Block((2, 1), (4, 4))])
+    >>> cover_fault((4,), [Block((0,), (3,)), Block((2,), (4,))])
+    'is of shape [4], and its blocks [0:3] and [2:4] overlap'
+    >>> cover_fault((4,), [Block((0,), (3,))])
+    'is of shape [4], and its blocks have 3 of 4 elements'
+    """
+    whole = Block.whole(shape)
+    for block in blocks:
+        if len(block.start) != len(shape) or (block.size and block & whole != block):
+            return f"is of shape {shape_text(shape)}, and its block {block} is not within that"
+    held, size = sum(block.size for block in blocks), prod(shape)
+    if held < size:
+        return f"is of shape {shape_text(shape)}, and its blocks have {held} of {size} elements"
+    cut = [dim for dim, end in enumerate(shape) if any(b.start[dim] or b.stop[dim] != end for b in blocks if b.size)]
+    if len(blocks) << len(cut) > _MOST_CORNERS:
+        return f"is of shape {shape_text(shape)}, and in {len(blocks)} blocks along {len(cut)} dimensions"
+    odd = _corners(whole, cut)
+    for block in blocks:
+        if block.size:
+            odd ^= _corners(block, cut)
+    if held == size and (not odd or not size):
+        return None
+    return f"is of shape {shape_text(shape)}, and {_overlapping(blocks)} overlap"
+
+
+def _corners(block: Block, dims: Iterable[int]) -> set[Shape]:
+    """Return the corners of a block as it is along some dimensions."""
+    return set(product(*((block.start[dim], block.stop[dim]) for dim in dims)))
+
+
+def _overlapping(blocks: Collection[Block]) -> str:
+    """Return which two blocks overlap, where there are not too many to look."""
+    near: list[Block] = []
+    for block in sorted(blocks) if len(blocks) <= _MOST_COMPARED else ():
+        near = [other for other in near if other.stop[0] > block.start[0]]
+        for other in near:
+            if other & block:
+                return f"its blocks {other} and {block}"
+        near.append(block)
+    return "some of its blocks"

@@ -17,7 +17,7 @@ from reshard.plan.budget import budget
 from reshard.plan.build import build
 from reshard.plan.plan import Plan, Request
 from reshard.plan.select import Selection, globs, select
-from reshard.readers.open import read_headers
+from reshard.readers.open import read_headers, self_described
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.stacked import with_shapes
@@ -236,6 +236,7 @@ def plan_convert(
     """
     path = as_place(path)
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
+    kind = kind or ("distributed checkpoint" if self_described(path) else None)
     if kind:
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
     files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)

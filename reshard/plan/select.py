@@ -232,6 +232,7 @@ def select(source: Checkpoint, target: Strategy | Pattern | None, selection: Sel
             dropped.append(name)
             if not matches(name, selection.drop):
                 faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
+    dropped += [name for name in source.objects if name in chosen]
     if target is not None:
         rename = _Renaming(selection.names, set(source.tensors))
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
@@ -251,7 +252,7 @@ def select(source: Checkpoint, target: Strategy | Pattern | None, selection: Sel
     if chosen and not kept:
         raise UsageError("selection: leaves no tensor for the target; all that is chosen is dropped")
     taken = [name for name in source.tensors if selection.weights_only and name in states and name not in chosen]
-    left_out = tuple(name for name in (*source.tensors, *source.unreadable) if name not in chosen)
+    left_out = tuple(name for name in source.every if name not in chosen)
     return Selected(tuple(kept), tuple(dropped), tuple(missing), left_out, _of_states(taken, states))
 
 
@@ -286,7 +287,7 @@ def has_no_place(source: Checkpoint, target: Strategy | Pattern, name: str) -> b
 def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -> set[str]:
     """Return the names that the user asks for, having checked the patterns."""
     faults = Faults("selection")
-    every = {**source.tensors, **source.unreadable}
+    every = source.every
     included = _matched(every, selection.include, Option("include"), faults) if selection.include else set(every)
     excluded = _matched(every, selection.exclude, Option("exclude"), faults)
     faults.raise_if_any(UsageError)
@@ -347,6 +348,7 @@ def _in_message_order(source: Checkpoint, wanted: set[str]) -> list[str]:
         if file.index.header not in seen:  # ranks with equal headers share it
             seen.add(file.index.header)
             found.update(dict.fromkeys(file.index.entries))
+    found.update(dict.fromkeys(source.tensors))  # a file may have a block under another name
     kept = [name for name in found if name in source.tensors]
     laid_out = {name for name in kept if source.tensors[name].listed or name in wanted}
     return [name for name in kept if name in laid_out] + [name for name in kept if name not in laid_out]
@@ -361,4 +363,4 @@ def all_states(source: Checkpoint, target: Strategy | Pattern | None, written: C
         written: names that are in the target.
     """
     named = [strategy.tensors for strategy in (source.strategy, target) if strategy]
-    return optimizer_states(set().union(source.tensors, source.unreadable, written, *named))
+    return optimizer_states(set().union(source.every, written, *named))

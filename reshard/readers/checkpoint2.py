@@ -14,14 +14,12 @@ code writes and reads, run (`tests/data/checkpoint2`).
 
 from __future__ import annotations
 
-import re
 from array import array
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import Faults, Option, SourceError, Text, names
-from reshard.formats.directories import CHECKPOINT2, ITERATION, TRACKER
+from reshard.errors import Faults, SourceError, names
+from reshard.formats.directories import CHECKPOINT2
 from reshard.layout.block import Block, shape_text
 from reshard.readers.checkpoint2_metadata import METADATA, NUMBERS, Listed, Metadata
 from reshard.source.assemble import assemble_whole, by_header, where
@@ -44,117 +42,20 @@ _LARGEST = 1 << 20
 _NONE, _BLOCK, _WHOLE, _OTHER = range(4)  # what a file has of a tensor
 
 
-def chosen(root: Place, there: Sequence[str], iteration: int | None = None) -> Place:
-    """Return the directory of a checkpoint: itself, or an iteration of a run, by number or the last that it names.
-
-    Args:
-        root: the directory.
-        there: the names of what is in it.
-        iteration: which iteration; by default that which the run names as the last.
-
-    Raises:
-        SourceError: it is not there, or the run names none.
-    """
-    known = _known(root, there)
-    if not known:
-        if iteration not in {None, _number_of(root)}:
-            raise SourceError(f"{root}: is one checkpoint; expected a run that has iteration {iteration}; open that")
-        return root
-    held = f"iteration{'s' * (len(known) > 1)} {names(sorted(known))}"
-    if iteration is None:
-        if TRACKER not in there:
-            unnamed = f"{root}: has {held}, and no {TRACKER} that says which is complete; give e.g. "
-            raise SourceError(Text(unnamed, Option("iteration", max(known))))
-        text = read_small(root / TRACKER, "number of an iteration", 64, SourceError)
-        if not re.fullmatch(rb"\s*\d{1,18}\s*", text):
-            raise SourceError(f"{root / TRACKER}: has {text!r:.60}; expected the number of an iteration")
-        iteration = int(text)
-        held = f"{TRACKER} names it, and {held} is there"
-    if iteration not in known:
-        raise SourceError(f"{root}: has no iteration {iteration}; {held}")
-    return known[iteration]
-
-
-def _known(root: Place, there: Sequence[str]) -> dict[int, Place]:
-    """Return the directories of the iterations of a run, ascending."""
-    return dict(sorted((int(match[1]), root / name) for name in there if (match := ITERATION.fullmatch(name))))
-
-
-def _number_of(place: Place) -> int | None:
-    match = ITERATION.fullmatch(place.absolute().name)
-    return int(match[1]) if match else None
-
-
-class Iteration(NamedTuple):
-    """A checkpoint of a run.
-
-    Attributes:
-        number: how many steps were done.
-        root: its directory.
-        nbytes: the size of its files.
-        is_last: the run names it as its last.
-        problem: why it cannot be read, such as a file that is not there; empty where it is complete.
-        warnings: what else is known of it, such as that the training was not healthy.
-    """
-
-    number: int
-    root: str
-    nbytes: int
-    is_last: bool
-    problem: str
-    warnings: tuple[str, ...]
-
-
-def iterations(root: Place, there: Sequence[str]) -> list[Iteration]:
-    """Return the checkpoints in the directory of a run, ascending; headers are read, to see whether all is there."""
-    try:
-        last = _number_of(chosen(root, there, None))
-    except SourceError:
-        last = None
-    found = []
-    for number, place in _known(root, there).items():
-        problem = ""
-        warnings = ["newer than the last"] if last is not None and number > last else []
-        try:
-            opened = open_checkpoint2(place, place.names(), contents=False)
-            warnings += opened.warnings
-            if opened.unreadable:
-                name, reason = next(iter(opened.unreadable.items()))
-                problem = f"{len(opened.unreadable)} tensors cannot be read, such as {name!r}, which {reason}"
-        except SourceError as error:
-            problem = str(error).removeprefix(f"{place}: ")
-        nbytes = sum(file.status().nbytes for file in place.files(depth=1) if file.suffix == ".safetensors")
-        found.append(Iteration(number, str(place), nbytes, number == last, problem, tuple(warnings)))
-    return found
-
-
-def open_checkpoint2(
-    root: Place, there: Sequence[str], iteration: int | None = None, *, contents: bool | Literal["blocks"] = True
-) -> Checkpoint:
+def open_checkpoint2(place: Place, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
     """Open a Checkpoint 2.0, reading its metadata and the headers of its files.
 
     A tensor of which blocks are lost or cannot be told is unreadable, with the reason: a plan needs it dropped by name.
 
     Args:
-        root: its directory, or that of the run.
-        there: the names of what is in it.
-        iteration: which iteration of a run; by default that which the run names as the last.
+        place: its directory.
         contents: compare samples of replicas and of different blocks; `blocks` compares the latter alone.
 
     Raises:
-        SourceError: there is no such iteration, it is incomplete, or the metadata contradict the files; all at once.
+        SourceError: it is incomplete, or the metadata contradict the files; all at once.
     """
-    place = chosen(root, there, iteration)
     files = {name for name in place.names() if name.endswith(".safetensors")}
     found = _Joined(place, files).checkpoint() if (place / METADATA).is_file() else _whole(place, files)
-    last = _number_of(place)
-    later = [number for number in _known(root, there) if last is not None and number > last]
-    if iteration is None and later:
-        newer = (
-            f"{root}: has iteration {names(later)}, newer than {last}, which {TRACKER} names: was saving "
-            "it interrupted, or is it not done?"
-        )
-        found = replace(found, warnings=(newer, *found.warnings))
     return compare_contents(found, {}, contents=contents)
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from reshard.errors import Faults, LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats.directories import (
     CHECKPOINT2,
+    DCP,
     ITERATION,
     PARTS,
-    TRACKER,
+    RUN_FORMATS,
     is_later_part,
     refuse_directory,
     refuse_one_of_several,
@@ -21,6 +22,7 @@ from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files, rank_of
 from reshard.formats.sets import SET_FILES, read_index
 from reshard.formats.zarr_files import is_of_store, is_store
 from reshard.layout.layout import Layout
+from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile
 from reshard.source.headers import indexed, key_of
@@ -36,7 +38,8 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from reshard.readers.checkpoint2 import Iteration
+    from reshard.formats.directories import RunFormat
+    from reshard.readers.runs import Iteration
     from reshard.source.checkpoint import Tensor
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
@@ -155,7 +158,7 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
     """Return what opens a directory that says itself which block is where; None for any other.
 
     Args:
-        root: a zarr store, a Checkpoint 2.0, or the directory of a run that saves such.
+        root: a zarr store, a distributed checkpoint, or the directory of a run that saves such.
         iteration: which checkpoint of a run; by default that which the run names as the last.
     """
     there = root.names()
@@ -163,10 +166,25 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
         from reshard.readers.zarr import open_store  # not on every start
 
         return applied(open_store, root)
-    if CHECKPOINT2.shown_by(root, there) or any(map(ITERATION.fullmatch, there)):
-        from reshard.readers.checkpoint2 import open_checkpoint2  # likewise
+    run = run_at(there)
+    if run is not None:
+        return applied(_open_iteration, root, there, run, iteration)
+    opener = _described(root, there)
+    if opener is not None and iteration not in {None, iteration_of(root)}:
+        raise SourceError(f"{root}: is one checkpoint; expected a run that has iteration {iteration}; open that")
+    return opener
 
-        return applied(open_checkpoint2, root, there, iteration)
+
+def _described(place: Place, there: Sequence[str]) -> _Opener | None:
+    """Return what opens a distributed checkpoint, from the names in its directory; None for any other."""
+    if CHECKPOINT2.shown_by(place, there):
+        from reshard.readers.checkpoint2 import open_checkpoint2  # not on every start
+
+        return applied(open_checkpoint2, place)
+    if DCP.shown_by(place, there):
+        from reshard.readers.dcp import open_dcp  # likewise
+
+        return applied(open_dcp, place, there)
     return None
 
 
@@ -177,22 +195,31 @@ def iteration_at(root: Place) -> Place:
         SourceError: the run names none.
     """
     there = root.names()
-    if not any(map(ITERATION.fullmatch, there)):
-        return root
-    from reshard.readers.checkpoint2 import chosen  # not on every start
+    run = run_at(there)
+    return root if run is None else checkpoint_of(root, there, run, None)
 
-    return chosen(root, there)
+
+def _open_iteration(
+    root: Place, there: Sequence[str], run: RunFormat, iteration: int | None, *, contents: bool | Literal["blocks"]
+) -> Checkpoint:
+    """Open a checkpoint of a run, by its iteration."""
+    place = checkpoint_of(root, there, run, iteration)
+    found = _open_distributed(place, contents=contents)
+    warnings = newer(root, there, run, place) if iteration is None else []
+    return replace(found, warnings=(*warnings, *found.warnings))
+
+
+def _open_distributed(place: Place, *, contents: bool | Literal["blocks"]) -> Checkpoint:
+    opener = _described(place, place.names())
+    if opener is None:
+        raise SourceError(f"{place}: has no file of a distributed checkpoint; was saving it interrupted?")
+    return opener(contents=contents)
 
 
 def iterations_at(path: AnyName) -> list[Iteration]:
     """Return the checkpoints in the directory of a run, ascending; none of what is not a run's directory."""
     root = as_place(path)
-    there = root.names()
-    if not any(map(ITERATION.fullmatch, there)):
-        return []
-    from reshard.readers.checkpoint2 import iterations  # not on every start
-
-    return iterations(root, there)
+    return iterations(root, root.names(), applied(_open_distributed, contents=False))
 
 
 def _refuse_other_strategy(root: str, strategy: Strategy, tensors: Mapping[str, Tensor]) -> None:
@@ -314,7 +341,7 @@ def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:
     root = as_place(path)
     found: list[AnyName] = [file.path for file in files]
     if self_described(root):
-        return [root, *root.files(), root.absolute().parent / TRACKER]
+        return [root, *root.files(), *(root.absolute().parent / run.tracker for run in RUN_FORMATS)]
     return [*found, *(root / name for name in SET_FILES)]
 
 

@@ -196,6 +196,8 @@ class Checkpoint(Mapping[str, Any]):
             pipeline stage after the other where several share it; without a layout, ascending. None where it does not
             say what all of them hold.
         defects: those of the warnings that are of what it says wrongly, though everything can be read.
+        objects: names of what are not tensors but objects of the program that wrote them, which are not converted, with
+            what is known of each.
     """
 
     root: str
@@ -218,6 +220,7 @@ class Checkpoint(Mapping[str, Any]):
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     defects: tuple[str, ...] = ()
+    objects: Mapping[str, str] = field(default_factory=dict)
 
     def require_whole(self) -> None:
         """Check that nothing says that its tensors, opened as whole ones, are the blocks of one rank.
@@ -244,6 +247,11 @@ class Checkpoint(Mapping[str, Any]):
         return formats.pop() if len(formats) == 1 else None
 
     @property
+    def every(self) -> Mapping[str, None]:
+        """The names of all that it has: tensors, what cannot be converted, objects."""
+        return dict.fromkeys((*self.tensors, *self.unreadable, *self.objects))
+
+    @property
     def nbytes(self) -> int:
         """The size of all whole tensors, replicas counted once, in bytes."""
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
@@ -259,10 +267,9 @@ class Checkpoint(Mapping[str, Any]):
         Raises:
             UsageError: a pattern matches no tensor; the nearest is named.
         """
-        every = {**self.tensors, **self.unreadable}
-        chosen = matched(self.root, every, patterns)
+        chosen = matched(self.root, self.every, patterns)
         wanted = {name for name in self.elsewhere if matches(name, patterns)}
-        return replace(self.without(every.keys() - chosen), elsewhere=frozenset(wanted))
+        return replace(self.without(self.every.keys() - chosen), elsewhere=frozenset(wanted))
 
     def without(self, left_out: Collection[str]) -> Checkpoint:
         """Return the checkpoint without some tensors; names that it does not have do no harm."""
@@ -270,6 +277,7 @@ class Checkpoint(Mapping[str, Any]):
             self,
             tensors={name: tensor for name, tensor in self.tensors.items() if name not in left_out},
             unreadable={name: reason for name, reason in self.unreadable.items() if name not in left_out},
+            objects={name: kind for name, kind in self.objects.items() if name not in left_out},
             left_out=self.left_out.union(left_out),
         )
 

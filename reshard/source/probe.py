@@ -196,7 +196,7 @@ class _Look:
         where = f"block {tensor.sharding.blocks[block]} differs between {ranks}"
         metadata = self.checkpoint.described_by
         if metadata and not tensor.listed:
-            self.unreadable[name] = f"differs between the ranks, and {metadata} does not list it"
+            self.unreadable[name] = f"differs between the ranks, and {metadata} does not say that it is cut"
             return
         if metadata:
             fault = Text(f"{where}, which {metadata} says hold the same")

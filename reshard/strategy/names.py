@@ -30,11 +30,17 @@ TRAINING_STATE = {
 }  # fmt: skip
 
 
+_OF_STATES = {
+    "accu_grads", "optim.state", "optim.param_groups", "optimizer.state", "optimizer.param_groups",
+}  # fmt: skip
+
+
 def optimizer_states(known: Collection[str]) -> dict[str, str]:
     """Return those of some names that are of optimizer states, each with its weight's name.
 
-    Such a name is a prefix and a weight's name; all of `accu_grads.*` are such. A prefix of the optimizer stands before
-    weights' names: `backbone.fc` is not a state of `fc` if most of what else is in `backbone` is none of a weight.
+    Such a name is a prefix and a weight's name; all of `accu_grads.*` are such, and all that the state of an optimizer
+    is flattened to in distributed checkpoints. A prefix of the optimizer stands before weights' names: `backbone.fc` is
+    not a state of `fc` if most of what else is in `backbone` is none of a weight.
 
     >>> optimizer_states(["fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1", "backbone.conv2"])
     {'adam_m.fc': 'fc', 'adam_m.conv': 'conv'}
@@ -44,7 +50,7 @@ def optimizer_states(known: Collection[str]) -> dict[str, str]:
     for name in known:
         for prefix, rest in _splits(name):
             every[prefix] += 1
-            if rest in known or prefix == "accu_grads":
+            if rest in known or prefix in _OF_STATES:
                 candidates.setdefault(name, []).append((prefix, rest))
     before_weight = Counter(prefix for some in candidates.values() for prefix, _ in some)
     return {

@@ -131,6 +131,7 @@ def match(
         else:
             path = None if rank is None else paths[rank]
             found.differences.append(Difference("missing", _ABSENT, new, "target", rank, path))
+    found.dropped.extend(name for name in selected.dropped if name in source.objects)
     for name in set(source.unreadable) & set(selected.dropped):
         found.dropped.append(name)
         if not matches(name, selection.drop):

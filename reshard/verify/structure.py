@@ -6,21 +6,17 @@ save the same names, because they run the same network.
 
 from __future__ import annotations
 
-from itertools import combinations
-from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, SourceError, Text, names
-from reshard.layout.block import shape_text
-from reshard.plan.bands import is_grid
+from reshard.layout.block import cover_fault
 from reshard.source.replicas import Replicas, in_every_stage, in_several_stages, is_deduplicated
 from reshard.storage.base import PARTIAL
 from reshard.strategy.names import matches, optimizer_states, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from reshard.layout.block import Block, Shape
     from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint, Sharding
     from reshard.storage.places import Place
@@ -84,22 +80,9 @@ def _check_cover(target: Checkpoint, faults: Faults) -> None:
     known: dict[Sharding, str | None] = {}
     for name, tensor in target.tensors.items():
         if tensor.sharding not in known:
-            known[tensor.sharding] = _cover_fault(tensor.spec.shape, tensor.sharding.blocks)
+            known[tensor.sharding] = cover_fault(tensor.spec.shape, tensor.sharding.blocks)
         if fault := known[tensor.sharding]:
             faults.add(f"tensor {name!r}", fault)
-
-
-def _cover_fault(shape: Shape, blocks: Sequence[Block]) -> str | None:
-    """Return why blocks do not cover a tensor exactly once; None where they do."""
-    if is_grid(shape, blocks):
-        return None
-    for a, b in combinations(blocks, 2):
-        if a & b:
-            return f"is of shape {shape_text(shape)}, and its blocks {a} and {b} overlap"
-    held = sum(block.size for block in blocks)
-    if held != prod(shape):
-        return f"is of shape {shape_text(shape)}, and its blocks have {held} of {prod(shape)} elements"
-    return None
 
 
 def _check_names(target: Checkpoint, strategy: Strategy, allow_missing: Iterable[str], faults: Faults) -> None:

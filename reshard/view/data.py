@@ -57,6 +57,7 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
         "warnings": list(checkpoint.warnings),
         "sampled": checkpoint.looked and checkpoint.looked._asdict(),
         "unreadable": dict(checkpoint.unreadable),
+        "objects": dict(checkpoint.objects),
         "totals": [total._asdict() for total in totals(checkpoint)],
         "tensors": [
             {

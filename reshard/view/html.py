@@ -86,6 +86,8 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     ]
     if checkpoint.unreadable:
         parts.append(reasons("Not readable", checkpoint.unreadable.items()))
+    if checkpoint.objects:
+        parts.append(reasons("Not tensors", checkpoint.objects.items()))
     return page(*parts, *warnings_listed(checkpoint.warnings))
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
-    from reshard.readers.checkpoint2 import Iteration
+    from reshard.readers.runs import Iteration
     from reshard.source.checkpoint import SourceFile
 
 _KEYS: dict[str, Callable[[Checkpoint], Callable[[str], str]]] = {
@@ -233,9 +233,9 @@ def chosen(parts: Sequence[Checkpoint], patterns: Sequence[str]) -> list[Checkpo
     """
     if not patterns:
         return list(parts)
-    every = dict.fromkeys(name for part in parts for name in (*part.tensors, *part.unreadable))
+    every = dict.fromkeys(name for part in parts for name in part.every)
     others = every.keys() - matched(parts[0].root, every, patterns)
-    return [part.without(others & {*part.tensors, *part.unreadable}) for part in parts]
+    return [part.without(others & part.every.keys()) for part in parts]
 
 
 def in_order(checkpoint: Checkpoint, sort: str | None) -> Checkpoint:
@@ -353,7 +353,8 @@ def _rows(
 
 
 def _unreadable(checkpoint: Checkpoint) -> list[str]:
-    return [f"not readable: {printable(name)}: {printable(reason)}" for name, reason in checkpoint.unreadable.items()]
+    found = [("not readable", checkpoint.unreadable), ("not a tensor", checkpoint.objects)]
+    return [f"{title}: {printable(name)}: {printable(what)}" for title, some in found for name, what in some.items()]
 
 
 def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:

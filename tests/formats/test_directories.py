@@ -111,15 +111,23 @@ def hyper_parameters_alone(root: Path) -> None:
 
 
 DIRECTORIES = [
-    torch_dcp, torch_dcp_unfinished, hyper_dcp, hyper_dcp_by_rank, beside_a_pickle, blocks_for_hugging_face,
-    blocks_that_say_so, shards_without_their_index, a_shard_without_the_others, parts_without_their_index,
-    a_part_without_the_others, hyper_parameters_alone,
+    blocks_for_hugging_face, blocks_that_say_so, shards_without_their_index, a_shard_without_the_others,
+    parts_without_their_index, a_part_without_the_others, hyper_parameters_alone,
 ]  # fmt: skip
 
+DESCRIBED = {
+    checkpoint2: "of a Checkpoint 2.0 of MindSpore Transformers",
+    checkpoint2_of_one: "of a Checkpoint 2.0 of MindSpore Transformers",
+    checkpoint2_under_other_names: "of a Checkpoint 2.0 of MindSpore Transformers",
+    torch_dcp: "of a distributed checkpoint (DCP)",
+    torch_dcp_unfinished: "of a distributed checkpoint (DCP)",
+    hyper_dcp: "of a distributed checkpoint (DCP)",
+    hyper_dcp_by_rank: "of a distributed checkpoint (DCP)",
+    beside_a_pickle: "of a distributed checkpoint (DCP)",
+}
+"""These are read with their directories, by rooms of `readers`."""
+
 SAID = {
-    "torch_dcp": "distributed checkpoint (DCP)",
-    "hyper_dcp": "distributed checkpoint (DCP)",
-    "beside_a_pickle": "distributed checkpoint (DCP)",
     "blocks": "blocks that PyTorch saved",
     "shards": "shards of a unified set",
     "a_shard": "shards of a unified set",
@@ -215,8 +223,6 @@ def test_it_is_recognised_at_a_url(foreign: tuple[Path, str]) -> None:
         ("dcp_safetensors_format", "distributed checkpoint (DCP)"),
         ("dcp_rank_local", "distributed checkpoint (DCP)"),
         ("dcp_hf_sharded", "blocks that PyTorch saved"),
-        ("hyper_fsdp2_tp2", "distributed checkpoint (DCP)"),
-        ("hyper_by_rank", "distributed checkpoint (DCP)"),
     ],
 )
 def test_directories_that_their_programs_wrote(mindspore_data: Path, place: str, said: str) -> None:
@@ -228,9 +234,8 @@ def test_directories_that_their_programs_wrote(mindspore_data: Path, place: str,
         assert "--suffix" not in refused.stderr
 
 
-@pytest.mark.parametrize("make", [checkpoint2, checkpoint2_of_one, checkpoint2_under_other_names])
-def test_a_file_of_a_checkpoint_2_is_refused_by_itself(make: Callable[[Path], None], tmp_path: Path) -> None:
-    """With its directory it is read (`readers.checkpoint2`)."""
+@pytest.mark.parametrize("make", DESCRIBED, ids=lambda make: make.__name__)
+def test_a_file_of_what_describes_itself_is_refused_by_itself(make: Callable[[Path], None], tmp_path: Path) -> None:
     root = tmp_path / "src"
     root.mkdir()
     make(root)
@@ -238,17 +243,29 @@ def test_a_file_of_a_checkpoint_2_is_refused_by_itself(make: Callable[[Path], No
         for command in (["inspect", path], ["unify", path, tmp_path / "out"], ["verify", path]):
             refused = call(*command)
             assert refused.exit_code == 4, command
-            assert "Checkpoint 2.0 of MindSpore Transformers; expected all of its files" in refused.stderr
+            assert DESCRIBED[make] in refused.stderr
+            assert "expected all of its files; open their directory" in refused.stderr
         with pytest.raises(SourceError, match="open their directory"):
             reshard.open({0: path})
         for options in ({"suffix": path.stem}, {"rank_pattern": path.name.replace("0", "{rank}", 1)}):
             with pytest.raises(UsageError, match="says itself which block is where"):
                 reshard.open(root, **options)
+    refused = call("convert", root, tmp_path / "out", "--format", "ckpt")
+    assert refused.exit_code == 2
+    assert "is a distributed checkpoint; `reshard transform`" in refused.stderr
+
+
+@pytest.mark.parametrize("make", [torch_dcp, torch_dcp_unfinished, hyper_dcp, hyper_dcp_by_rank, beside_a_pickle])
+def test_metadata_that_are_nothing_are_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path)
+    for command in (["inspect", tmp_path], ["unify", tmp_path, tmp_path / "out"], ["verify", tmp_path]):
+        refused = call(*command)
+        assert refused.exit_code == 4, command
+        assert "distributed checkpoint (DCP)" in refused.stderr
 
 
 def test_a_tracker_without_iterations(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpoint_iteration.txt").write_text("4")
-    (tmp_path / "global_step_4").mkdir()
     with pytest.raises(SourceError, match="names an iteration of a training run"):
         reshard.open(tmp_path)
     write_file(tmp_path / "exported.safetensors", FULL)

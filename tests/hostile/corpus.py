@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from corpus_checkpoints import CKPT, ENCRYPTED, KINDS, NAMED, SAFETENSORS
+from corpus_dcp import DCP
 from corpus_directories import RANKS, SETS
 from corpus_manifests import FOLDERS, MANIFESTS
 from corpus_name_maps import NAME_MAPS
@@ -27,5 +28,5 @@ def items() -> dict[str, list[Item]]:
     return {
         "ckpt": CKPT, "safetensors": SAFETENSORS, "kinds": KINDS, "protobuf": PROTOBUF, "unfit": UNFIT, "json": JSON,
         "sets": SETS, "ranks": RANKS, "rules": RULES_FILES, "names": NAME_MAPS, "encrypted": ENCRYPTED,
-        "named": NAMED, "targets": TARGETS, "plans": PLANS, "manifests": MANIFESTS, "folders": FOLDERS,
+        "named": NAMED, "targets": TARGETS, "plans": PLANS, "manifests": MANIFESTS, "folders": FOLDERS, "dcp": DCP,
     }  # fmt: skip

@@ -1,0 +1,77 @@
+"""Hostile distributed checkpoints: pickled metadata that do or take what they like, next to a valid file."""
+
+from __future__ import annotations
+
+from item import Item
+from makers import TENSORS, sparse, st, tree
+
+COMMANDS = (
+    "inspect {bad}",
+    "unify {bad} {out}",
+    "transform {bad} {out} --dry-run",
+    "verify {bad}",
+    ".open {bad}",
+)
+
+HEAD = b"\x80\x04"
+
+# fmt: off
+
+
+def pickled(content: bytes) -> bytes:
+    return HEAD + content
+
+
+def text(value: bytes) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value
+
+
+def record(name: bytes, **state: bytes) -> bytes:
+    """An object of a class of that name, with a state."""
+    items = b"".join(text(key.encode()) + value for key, value in state.items())
+    return b"chyper_parallel.core.checkpoint.metadata\n" + name + b"\n)\x81}(" + items + b"ub"
+
+
+def metadata(tensors: bytes, places: bytes = b"}") -> bytes:
+    return pickled(record(b"Metadata", state_dict_metadata=tensors, storage_data=places) + b".")
+
+
+def a_tensor(size: bytes = b"K\x04\x85", chunks: bytes = b"]") -> bytes:
+    return record(b"TensorStorageMetadata", properties=record(b"TensorProperties", dtype=text(b"Int8")), size=size, chunks=chunks)
+
+
+CHUNK = record(b"ChunkStorageMetadata", offsets=b"K\x00\x85", sizes=b"K\x04\x85")
+PLACE = record(b"MetadataIndex", fqn=text(b"w"), offset=b"K\x00\x85") + record(b"StorageInfo", relative_path=text(b"_rank0_.safetensors"))
+WHAT = "expected the metadata of a distributed checkpoint (DCP)"
+
+
+def made(name: str, content: bytes, says: str, *, code: int = 4, headroom: int = 100_000_000, seconds: int = 2) -> Item:
+    make = tree({".metadata": content, "_rank0_.safetensors": st(TENSORS, b"abcd")})
+    return Item(name, make, says, COMMANDS, code, "bad", headroom=headroom, seconds=seconds)
+
+
+DCP = [
+    made("nothing wrong", metadata(b"}" + text(b"w") + a_tensor(chunks=b"]" + CHUNK + b"a") + b"s", b"}" + PLACE + b"s"), "", code=0),
+    made("a call", pickled(b"cos\nsystem\n(" + text(b"echo called >/tmp/called") + b"tR."), f"bad/.metadata: is not {WHAT[9:]}"),
+    made("a call in the place of a shape", metadata(b"}" + text(b"w") + a_tensor(size=b"cos\nsystem\n(" + text(b"touch called") + b"tR") + b"s"), "for a shape or offsets; expected whole numbers"),
+    made("a name that is not there to be imported", pickled(b"cno.such\nthing\n)R."), f"is not {WHAT[9:]}"),
+    made("marks without end", pickled(b"(" * 5_000_000), f"is nested too deeply (byte 259 of a pickle); {WHAT}"),
+    made("lists in lists", pickled(b"]" * 5_000_000), "is nested too deeply, or has too many values"),
+    made("an integer of 2 GB", pickled(b"\x8b\xff\xff\xff\x7f"), "has an integer of 2,147,483,647 bytes; at most 32 are taken"),
+    made("a text of 4 GB", pickled(b"X\xff\xff\xff\xff"), "has a text or value of 4,294,967,295 bytes; at most 65,536 are taken"),
+    made("a place in the memo of 4 billion", pickled(b"]r\xff\xff\xff\xff."), "remembers a value at place 4,294,967,295 of 0"),
+    made("a memo that doubles", pickled(b"]\x94" + b"".join(b"0" + b"](h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"."), "has the instruction POP, which is not followed"),
+    made("a memo that doubles, without a wrong instruction", pickled(b"(]\x94" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"t."), f"is not {WHAT[9:]}"),
+    made("a persistent id", pickled(b"K\x01Q."), "refers to something outside of itself"),
+    made("an extension", pickled(b"\x84\x01\x00\x00\x00."), "has the instruction EXT4, which is not followed"),
+    made("a tensor of 2**70 elements", metadata(b"}" + text(b"w") + a_tensor(size=b"\x8a\x09" + (1 << 70).to_bytes(9, "little") + b"\x85") + b"s"), "for a shape or offsets; expected whole numbers"),
+    made("a tensor of 2**62 by 2**62", metadata(b"}" + text(b"w") + a_tensor(size=(b"\x8a\x08" + (1 << 62).to_bytes(8, "little")) * 2 + b"\x86") + b"s"), "which no array can have"),
+    made("a name for a terminal", metadata(b"}" + text(b"\x1b[2J\nerror: no") + a_tensor() + b"s"), "holds no tensor that can be read"),
+    made("a name of 5,000 bytes", metadata(b"}" + text(b"a" * 5000) + a_tensor() + b"s"), "expected at most 4096 bytes of text"),
+    made("millions of boxes that are one", metadata(b"}(" + b"".join(text(b"w%d" % n) + (a_tensor(chunks=b"](" + CHUNK + b"\x94" + b"h\x00" * 60_000 + b"e\x94") if not n else record(b"TensorStorageMetadata", size=b"K\x04\x85", chunks=b"h\x01")) for n in range(100)) + b"u"), "has more than 2,097,152 boxes"),
+    made("no tensors", metadata(b"}"), "holds no tensor that can be read"),
+    made("tensors that are a list", metadata(b"]"), "has no state_dict_metadata"),
+    made("a file above", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + PLACE.replace(b"\x13\x00\x00\x00_rank0_", b"\x16\x00\x00\x00../_rank0_") + b"s"), "expected _rank0_.safetensors and so on"),
+    Item("zeros, 1 GB", tree({".metadata": sparse(HEAD, 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
+    Item("a text of 1 GB of zeros", tree({".metadata": sparse(pickled(b"X\x00\x00\x00\x40"), 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
+]

@@ -1,0 +1,345 @@
+"""hyper-parallel's distributed checkpoints as a source: real files give the whole tensors, and each trap is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import numpy as np
+import pytest
+from checkpoints import numbers, write_file
+from commands import call, done
+from dcp_files import NEW, OLD, metadata, write_hyper
+
+import reshard
+from reshard import HuggingFaceSet, Layout, Selection, Strategy
+from reshard.errors import SourceError, UsageError
+from reshard.storage.remote import filesystem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dcp_files import Box
+
+CASES = ["dcp_fsdp2_tp2", "dcp_fsdp2_by_rank"]
+STEP = "global_step_4"
+TRACKER = "latest_checkpoint_iteration.txt"
+
+FULL = numbers({"w": (7, 6), "b": (7,), "n": (4,), "s": (), "e": (0, 3)})
+BOXES: dict[int, dict[str, list[Box]]] = {
+    0: {
+        "w": [((0, 0), (3, 6)), ((3, 0), (1, 2))],  # what is flat and ragged is cut into boxes
+        "b": [((0,), (4,))],
+        "n": [((0,), (4,))],
+        "s": [((), ())],
+        "e": [((0, 0), (0, 3))],
+    },
+    1: {"w": [((3, 2), (1, 4)), ((4, 0), (3, 6))], "b": [((4,), (3,))], "n": [((0,), (4,))]},
+    2: {"b": [((7,), (0,))], "n": [((0,), (4,))]},
+}
+"""Uneven ones, several in a file, empty ones, replicas, and tensors without dimensions or elements."""
+
+
+@pytest.fixture
+def case(mindspore_data: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a case into a run that names its step; returns the directory of the run."""
+
+    def copied(name: str) -> Path:
+        root = tmp_path / name
+        shutil.copytree(mindspore_data / "checkpoint2" / name, root)
+        (root / TRACKER).write_text("4\n")
+        return root
+
+    return copied
+
+
+def full_of(root: Path) -> dict[str, Any]:
+    return dict(np.load(root / "full.npz"))
+
+
+def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any]) -> None:
+    assert set(checkpoint) == set(full)
+    for name in checkpoint:
+        found = checkpoint[name].compute()
+        assert (found.shape, found.tobytes()) == (full[name].shape, full[name].tobytes()), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_real_ones_are_their_whole_tensors(case: Callable[[str], Path], name: str) -> None:
+    root = case(name)
+    for path in (root, root / STEP):
+        found = reshard.open(path)
+        assert_equal(found, full_of(root))
+        assert not found.warnings
+        assert not found.unreadable
+        assert set(found.objects) == {"extra.step"}
+    ranks = 4 if name == "dcp_fsdp2_tp2" else 2
+    assert found.ranks == tuple(range(ranks))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_converted_and_verified(case: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    """To whole tensors, to other ranks and back to whole ones, to zarr, and by a saved plan; objects are left out."""
+    root = case(name)
+    source, full = reshard.open(root), full_of(root)
+    rows = Strategy.of({
+        key: Layout.of([2, 2], [1, *[-1] * (value.ndim - 1)]) for key, value in full.items()
+    })  # fmt: skip
+    plan = reshard.plan(source, rows)
+    assert plan.dropped == ("extra.step",)
+    plan.run(tmp_path / "rows", fsync=False)
+    assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
+    reshard.plan(reshard.open(tmp_path / "rows", strategy=rows), files=HuggingFaceSet(), format="safetensors").run(
+        tmp_path / "back", fsync=False
+    )
+    assert_equal(reshard.open(tmp_path / "back"), full)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
+    assert_equal(reshard.open(tmp_path / "zarr"), full)
+    plan = reshard.plan(source)
+    plan.save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
+    assert_equal(reshard.open(tmp_path / "whole"), full)
+    for target in ("rows", "zarr", "whole"):
+        found = reshard.verify(tmp_path / target)  # against the source, as the ledger says
+        assert found.equal
+        assert found.against == source.root
+        assert "extra.step" in found.dropped
+    assert reshard.verify(root).tensors == len(full)
+
+
+def test_weights_for_hugging_face_by_one_command(case: Callable[[str], Path], tmp_path: Path) -> None:
+    root = case(CASES[0])
+    done("unify", root, tmp_path / "hf", "--style", "huggingface", "--weights-only")
+    assert_equal(
+        reshard.open(tmp_path / "hf"), {name: value for name, value in full_of(root).items() if name[:6] == "model."}
+    )
+    chosen = done("unify", root, tmp_path / "some", "--include", "model.*", "--exclude", "*norm*")
+    assert "extra.step" in chosen.stdout  # among what is left out
+    assert len(reshard.open(tmp_path / "some")) == 7
+    done("verify", tmp_path / "some")
+
+
+def test_at_a_url(case: Callable[[str], Path]) -> None:
+    root = case(CASES[0])
+    fs, place = filesystem("memory://hyper")
+    for path in root.rglob("*"):
+        if path.is_file():
+            fs.pipe(f"{place}/{path.relative_to(root)}", path.read_bytes())
+    for url in ("memory://hyper", f"memory://hyper/{STEP}"):
+        assert_equal(reshard.open(url), full_of(root))
+
+
+def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
+    root = case(CASES[0])
+    shutil.copytree(root / STEP, root / "global_step_12")
+    (root / "global_step_12" / ".metadata").unlink()
+    assert reshard.open(root).root.endswith(STEP)
+    with pytest.raises(SourceError, match=r"has no \.metadata, which comes last; was saving it interrupted"):
+        reshard.open(root, iteration=12)
+    with pytest.raises(SourceError, match="has no iteration 5; iterations 4, 12"):
+        reshard.open(root, iteration=5)
+    with pytest.raises(SourceError, match="expected a run that has iteration 12"):
+        reshard.open(root / STEP, iteration=12)
+    shown = done("inspect", root).stdout.splitlines()
+    assert shown[1].split()[:2] == ["iteration", "4"]
+    assert "complete; the last" in shown[1]
+    assert "not complete: _rank0_.safetensors is of a distributed checkpoint (DCP)" in shown[2]
+    (root / TRACKER).unlink()
+    with pytest.raises(SourceError, match=rf"no {TRACKER} that says which is complete; give e.g. iteration=12"):
+        reshard.open(root)
+    assert_equal(reshard.open(root, iteration=4), full_of(root))
+
+
+def test_objects_are_listed(case: Callable[[str], Path]) -> None:
+    root = case(CASES[0])
+    assert "not a tensor: extra.step: a pickled object" in done("inspect", root).stdout
+    assert json.loads(done("inspect", root, "--json").stdout)["objects"] == {
+        "extra.step": "a pickled object, which is not read"
+    }
+    assert "a pickled object" in reshard.open(root)._repr_html_()
+    assert not reshard.open(root).sel("model.*").objects
+    with pytest.raises(UsageError, match="leaves no tensor"):
+        reshard.plan(reshard.open(root), selection=Selection(include=("extra.*",)))
+
+
+@pytest.mark.parametrize("package", [OLD, NEW])
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_boxes_of_any_kind(tmp_path: Path, package: str, by_rank: bool) -> None:
+    root = write_hyper(tmp_path / "src", FULL, BOXES, objects=["lr"], by_rank=by_rank, package=package)
+    if package == OLD:  # which had no keys: what has several boxes in a file cannot be told apart
+        assert "is not in _rank0_.safetensors" in reshard.open(root).unreadable["w"]
+        return
+    found = reshard.open(root)
+    assert_equal(found, FULL)
+    assert len(found.tensors["w"].shards) == 4
+    assert [len(shard.replicas) for shard in found.tensors["n"].shards] == [3]
+    assert set(found.objects) == {"lr"}
+    columns = Strategy.of({"w": Layout.of([3], [-1, 0]), "n": Layout.of([3], [-1])})
+    kept = Selection(drop=("b",))
+    reshard.plan(found, columns, selection=kept).run(tmp_path / "columns", fsync=False)
+    assert_equal(
+        reshard.open(tmp_path / "columns", strategy=columns), {name: FULL[name] for name in ("w", "n", "s", "e")}
+    )
+    reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    assert_equal(reshard.open(tmp_path / "hf"), FULL)
+    found.to_zarr(tmp_path / "zarr", fsync=False)
+    assert_equal(reshard.open(tmp_path / "zarr"), FULL)
+    assert reshard.verify(tmp_path / "hf").equal
+    assert reshard.verify(root).tensors
+
+
+def test_what_every_file_has_under_another_key_is_planned(tmp_path: Path) -> None:
+    """No file has an entry of the tensor's own name."""
+    boxes = {0: {"w": [((0, 0), (3, 6)), ((3, 0), (4, 6))]}}
+    source = reshard.open(write_hyper(tmp_path / "src", FULL, boxes))
+    reshard.plan(source).run(tmp_path / "whole")
+    assert_equal(reshard.open(tmp_path / "whole"), {"w": FULL["w"]})
+
+
+def test_replicas_that_differ(tmp_path: Path) -> None:
+    root = write_hyper(tmp_path / "src", FULL, BOXES)
+    write_file(root / "_rank2_.safetensors", {"b": FULL["b"][:0], "n": FULL["n"] + 1})
+    assert "differs between the ranks" in reshard.open(root).unreadable["n"]
+
+
+# --- what is wrong is said ---
+
+WHOLE: dict[str, list[Box]] = {"w": [((0, 0), (7, 6))], "b": [((0,), (7,))]}
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A checkpoint of one rank, of which the metadata will be written otherwise."""
+    return write_hyper(tmp_path / "src", FULL, {0: WHOLE})
+
+
+def say(root: Path, boxes: Any, places: Any, objects: tuple[str, ...] = ()) -> None:
+    (root / ".metadata").write_bytes(metadata(FULL, boxes, places, objects))
+
+
+FILE = "_rank0_.safetensors"
+PLACES: list[tuple[str, Any, Any, Any]] = [("w", (0, 0), FILE, None), ("b", (0,), FILE, None)]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "place", "said"),
+    [
+        ([((0, 0), (4, 6)), ((4, 0), (3, 6))], [((0, 0), FILE, None)], r"is of shape \[7, 6\] at \[0, 0\] in _rank0_"),
+        ([((0, 0), (7, 6))], [((1, 0), FILE, None)], r"at \[1, 0\] in _rank0_.safetensors; expected no box there"),
+        ([((1, 0), (7, 6))], [((1, 0), FILE, None)], r"its block \[1:8, 0:6\] is not within that"),
+        ([((0, 0), (7, 6))], [], "is in no file|have 0 of 42 elements"),
+        ([((0, 0), (7, 6))], [((0, 0), FILE, "other")], "is not in _rank0_.safetensors, where .metadata says it is"),
+        ([((0, 0), (7, 6))], [((0, 0), FILE, "b")], r"is of shape \[7\] at \[0, 0\]"),
+    ],
+)
+def test_boxes_that_do_not_make_a_tensor(whole: Path, tmp_path: Path, boxes: Any, place: Any, said: str) -> None:
+    """The tensor is refused by name, and the others are read."""
+    say(whole, {**WHOLE, "w": boxes}, [PLACES[1], *(("w", *one) for one in place)])
+    found = reshard.open(whole)
+    assert set(found) == {"b"}
+    with pytest.raises(SourceError, match=rf"tensor 'w': .*({said}).*drop='w'"):
+        reshard.plan(found)
+    done("unify", whole, tmp_path / "u", "--drop", "w")
+    assert_equal(reshard.open(tmp_path / "u"), {"b": FULL["b"]})
+
+
+def test_boxes_that_overlap_and_those_that_lack_some(tmp_path: Path) -> None:
+    boxes: Any = {0: {"w": [((0, 0), (4, 6))], "b": [((0,), (4,))]}, 1: {"w": [((3, 0), (4, 6))], "b": [((5,), (2,))]}}
+    root = write_hyper(tmp_path / "src", FULL, {**boxes, 2: {"n": [((0,), (4,))]}})
+    assert reshard.open(root).unreadable == {
+        "w": "is of shape [7, 6], and its blocks [0:4, 0:6] and [3:7, 0:6] overlap",
+        "b": "is of shape [7], and its blocks have 6 of 7 elements",
+    }
+
+
+def test_a_dtype_that_the_file_contradicts(whole: Path) -> None:
+    write_file(whole / FILE, {"w": FULL["w"].astype(np.float64), "b": FULL["b"]})
+    assert "is float32 and float64, as .metadata and files say" in reshard.open(whole).unreadable["w"]
+
+
+def test_files_that_are_not_there_or_not_named(whole: Path) -> None:
+    shutil.copy(whole / FILE, whole / "_rank1_.safetensors")
+    (found,) = reshard.open(whole).warnings
+    assert found == ".metadata does not name _rank1_.safetensors, which is not read"
+    (whole / "_rank1_.safetensors").unlink()
+    say(whole, {"w": WHOLE["w"]}, PLACES[:1])
+    (found,) = reshard.open(whole).warnings
+    assert found == "_rank0_.safetensors has b, which .metadata does not list"
+    (whole / FILE).unlink()
+    with pytest.raises(SourceError, match=r"_rank0_.safetensors: is not there, and .metadata names it; was saving"):
+        reshard.open(whole)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "places", "objects", "said"),
+    [
+        (WHOLE, [("w", (0, 0), "../_rank0_.safetensors", None)], (), "expected _rank0_.safetensors and so on"),
+        (WHOLE, [("w", (0, 0), "/etc/passwd", None)], (), "expected _rank0_.safetensors and so on"),
+        (WHOLE, [("w", (0, 0), "__0_0.distcp", None)], (), "expected _rank0_.safetensors and so on"),
+        (WHOLE, [("w", (0, 0), 7, None)], (), "tensor 'w' is in 7"),
+        (WHOLE, [("w", (0, 0), FILE, ["w"])], (), "for a tensor_key; expected text"),
+        (WHOLE, [("w", (0, -1), FILE, None)], (), "expected whole numbers"),
+        (WHOLE, [("w", "00", FILE, None)], (), "expected whole numbers"),
+        (WHOLE, [("x", (0, 0), FILE, None)], (), "has a place of 'x', and no such tensor"),
+        (WHOLE, [(["w"], (0, 0), FILE, None)], (), "and no such tensor"),
+        ({"w": [((0,), (7, 6))]}, [], (), "has a box of other dimensions"),
+        ({"w": [((0, 0), (7, 6.0))]}, [], (), "expected whole numbers"),
+        ({"w": [((0, 0), (7, 1 << 70))]}, [], (), "expected whole numbers"),
+    ],
+)
+def test_metadata_that_cannot_be(whole: Path, boxes: Any, places: Any, objects: Any, said: str) -> None:
+    say(whole, boxes, places, objects)
+    with pytest.raises(SourceError, match=rf"/\.metadata: .*{said}"):
+        reshard.open(whole)
+
+
+def test_ranks_that_contradict_each_other(tmp_path: Path) -> None:
+    root = write_hyper(tmp_path / "src", FULL, {0: WHOLE, 1: WHOLE, 2: WHOLE}, by_rank=True)
+    assert_equal(reshard.open(root), {name: FULL[name] for name in WHOLE})
+    other = {"w": np.zeros((8, 6), np.float32), "b": FULL["b"]}
+    (root / "1.metadata").write_bytes(metadata(other, WHOLE, PLACES))
+    with pytest.raises(SourceError, match=r"1.metadata: tensor 'w' is float32 \[7, 6\] and float32 \[8, 6\]"):
+        reshard.open(root)
+    (root / "1.metadata").write_bytes(metadata(FULL, {}, [], ["w"]))
+    with pytest.raises(SourceError, match=r"1.metadata: w is both a tensor and an object"):
+        reshard.open(root)
+    (root / "1.metadata").unlink()
+    with pytest.raises(SourceError, match="has no metadata of rank 1, and some of rank 2"):
+        reshard.open(root)
+
+
+def test_pytorchs_are_refused_by_what_they_say(mindspore_data: Path) -> None:
+    for name in ("dcp_files", "dcp_rank_local"):
+        with pytest.raises(SourceError, match=r"\(DCP\) of PyTorch or Megatron; .* such checkpoints are not read yet"):
+            reshard.open(mindspore_data / "directories" / name)
+
+
+def test_options_that_say_what_the_metadata_say_are_refused(whole: Path, tmp_path: Path) -> None:
+    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layouts": {"*": "whole"}}, {"stage": 0}):
+        with pytest.raises(UsageError, match="says itself which block is where"):
+            reshard.open(whole, **options)
+    refused = call("convert", whole, tmp_path / "out", "--format", "ckpt")
+    assert refused.exit_code == 2
+    assert "is a distributed checkpoint; `reshard transform` makes one file of it" in refused.stderr
+
+
+def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Path) -> None:
+    root = case(CASES[1])
+    for path in (root / TRACKER, root / STEP / ".rank1_metadata", root / STEP / "_rank1_.safetensors"):
+        for source in (root, root / STEP):
+            refused = call("unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite")
+            assert refused.exit_code == 6, path
+            assert "is one of the source files" in refused.stderr
+
+
+def test_headers_are_what_the_safetensors_library_says(case: Callable[[str], Path]) -> None:
+    root = case(CASES[0])
+    checkpoint = reshard.open(root)
+    for file in checkpoint.files:
+        held = helpers.read_rank_file(Path(file.path))
+        assert {name: entry.shape for name, entry in file.index.entries.items()} == {
+            name: shape for name, (_, shape, _) in held.items()
+        }

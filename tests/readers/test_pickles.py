@@ -1,0 +1,220 @@
+"""Pickles as data: all that Python's pickler writes is read, nothing is imported or called, and what is too much is
+refused at once."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import time
+import tracemalloc
+from collections import OrderedDict
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.errors import SourceError
+from reshard.formats.entries import RangeReader
+from reshard.readers.pickles import Name, Pairs, Record, unpickled
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAD = b"\x80\x04"
+
+
+def read(path: Path, content: bytes, *, outside: bool = False) -> Any:
+    path.write_bytes(content)
+    return unpickled(RangeReader(str(path), window=0), "a small one", outside=outside)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "p"
+
+
+def plain(value: Any) -> Any:
+    """What was read, with dicts made of pairs."""
+    if isinstance(value, Pairs):
+        return {plain(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    return value
+
+
+numbers = st.integers(-(1 << 200), 1 << 200)
+leaves = st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text() | st.binary()
+keys = st.text() | st.integers() | st.tuples(st.text(), st.integers())
+values = st.recursive(
+    leaves,
+    lambda some: st.lists(some) | st.dictionaries(keys, some) | st.tuples(some, some, some, some) | st.tuples(some),
+)
+
+
+@given(value=values, protocol=st.integers(3, 5))  # in 2, bytes are what a function makes of text
+def test_plain_data_is_what_python_reads(tmp_path_factory: pytest.TempPathFactory, value: Any, protocol: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "plain"
+    assert plain(read(path, pickle.dumps(value, protocol))) == value
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_objects_are_records_of_what_would_make_them(path: Path, protocol: int) -> None:
+    found = read(path, pickle.dumps([1 + 2j, PurePosixPath("a/b"), OrderedDict(x=1), {3}], protocol))
+    number, place, ordered, some = found
+    assert (number.name, number.arguments) == ("complex", (1.0, 2.0))
+    assert (place.name, place.arguments) == ("PurePosixPath", ("a", "b"))
+    assert (ordered.name, ordered.arguments, list(ordered.items.items())) == ("OrderedDict", (), [("x", 1)])
+    assert some == [3] or some.arguments == ([3],)
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+
+def test_states_are_found_by_name(path: Path) -> None:
+    value = Slotted()
+    value.a, value.b = 1, [2]
+    found = read(path, pickle.dumps(value))
+    assert (found.field("a"), found.field("b"), found.field("c")) == (1, [2], None)
+
+
+def test_what_is_shared_is_shared(path: Path) -> None:
+    shared = [1]
+    found = read(path, pickle.dumps([shared, shared]))
+    assert found[0] is found[1]
+
+
+def test_a_pickle_of_many_pieces(path: Path) -> None:
+    value = [f"{number:060d}" for number in range(50_000)]
+    assert read(path, pickle.dumps(value, 4)) == value
+
+
+def test_nothing_is_called(path: Path, tmp_path: Path) -> None:
+    class Bad:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return exec, (f"open({str(tmp_path / 'made')!r}, 'w')",)
+
+    found = read(path, pickle.dumps(Bad()))
+    assert found.made_by == Name("builtins", "exec")
+    missing = read(path, HEAD + b"cno_such_module\nx\n)R.")
+    assert missing.made_by == Name("no_such_module", "x")
+    assert not (tmp_path / "made").exists()
+
+
+def test_things_outside(path: Path) -> None:
+    content = HEAD + b"K\x07Q."
+    assert read(path, content, outside=True).arguments == 7
+    with pytest.raises(SourceError, match="refers to something outside of itself"):
+        read(path, content)
+
+
+def nested(levels: int) -> bytes:
+    """A list in a list, by the memo and a stack of two: no place of it is deep."""
+    step = lambda place: b"](j" + struct.pack("<I", place) + b"e\x94"  # noqa: E731
+    return HEAD + b"]\x94" + b"".join(step(number) for number in range(levels)) + b"t."
+
+
+REFUSED = {
+    "nothing": (b"", "ends early"),
+    "not a pickle": (b"version: 1", "instruction"),
+    "text in front of a pickle": (b"N\x80\x04.", "instruction NONE"),
+    "protocol 0": (b"(dp0\n.", "instruction MARK"),
+    "protocol 6": (b"\x80\x06N.", "is of protocol 6"),
+    "cut off": (HEAD + b"X\x10\x00\x00\x00abc", "ends early"),
+    "cut off in a frame": (HEAD + b"\x95\xff\xff\xff\xff\xff\xff\xff\xff", "ends early"),
+    "no end": (HEAD + b"N", "ends early"),
+    "something behind its end": (HEAD + b"N.N.", "goes on behind its end"),
+    "two values": (HEAD + b"NN.", "ends before its value is complete"),
+    "a mark that is not taken": (HEAD + b"(N.", "ends before its value is complete"),
+    "a mark that is not there": (HEAD + b"t.", "behind a mark where none is"),
+    "a value that is not there": (HEAD + b"\x86.", "takes a value where none is"),
+    "a value in front of a mark": (HEAD + b"N(\x85t.", "takes a value where none is"),
+    "a text that is not UTF-8": (HEAD + b"\x8c\x01\xff.", "not UTF-8"),
+    "a text of 4 GB": (HEAD + b"X\xff\xff\xff\xff.", "of 4,294,967,295 bytes; at most 65,536"),
+    "bytes of 16 EB": (HEAD + b"\x8e" + b"\xff" * 8 + b".", "at most 65,536"),
+    "an integer of 2 GB": (HEAD + b"\x8b\xff\xff\xff\x7f.", "an integer of 2,147,483,647 bytes; at most 32"),
+    "an integer of 255 bytes": (HEAD + b"\x8a\xff" + b"\xff" * 255 + b".", "an integer of 255 bytes"),
+    "a name of numbers": (HEAD + b"K\x01K\x02\x93.", "something that has no name"),
+    "a name without an end": (HEAD + b"c" + b"a" * 100_000, "a name without an end"),
+    "a call of a value": (HEAD + b"K\x01)R.", "calls something that has no name"),
+    "arguments that are none": (HEAD + b"ca\nb\nK\x01R.", "calls something that has no name"),
+    "a state of a number": (HEAD + b"K\x01}b.", "gives a state to a int"),
+    "two states": (HEAD + b"ca\nb\n)R}b}b.", "or a second one"),
+    "items of a number": (HEAD + b"K\x01K\x02a.", "puts items into a int"),
+    "items of a tuple": (HEAD + b")K\x02a.", "puts items into a tuple"),
+    "pairs of a list": (HEAD + b"]K\x01K\x02s.", "puts items into a list"),
+    "a key without a value": (HEAD + b"}(Nu.", "a key without a value"),
+    "a place that is not there": (HEAD + b"h\x00.", "recalls a value from place 0"),
+    "a place of 4 billion": (HEAD + b"]r\xff\xff\xff\xff.", "remembers a value at place 4,294,967,295"),
+    "an extension": (HEAD + b"\x82\x01.", "instruction EXT1"),
+    "a persistent id in text": (HEAD + b"P1\n.", "instruction PERSID"),
+    "an instance of protocol 0": (HEAD + b"(ia\nb\n.", "instruction INST"),
+    "a buffer from outside": (b"\x80\x05\x97.", "instruction NEXT_BUFFER"),
+    "an integer in text": (HEAD + b"I" + b"9" * 100_000 + b"\n.", "instruction INT"),
+    "a copy of the top": (HEAD + b"N2.", "instruction DUP"),
+    "marks": (HEAD + b"(" * 10_000_000, "is nested too deeply"),
+    "lists in lists": (HEAD + b"]" * 10_000_000 + b"a" * 9_999_999 + b".", "is nested too deeply, or has too many"),
+    "values in a row": (HEAD + b"N" * 10_000_000, "has too many values"),
+    "a memo of nothing": (HEAD + b"N" + b"\x94" * 10_000_000, "remembers a value at place 0"),
+    "a memo of one thing": (HEAD + b"]" + b"\x94" * 10_000_000, "remembers a value at place 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hostile_ones_are_refused_at_once(path: Path, name: str) -> None:
+    content, said = REFUSED[name]
+    path.write_bytes(content)
+    assert_refused(path, said)
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"), [(b"", "has 1.1 GB"), (HEAD + b"\x8d" + (1 << 30).to_bytes(8, "little"), "has 1.1 GB")]
+)
+def test_a_gigabyte_of_zeros(path: Path, begin: bytes, said: str) -> None:
+    with path.open("wb") as file:
+        file.write(begin)
+        file.truncate(1 << 30)
+    assert_refused(path, said)
+
+
+def assert_refused(path: Path, said: str) -> None:
+    """In a second, within 100 MB, with a sentence that ends in what is expected."""
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        with pytest.raises(SourceError, match=said) as caught:
+            unpickled(RangeReader(str(path), window=0), "a small one")
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - began < 1
+    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).endswith("; expected a small one")
+
+
+def test_what_doubles_again_and_again_takes_no_more(path: Path) -> None:
+    """Each list has the one before twice: 2**60 of the first, if anything ever walked through it."""
+    steps = b"".join(b"](h" + bytes([place]) + b"h" + bytes([place]) + b"e\x94" for place in range(60))
+    began = time.process_time()
+    found = read(path, HEAD + b"(]\x94" + steps + b"t.")
+    assert len(found) == 61
+    assert found[-1][0] is found[-1][1] is found[-2]
+    tuples = b"".join(b"h" + bytes([place]) + b"h" + bytes([place]) + b"\x86\x94" for place in range(60))
+    found = read(path, HEAD + b"(K\x01\x85\x94" + tuples + b"t}h\x3cNs\x86.")
+    ((key, _),) = found[1].items()  # as a key, to be hashed if anything were
+    assert key is found[0][-1]
+    assert time.process_time() - began < 1
+
+
+def test_what_is_deep_by_references_does_no_harm(path: Path) -> None:
+    found = read(path, HEAD + b"(" + nested(30_000)[2:])
+    assert len(found) == 30_001
+    del found
+
+
+def test_a_record_is_itself_alone(path: Path) -> None:
+    one, other = read(path, HEAD + b"ca\nb\n)R\x94ca\nb\n)R\x86.")
+    assert isinstance(one, Record)
+    assert one != other
