@@ -106,8 +106,8 @@ nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
 of_copies: what was looked at), unreadable, objects, totals (kind, dtype,
 tensors, parameters, nbytes), iterations (of a run's directory: number, root,
 nbytes, is_last, problem, warnings), and tensors: name, dtype, shape, nbytes,
-layouts, shards. For the files of ranks without a strategy it has source, step, ranks,
-files, warnings, and groups of ranks that hold the same: ranks, totals,
+layouts, shards. For the files of ranks without a strategy it has source, step,
+ranks, files, warnings, and groups of ranks that hold the same: ranks, totals,
 unreadable, tensors.
 
 The rows of --csv have name, kind (weights, a prefix of the optimizer's states,

@@ -5,8 +5,8 @@ of another program's blocks, would pass for whole tensors or for rank files. Wha
 any header is read: names that no other files have, and the first bytes of files that other programs use too. (Blocks of
 PyTorch's safetensors also say in their header that they are some.)
 
-None of these formats is read file by file: a unified set is with its index (`sets`), a Checkpoint 2.0 with its metadata
-(`readers.checkpoint2`), the others are not yet.
+None of these formats is read file by file: a unified set is with its index (`sets`), each of the others by a room of
+`readers`.
 
 Sources: PyTorch 2.13 `distributed/checkpoint` (`filesystem.py`, `hf_storage.py`), hyper-parallel
 `core/distributed_checkpoint`, mindformers 2.1.0 `checkpoint/checkpoint.py`, MindSpore 2.10
@@ -63,8 +63,6 @@ class DirectoryFormat(NamedTuple):
 
 _WHOLE = "expected rank files or whole tensors; "
 _SET = f"expected all of them with their index, {' or '.join(SET_INDEXES)}; "
-_CONSOLIDATE = f"{_WHOLE}such blocks are not read yet: have PyTorch consolidate them, and give what that makes"
-
 PARTS = DirectoryFormat(
     re.compile(r"(?:part\d+|hyper_param)\.(?:safetensors|ckpt)"),
     "is one of the parts of a unified set",
@@ -117,13 +115,15 @@ DCP = DirectoryFormat(
     {".metadata": re.compile(rb"\A\x80[\x02-\x05]")},  # a pickle
 )
 
+BLOCKS = DirectoryFormat(
+    re.compile(r"shard-(?P<shard>\d{5,9})-.+-\d{5,}-of-(?P<count>\d{5,9})\.safetensors", re.DOTALL),
+    "has blocks that PyTorch saved for Hugging Face",
+    "expected all of its files; open their directory",
+)
+
 DIRECTORY_FORMATS = (
     DCP,
-    DirectoryFormat(
-        re.compile(r"shard-\d{5,}-.+-\d{5,}-of-\d{5,}\.safetensors"),
-        "has blocks that PyTorch saved for Hugging Face",
-        _CONSOLIDATE,
-    ),
+    BLOCKS,
     CHECKPOINT2,
     RUNS,
     DirectoryFormat(
@@ -231,7 +231,8 @@ def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:
     """
     if SHARDING_INFO in notes:
         raise SourceError(
-            f"{path}: has blocks that PyTorch saved, as its header says ({SHARDING_INFO}); {_CONSOLIDATE}"
+            f"{path}: has blocks that PyTorch saved, as its header says ({SHARDING_INFO}); {_WHOLE}give all such files "
+            "PyTorch's names, shard-00001-model-00001-of-00001.safetensors and so on, and open their directory"
         )
 
 

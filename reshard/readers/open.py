@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from reshard.errors import Faults, LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats.directories import (
+    BLOCKS,
     CHECKPOINT2,
     DCP,
     ITERATION,
@@ -19,7 +20,7 @@ from reshard.formats.directories import (
     refuse_one_of_several,
 )
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files, rank_of
-from reshard.formats.sets import SET_FILES, read_index
+from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
 from reshard.formats.zarr_files import is_of_store, is_store
 from reshard.layout.layout import Layout
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
@@ -185,6 +186,10 @@ def _described(place: Place, there: Sequence[str]) -> _Opener | None:
         from reshard.readers.dcp import open_dcp  # likewise
 
         return applied(open_dcp, place, there)
+    if BLOCKS.shown_by(place, there) and not set(SET_INDEXES).intersection(there):
+        from reshard.readers.huggingface import open_blocks  # likewise
+
+        return applied(open_blocks, place, there)
     return None
 
 

@@ -171,14 +171,26 @@ def indexed(
     Raises:
         SourceError: a file is not valid, or says of itself that it has blocks of tensors.
     """
+    files, ranks = read_indexes(chosen, cipher)
+    for file in files:
+        refuse_blocks(file.path, dict(file.index.metadata))
+    return files, ranks
+
+
+def read_indexes(
+    chosen: Mapping[int, Sequence[Place]], cipher: Cipher | None
+) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
+    """Return the files of each rank, indexed, and the rank of each; they may have blocks that say which they are.
+
+    Raises:
+        SourceError: a file is not valid.
+    """
     # One name for each file everywhere: what is held open of it goes by name.
     paths = [path.absolute() for of_rank in chosen.values() for path in of_rank]
     files = [
         SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
         for path, (status, index) in zip(paths, _headers(paths, cipher), strict=True)
     ]
-    for file in files:
-        refuse_blocks(file.path, dict(file.index.metadata))
     return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
 
 

@@ -17,6 +17,7 @@ FOLDERS = (
     "cases",
     "checkpoint2",
     "checkpoint2_more",
+    "dcp",
     "deduplicated",
     "directories",
     "encrypted",

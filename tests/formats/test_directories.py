@@ -111,7 +111,7 @@ def hyper_parameters_alone(root: Path) -> None:
 
 
 DIRECTORIES = [
-    blocks_for_hugging_face, blocks_that_say_so, shards_without_their_index, a_shard_without_the_others,
+    blocks_that_say_so, shards_without_their_index, a_shard_without_the_others,
     parts_without_their_index, a_part_without_the_others, hyper_parameters_alone,
 ]  # fmt: skip
 
@@ -124,6 +124,7 @@ DESCRIBED = {
     hyper_dcp: "of a distributed checkpoint (DCP)",
     hyper_dcp_by_rank: "of a distributed checkpoint (DCP)",
     beside_a_pickle: "of a distributed checkpoint (DCP)",
+    blocks_for_hugging_face: "has blocks that PyTorch saved for Hugging Face",
 }
 """These are read with their directories, by rooms of `readers`."""
 
@@ -222,7 +223,6 @@ def test_it_is_recognised_at_a_url(foreign: tuple[Path, str]) -> None:
         ("dcp_files", "distributed checkpoint (DCP)"),
         ("dcp_safetensors_format", "distributed checkpoint (DCP)"),
         ("dcp_rank_local", "distributed checkpoint (DCP)"),
-        ("dcp_hf_sharded", "blocks that PyTorch saved"),
     ],
 )
 def test_directories_that_their_programs_wrote(mindspore_data: Path, place: str, said: str) -> None:

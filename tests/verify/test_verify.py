@@ -672,17 +672,6 @@ def test_replicas_that_are_stored_once_are_reported(mindspore_data: Path) -> Non
     ).equal
 
 
-def test_blocks_that_overlap_or_leave_a_gap() -> None:
-    """No strategy makes such; a format that lists its own blocks might."""
-    from reshard.layout.block import Block
-    from reshard.verify.structure import _cover_fault
-
-    whole = [Block((0, 0), (2, 4)), Block((2, 0), (4, 2)), Block((2, 2), (4, 4))]
-    assert _cover_fault((4, 4), whole) is None
-    assert _cover_fault((4, 4), whole[:2]) == "is of shape [4, 4], and its blocks have 12 of 16 elements"
-    assert "overlap" in str(_cover_fault((4, 4), [*whole, Block((0, 0), (1, 1))]))
-
-
 # --- memory and speed -------------------------------------------------------------------------------------------
 
 

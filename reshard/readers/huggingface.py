@@ -1,0 +1,128 @@
+"""Opening blocks that PyTorch saved for Hugging Face: safetensors files of which each says where its blocks lie.
+
+A file has the blocks of one rank; in the notes of its header are the offsets of each in its tensor. The shapes of whole
+tensors are nowhere: they are what the blocks make together, so that blocks which are missing at the end of a tensor are
+not missed. Any others are.
+
+Sources: PyTorch 2.13 `distributed/checkpoint/{hf_storage,_hf_utils}.py`, and what that wrote (`tests/data/dcp`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from reshard.errors import Faults, SourceError, names
+from reshard.formats.directories import BLOCKS, SHARDING_INFO
+from reshard.formats.entries import Extent
+from reshard.layout.block import Block, is_possible, shape_text
+from reshard.source.checkpoint import Checkpoint, TensorSpec
+from reshard.source.headers import read_indexes
+from reshard.source.listed import Listed
+from reshard.source.probe import compare_contents
+from reshard.storage.small import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.dtypes import DType
+    from reshard.layout.block import Shape
+    from reshard.source.checkpoint import SourceFile, Tensor
+    from reshard.storage.places import Place
+
+_NOTES = {SHARDING_INFO, "DCP_VERSION"}
+
+
+def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+    """Open blocks for Hugging Face, reading the headers of their files.
+
+    A tensor of which blocks are missing is unreadable, with the reason: a plan needs it dropped by name.
+
+    Args:
+        place: their directory.
+        there: the names of what is in it.
+        contents: compare samples of replicas.
+
+    Raises:
+        SourceError: a file is not valid or does not say where its blocks lie, or the files are of two sets.
+    """
+    matches = sorted(filter(None, map(BLOCKS.files.fullmatch, there)), key=lambda match: match[0])
+    counts = sorted({int(match["count"]) for match in matches})
+    if len(counts) > 1:
+        raise SourceError(f"{place}: has files of sets of {names(counts)} files; move one set to another directory")
+    by_rank: dict[int, list[Place]] = {}
+    for match in matches:
+        by_rank.setdefault(int(match["shard"]) - 1, []).append(place / match[0])
+    files, ranks = read_indexes(dict(sorted(by_rank.items())), None)
+    faults = Faults(str(place))
+    held: dict[str, list[tuple[Shape, DType, Shape, Extent]]] = {}
+    unreadable: dict[str, str] = {}
+    for number, file in enumerate(files):
+        offsets = _offsets(file, faults)
+        for name, entry in file.index.entries.items():
+            if len(offsets.get(name, ())) != len(entry.shape) or name not in offsets:
+                unreadable[name] = f"has no offsets in {SHARDING_INFO} of {file.path}, or not one for each dimension"
+                continue
+            block = offsets[name], entry.dtype, entry.shape, Extent(number, entry.runs)
+            held.setdefault(name, []).append(block)
+    faults.raise_if_any(SourceError)
+    listed = Listed()
+    tensors: dict[str, Tensor] = {}
+    for name in [name for name in held if name not in unreadable]:
+        found = _tensor(name, held[name], listed)
+        if isinstance(found, str):
+            unreadable[name] = found
+        else:
+            tensors[name] = found
+    if not tensors:
+        raise SourceError(f"{place}: holds no tensor that can be read; was saving it interrupted?")
+    unknown = (
+        f"the files do not say how large whole tensors are: they are of {len(by_rank)} ranks, and if there were more, "
+        "whose files are missing, tensors are smaller than they were"
+    )
+    notes = tuple(replace(file, index=_without_notes(file)) for file in files)
+    checkpoint = Checkpoint(
+        str(place), tensors, notes, ranks, warnings=(unknown,), unreadable=unreadable, described_by=SHARDING_INFO
+    )
+    return compare_contents(checkpoint, {}, contents=contents)
+
+
+def _without_notes(file: SourceFile) -> Any:
+    """Return the index of a file without notes that are about this file, not about what is made of it."""
+    kept = tuple((key, value) for key, value in file.index.metadata if key not in _NOTES)
+    return file.index._replace(metadata=kept)
+
+
+def _offsets(file: SourceFile, faults: Faults) -> dict[str, Shape]:
+    """Return where the blocks of a file lie in their tensors, by name."""
+    try:
+        content = parse_json(dict(file.index.metadata)[SHARDING_INFO].encode(), [])
+    except (KeyError, ValueError):
+        content = None
+    found = {}
+    for name, one in content.items() if isinstance(content, dict) else ():
+        offsets = one.get("saved_offsets") if isinstance(one, dict) else None
+        if isinstance(offsets, list) and all(type(each) is int and 0 <= each < 1 << 63 for each in offsets):
+            found[name] = tuple(offsets)
+        if name not in file.index.entries:
+            faults.add(file.path, f"has no {name!r:.60}, of which it has the offsets")
+    if not isinstance(content, dict):
+        faults.add(file.path, f"does not say where its blocks lie ({SHARDING_INFO} in its header)")
+    return found
+
+
+def _tensor(name: str, held: Sequence[tuple[Shape, DType, Shape, Extent]], listed: Listed) -> Tensor | str:
+    """Return a tensor, or why its blocks do not make it."""
+    dtypes = {dtype.name: dtype for _, dtype, _, _ in held}
+    dims = {len(offsets) for offsets, *_ in held}
+    if len(dtypes) > 1 or len(dims) > 1:
+        return f"is {names(sorted(dtypes))}, of {names(sorted(dims))} dimensions, in different files"
+    blocks = [
+        (Block(offsets, tuple(begin + extent for begin, extent in zip(offsets, shape, strict=True))), extent)
+        for offsets, _, shape, extent in held
+    ]
+    shape = tuple(max(block.stop[dim] for block, _ in blocks) for dim in range(*dims))
+    if not is_possible(shape):
+        return f"has the shape {shape_text(shape)}, which no array can have"
+    (dtype,) = dtypes.values()
+    return listed.tensor(TensorSpec(name, dtype, shape), blocks)

@@ -1,0 +1,183 @@
+"""Blocks that PyTorch saved for Hugging Face: real ones give the whole tensors, and what is missing is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import numbers, write_file
+from commands import call, done
+
+import reshard
+from reshard import HuggingFaceSet, Layout, Strategy
+from reshard.errors import SourceError
+from reshard.storage.remote import filesystem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+CASES = ["hf_sharded/checkpoint", "hf_consolidated/checkpoint/sharded"]
+FULL = numbers({"w": (6, 4), "s": (), "b": (5,)}) | {"n": np.arange(4, dtype=np.int64), "e": np.zeros((0, 2), np.int8)}
+
+
+def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any]) -> None:
+    assert set(checkpoint) == set(full)
+    for name in checkpoint:
+        found = checkpoint[name].compute()
+        assert (found.shape, found.tobytes()) == (full[name].shape, full[name].tobytes()), name
+
+
+def write(root: Path, shard: int, tensors: Mapping[str, Any], offsets: Mapping[str, Any], *, of: int = 1) -> Path:
+    info = {name: {"saved_offsets": list(some)} for name, some in offsets.items()}
+    path = root / f"shard-{shard:05d}-model-00001-of-{of:05d}.safetensors"
+    return write_file(path, tensors, DCP_SHARDING_INFO=json.dumps(info), DCP_VERSION="1.0")
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """Rows of three ranks, the last with an empty one; a replica; a tensor without dimensions, one without elements."""
+    root = tmp_path / "src"
+    w, b, n = FULL["w"], FULL["b"], FULL["n"]
+    first = {"w": w[:2], "b": b[:3], "n": n, "s": FULL["s"], "e": FULL["e"]}
+    write(root, 1, first, {"w": (0, 0), "b": (0,), "n": (0,), "s": (), "e": (0, 0)})
+    write(root, 2, {"w": w[2:4], "b": b[3:], "n": n}, {"w": (2, 0), "b": (3,), "n": (0,)})
+    write(root, 3, {"w": w[4:], "b": b[5:]}, {"w": (4, 0), "b": (5,)})
+    return root
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_real_ones_are_their_whole_tensors(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    root = mindspore_data / "dcp" / name
+    full = dict(np.load(mindspore_data / "dcp" / name.partition("/")[0] / "full.npz"))
+    found = reshard.open(root)
+    assert_equal(found, full)
+    assert set(found.ranks) == {0, 1, 2, 3}
+    done("unify", root, tmp_path / "hf", "--style", "huggingface")
+    assert_equal(reshard.open(tmp_path / "hf"), full)
+    done("verify", tmp_path / "hf")
+    for path in (tmp_path / "hf").glob("*.safetensors"):
+        assert b"DCP_" not in path.read_bytes()
+        assert_equal(reshard.open(path), full)
+
+
+def test_what_pytorch_consolidated_beside_is_a_set(mindspore_data: Path) -> None:
+    root = mindspore_data / "dcp" / "hf_consolidated"
+    found = reshard.open(root / "checkpoint")
+    assert_equal(found, np.load(root / "full.npz"))
+    assert not found.warnings
+    assert reshard.verify(root / "checkpoint", against=root / "checkpoint" / "sharded").equal
+
+
+def test_every_row_of_what_pytorch_does_wrong_is_right(three: Path, tmp_path: Path) -> None:
+    """0-dimensional tensors, integers, empty tensors and blocks, replicas: through ranks and back, zarr, a plan."""
+    source = reshard.open(three)
+    assert_equal(source, FULL)
+    columns = Strategy.of({"w": Layout.of([2], [-1, 0])})
+    reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    assert_equal(reshard.open(tmp_path / "hf"), FULL)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
+    assert_equal(reshard.open(tmp_path / "zarr"), FULL)
+    reshard.plan(source).save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
+    assert_equal(reshard.open(tmp_path / "whole"), FULL)
+    reshard.plan(source.sel("w"), columns).run(tmp_path / "columns", fsync=False)
+    assert_equal(reshard.open(tmp_path / "columns", strategy=columns), {"w": FULL["w"]})
+    for target in ("hf", "zarr", "whole", "columns"):
+        assert reshard.verify(tmp_path / target).equal
+    assert reshard.verify(three).tensors == len(FULL)
+
+
+def test_at_a_url(three: Path) -> None:
+    fs, place = filesystem("memory://blocks")
+    for path in three.iterdir():
+        fs.pipe(f"{place}/{path.name}", path.read_bytes())
+    assert_equal(reshard.open("memory://blocks"), FULL)
+
+
+def test_what_cannot_be_known_is_said(three: Path) -> None:
+    """Of the last rank nothing is missed: only the others' blocks show that there is a gap."""
+    (said,) = reshard.open(three).warnings
+    assert said.startswith(
+        "the files do not say how large whole tensors are: they are of 3 ranks, and if there were more"
+    )
+    (three / "shard-00003-model-00001-of-00001.safetensors").unlink()
+    found = reshard.open(three)
+    assert found["w"].shape == (4, 4)
+    assert "they are of 2 ranks" in found.warnings[0]
+    assert "they are of 2 ranks" in done("inspect", three).stderr
+
+
+def test_a_gap_is_refused_by_name(three: Path, tmp_path: Path) -> None:
+    (three / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    found = reshard.open(three)
+    assert found.unreadable == {
+        "w": "is of shape [6, 4], and its blocks have 16 of 24 elements",
+        "b": "is of shape [5], and its blocks have 3 of 5 elements",
+    }
+    refused = call("unify", three, tmp_path / "u")
+    assert refused.exit_code == 4
+    assert "--drop 'w'" in refused.stderr
+    done("unify", three, tmp_path / "u", "--drop", "w", "--drop", "b")
+
+
+def test_the_first_of_two_blocks_of_a_rank_that_pytorch_lost(tmp_path: Path) -> None:
+    """Of two chunks of a name in one rank it keeps the last: gate is gone, and up is at its offset."""
+    write(tmp_path, 1, {"w": FULL["w"][3:]}, {"w": (3, 0)})
+    write(tmp_path, 2, {"b": FULL["b"]}, {"b": (0,)})
+    assert reshard.open(tmp_path).unreadable == {"w": "is of shape [6, 4], and its blocks have 12 of 24 elements"}
+
+
+def test_blocks_that_contradict_each_other(tmp_path: Path) -> None:
+    w = FULL["w"]
+    write(tmp_path, 1, {"w": w, "o": w[:3], "d": w[0]}, {"w": (0, 0), "o": (0, 0), "d": (0,)})
+    write(tmp_path, 2, {"w": w + 1, "o": w[2:], "d": w}, {"w": (0, 0), "o": (2, 0), "d": (0, 0)})
+    write(tmp_path, 3, {"t": w[0], "u": w, "x": w}, {"t": (0,), "u": (0,)})
+    write(tmp_path, 4, {"t": w[0].astype(np.float64)}, {"t": (4,)})
+    write(tmp_path, 5, {"ok": w}, {"ok": (0, 0)})
+    found = reshard.open(tmp_path)
+    assert set(found) == {"ok"}
+    assert "differs between the ranks" in found.unreadable["w"]
+    assert found.unreadable["o"] == "is of shape [6, 4], and its blocks [0:3, 0:4] and [2:6, 0:4] overlap"
+    assert found.unreadable["d"] == "is float32, of 1, 2 dimensions, in different files"
+    assert found.unreadable["t"] == "is float32, float64, of 1 dimensions, in different files"
+    for name in ("u", "x"):
+        assert "has no offsets in DCP_SHARDING_INFO" in found.unreadable[name]
+
+
+@pytest.mark.parametrize(
+    ("notes", "said"),
+    [
+        ({}, "does not say where its blocks lie"),
+        ({"DCP_SHARDING_INFO": "{"}, "does not say where its blocks lie"),
+        ({"DCP_SHARDING_INFO": "[]"}, "does not say where its blocks lie"),
+        ({"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [0]}}'}, "has no 'x', of which it has the offsets"),
+    ],
+)
+def test_files_that_say_nothing_of_use(tmp_path: Path, notes: dict[str, str], said: str) -> None:
+    path = write_file(tmp_path / "shard-00001-model-00001-of-00001.safetensors", {"w": FULL["w"]}, **notes)
+    with pytest.raises(SourceError, match=rf"{path.name}: {said}"):
+        reshard.open(tmp_path)
+
+
+@pytest.mark.parametrize("offsets", [[-1, 0], [0.5, 0], ["0", 0], [1 << 70, 0], [1 << 62, 1 << 62], None, {}])
+def test_offsets_that_cannot_be(tmp_path: Path, offsets: Any) -> None:
+    info = json.dumps({"w": {"saved_offsets": offsets}, "b": {"saved_offsets": [0]}})
+    write_file(
+        tmp_path / "shard-00001-model-00001-of-00001.safetensors", {"w": FULL["w"], "b": FULL["b"]},
+        DCP_SHARDING_INFO=info,
+    )  # fmt: skip
+    found = reshard.open(tmp_path)
+    assert set(found) == {"b"}
+    assert set(found.unreadable) == {"w"}
+
+
+def test_files_of_two_sets(three: Path) -> None:
+    shutil.copy(
+        three / "shard-00001-model-00001-of-00001.safetensors", three / "shard-00001-model-00001-of-00002.safetensors"
+    )
+    with pytest.raises(SourceError, match="has files of sets of 1, 2 files; move one set to another directory"):
+        reshard.open(three)
