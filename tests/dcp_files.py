@@ -1,13 +1,17 @@
-"""Writes hyper-parallel's distributed checkpoints by Python's own pickler, with classes of the names that it has."""
+"""Writes distributed checkpoints by Python's own pickler, with classes of the names that other programs have."""
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
+import zipfile
+from collections import OrderedDict
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from checkpoints import dtype_name, write_file
 
 if TYPE_CHECKING:
@@ -140,4 +144,170 @@ def write_hyper(
             joined[name] = [*joined.get(name, []), *some]
     every = [place for _, places in parts for place in places]
     (root / ".metadata").write_bytes(metadata(tensors, joined, every, objects, package=package))
+    return root
+
+
+# --- PyTorch's ---
+
+TORCH = "torch.distributed.checkpoint"
+STORAGES = {"float32": "FloatStorage", "int64": "LongStorage", "float64": "DoubleStorage", "complex128": "X"}
+
+
+class _Made:
+    """Pickled as a call of a function with arguments."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.made = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.made
+
+
+class _Outside:
+    """Pickled as a persistent id."""
+
+    def __init__(self, *number: object) -> None:
+        self.number = number
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: object) -> object:
+        return value.number if isinstance(value, _Outside) else None
+
+
+def item(
+    array: Array,
+    *,
+    strides: tuple[int, ...] | None = None,
+    first: int = 0,
+    storage: Array | None = None,
+    wrapped: str = "",
+    order: str = "little",
+    align: int = 64,
+    key: str = "0",
+    more: tuple[Any, ...] = (),
+) -> bytes:
+    """What `torch.save` makes of a tensor, by Python's zip writer.
+
+    Args:
+        array: the tensor.
+        strides: in elements, where it is not contiguous.
+        first: the element of the storage that it begins with.
+        storage: what it lies in, by default its own bytes.
+        wrapped: a function that makes it of the tensor.
+        order: of bytes, as it is said.
+        align: where the bytes begin is a multiple of this.
+        key: of the storage.
+        more: arguments behind the others.
+    """
+    storage = np.ascontiguousarray(array).reshape(-1) if storage is None else storage
+    steps = tuple(int(np.prod(array.shape[dim + 1 :], dtype=int)) for dim in range(array.ndim))
+    with _torch() as kinds:
+        pid = _Outside("storage", getattr(kinds, STORAGES[array.dtype.name]), "0", "cpu", storage.size)
+        shape = tuple(map(int, array.shape))
+        arguments = (pid, first, shape, strides or steps, False, OrderedDict(), *more)
+        made = _Made(kinds._rebuild_tensor_v2, *arguments)
+        if wrapped == "_rebuild_parameter":
+            made = _Made(kinds._rebuild_parameter, made, True, OrderedDict())
+        elif wrapped:
+            made = _Made(kinds._rebuild_from_type_v2, kinds._rebuild_tensor_v2, kinds.Size, arguments, {})
+        pickled = io.BytesIO()
+        _Pickler(pickled, 2).dump(made)
+    found = io.BytesIO()
+    with zipfile.ZipFile(found, "w") as archive:
+        for name, content in (("data.pkl", pickled.getvalue()), ("byteorder", order.encode())):
+            archive.writestr(f"archive/{name}", content)
+        info = zipfile.ZipInfo(f"archive/data/{key}")
+        gap = -(found.tell() + 30 + len(info.filename) + 4) % align
+        info.extra = b"FB" + gap.to_bytes(2, "little") + b"Z" * gap
+        archive.writestr(info, storage.tobytes())
+        archive.writestr("archive/version", "3\n")
+    return found.getvalue()
+
+
+@contextmanager
+def _torch() -> Iterator[Any]:
+    """PyTorch's names, in modules that can be imported for the time being."""
+    found = ModuleType("found")
+    known = {
+        "torch": [*STORAGES.values(), "Size", "float32", "int64", "float64"],
+        "torch._utils": ["_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_from_type_v2"],
+        "torch.distributed": [],
+        TORCH: [],
+        f"{TORCH}.metadata": [*NAMES["metadata"]],
+        f"{TORCH}.filesystem": ["_StorageInfo"],
+    }
+    before = {module: sys.modules.pop(module) for module in known if module in sys.modules}
+    for module, names in known.items():
+        made = sys.modules[module] = ModuleType(module)
+        for name in names:
+            made.__dict__[name] = type(name, (), {"__module__": module})
+            setattr(found, name, made.__dict__[name])
+    try:
+        yield found
+    finally:
+        for module in known:
+            del sys.modules[module]
+        sys.modules.update(before)
+
+
+def write_torch(
+    root: Path,
+    tensors: Mapping[str, Array],
+    items: Mapping[int, Iterable[tuple[str, Box, bytes]]],
+    *,
+    boxes: Mapping[str, list[Box]] | None = None,
+    **more: object,
+) -> Path:
+    """Write a checkpoint of PyTorch: of each rank the name, box and bytes of its items.
+
+    Args:
+        root: where.
+        tensors: whole ones, of which the metadata say dtype and shape.
+        items: what the files have.
+        boxes: what the metadata list, where that is something else.
+        more: in the metadata, besides what is usual; `transform_descriptors` of every item.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    every: dict[str, list[Box]] = {}
+    places = []
+    for rank, some in items.items():
+        content = b""
+        for name, box, made in some:
+            every.setdefault(name, []).append(box)
+            places.append((name, box[0], f"__{rank}_0.distcp", len(content), len(made)))
+            content += made
+        (root / f"__{rank}_0.distcp").write_bytes(content)
+    with _torch() as kinds:
+        listed = {}
+        for name, some_boxes in (boxes or every).items():
+            properties = kinds.TensorProperties()
+            properties.__dict__["dtype"] = getattr(kinds, tensors[name].dtype.name)
+            listed[name] = filled(
+                kinds.TensorStorageMetadata,
+                properties=properties,
+                size=_Made(kinds.Size, tensors[name].shape),
+                chunks=[
+                    filled(kinds.ChunkStorageMetadata, offsets=_Made(kinds.Size, at), sizes=_Made(kinds.Size, extents))
+                    for at, extents in some_boxes
+                ],
+            )
+        encoding = {key: more.pop(key) for key in ("transform_descriptors",) if key in more}
+        stored = {
+            filled(kinds.MetadataIndex, fqn=name, offset=_Made(kinds.Size, at), index=number): filled(
+                kinds._StorageInfo, relative_path=file, offset=begin, length=nbytes, **encoding
+            )
+            for number, (name, at, file, begin, nbytes) in enumerate(places)
+        }  # fmt: skip
+        content = pickle.dumps(
+            filled(
+                kinds.Metadata,
+                state_dict_metadata=listed,
+                planner_data={},
+                storage_data=stored,
+                version="1.0.0",
+                **more,
+            )
+        )
+    (root / ".metadata").write_bytes(content)
     return root

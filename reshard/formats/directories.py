@@ -92,6 +92,7 @@ class RunFormat(NamedTuple):
 RUN_FORMATS = (
     RunFormat(TRACKER, ITERATION),  # MindSpore Transformers
     RunFormat("latest_checkpoint_iteration.txt", re.compile(r"global_step_(\d{1,18})")),  # hyper-parallel
+    RunFormat("latest_checkpointed_iteration.txt", re.compile(r"iter_(\d{7,18})")),  # Megatron-LM
 )
 
 RUNS = DirectoryFormat(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, StrategyError, Text, UsageError
-from reshard.formats import by_name
+from reshard.formats import by_name, formats
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
@@ -162,7 +162,7 @@ def _format_of(source: Checkpoint, files: TargetFiles, asked: str | None) -> str
     own = {ZarrGroup: ZARR, Checkpoint2: "safetensors"}.get(type(files))
     if asked not in {None, own} and (own or asked == ZARR):
         raise UsageError(f"format {asked} and {type(files).__name__} do not go together")
-    before = "safetensors" if source.format in {None, ZARR} else source.format
+    before = source.format if source.format in {known.NAME for known in formats()} else "safetensors"
     return own or by_name(asked or str(before)).NAME
 
 

@@ -35,7 +35,7 @@ from reshard.layout.layout import MOST_DEVICES
 from reshard.plan.make import plan as make_plan
 from reshard.plan.plan import plan_digest
 from reshard.plan.select import Selection, selection_data
-from reshard.readers.open import files_read, reopen
+from reshard.readers.open import files_read, reopen, with_varying
 from reshard.readers.open import open as open_checkpoint
 from reshard.source.checkpoint import Looked
 from reshard.source.headers import index_digests, pages_digest
@@ -206,6 +206,8 @@ class PlanFile:
             checkpoint = open_checkpoint(as_place(root), contents=False)
             if checkpoint.described_by != given["described_by"]:
                 raise TargetError(f"{root}: has no {given['described_by']}; {_OTHER_FILES}")
+            tensors = with_varying(checkpoint.tensors, set(given["varying"]))
+            checkpoint = replace(checkpoint, tensors=tensors)
         else:
             checkpoint = reopen(
                 str(root),

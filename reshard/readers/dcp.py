@@ -1,16 +1,19 @@
-"""Opening a distributed checkpoint (DCP) of hyper-parallel: its metadata list the boxes of every tensor.
+"""Opening a distributed checkpoint (DCP) of PyTorch, Megatron-Core or hyper-parallel: its metadata list all boxes.
 
 `.metadata`, which comes last, is a pickle of the program's own classes; where every rank wrote its own, there is one a
 rank, with the boxes of that rank. Of each tensor they have the dtype, the shape and the boxes by their offsets, and of
-each box the file that has it; several files may have the same one. Classes are told by their names alone: the module
-that has them moved from `hyper_parallel.core.checkpoint` to `hyper_parallel.core.distributed_checkpoint`.
+each box the file that has it; several files may have the same one. Classes are told by their names alone: modules move.
 
-A file of tensors is a whole safetensors file, in which a box is under the name of its tensor, or under a key of its own
-where a rank has several. What its header says is compared with the metadata. Objects are pickled one by one, and not
-read.
+* PyTorch's files have one item after the other, each of which `torch.save` made (`readers.torch_save`). On request they
+  are safetensors files, whose headers are right where the metadata are not.
+* hyper-parallel's files are safetensors files, in which a box is under the name of its tensor, or under a key of its
+  own where a rank has several.
 
-Sources: hyper-parallel `core/distributed_checkpoint/{metadata,filesystem_storage,standard_planner}.py` of September
-2026, `core/checkpoint` of March 2026, and what that wrote (`tests/data/checkpoint2`).
+What the files say is compared with the metadata. Objects are pickled one by one, and not read.
+
+Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem}.py`, megatron-core 0.16.1 and 0.12.3
+`dist_checkpointing/`, hyper-parallel `core/distributed_checkpoint` of September 2026 and `core/checkpoint` of March
+2026, and what these wrote (`tests/data/dcp`, `tests/data/checkpoint2`).
 """
 
 from __future__ import annotations
@@ -20,21 +23,26 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
+from reshard.formats import safetensors
 from reshard.formats.directories import DCP
-from reshard.formats.entries import Extent, RangeReader
+from reshard.formats.entries import Extent, FileIndex, RangeReader
 from reshard.layout.block import LONGEST_NAME, Block, is_possible, shape_text
-from reshard.readers.pickles import Name, Pairs, Record, unpickled
-from reshard.source.checkpoint import Checkpoint, TensorSpec
-from reshard.source.headers import indexed
-from reshard.source.listed import Listed
+from reshard.readers.huggingface import without_notes
+from reshard.readers.pickles import Name, Pairs, Record, numbers, unpickled
+from reshard.readers.torch_save import Span, read_items
+from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
+from reshard.source.headers import read_indexes
+from reshard.source.listed import Listed, nothing_readable
 from reshard.source.probe import compare_contents
+from reshard.storage.places import of_each
 from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from reshard.formats.entries import Entry
     from reshard.layout.block import Shape
-    from reshard.source.checkpoint import SourceFile, Tensor
+    from reshard.source.checkpoint import Tensor
     from reshard.storage.places import Place
 
 METADATA = ".metadata"
@@ -43,7 +51,18 @@ _WHAT = "the metadata of a distributed checkpoint (DCP)"
 _MOST_BOXES = 1 << 21
 
 _OF_RANK = re.compile(r"(?:\.rank|__|)(\d{1,9})(?:_metadata|\.metadata)")
-_RANK_OF_FILE = re.compile(r"_rank(\d{1,9})_\.safetensors")
+_FILES = {
+    "StorageInfo": re.compile(r"_rank(?P<rank>\d{1,9})_\.safetensors"),
+    "_StorageInfo": re.compile(r"(?:[^/\\]*__(?P<rank>\d{1,9})_\d+|[^/\\]+)\.distcp", re.DOTALL),
+}
+"""The names of files of tensors, by the class that says which has a box: hyper-parallel's, PyTorch's."""
+
+_FLAT = "is flattened, as Megatron-Core before 0.14 keeps optimizer states (flattened_range), which is not read"
+_BUCKET = (
+    "is a bucket of Megatron's optimizer (dp_reshardable), of which nothing says what it holds: it can only be resumed "
+    "with the same layout"
+)
+_BUCKETS = "optimizer.distributed.dp_group_idx_"
 
 
 def open_dcp(place: Place, there: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
@@ -93,11 +112,23 @@ class _Tensor(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """Where a box is: its offsets, a file, and the key in the file."""
+    """Where a box is.
+
+    Attributes:
+        offsets: of the box in its tensor.
+        file: the name of the file that has it.
+        key: its name in a safetensors file.
+        begin: where an item of PyTorch's begins.
+        nbytes: how long that is; 0 of a box in hyper-parallel's.
+        encoding: how the item is encoded; empty where it is not.
+    """
 
     offsets: Shape
     file: str
     key: str
+    begin: int
+    nbytes: int
+    encoding: str
 
 
 class _Metadata:
@@ -108,6 +139,7 @@ class _Metadata:
         self.tensors: dict[str, _Tensor] = {}
         self.objects: dict[str, str] = {}
         self.items: dict[str, list[_Item]] = {}
+        self.refused: dict[str, str] = {}
         self.known: dict[Record, tuple[Shape, Shape]] = {}
         self.count = 0
         for name in files:
@@ -137,9 +169,14 @@ class _Metadata:
             raise SourceError(f"{names(sorted(both), most=3)} is both a tensor and an object")
         for index, info in _pairs(content, "storage_data"):
             self._add_item(index, info)
+        reshaped = content.field("mcore_data")
+        for name, one in reshaped.items() if isinstance(reshaped, Pairs) else ():
+            if isinstance(name, str) and isinstance(one, Pairs) and one:
+                self.refused[name] = _FLAT
+        self.refused |= {name: _BUCKET for name in self.tensors if name.startswith(_BUCKETS)}
 
     def _add_tensor(self, name: str, one: Record) -> None:
-        shape = _numbers(one.field("size"))
+        shape = numbers(one.field("size"))
         if not is_possible(shape):
             raise SourceError(f"tensor {name!r:.60} has the shape {shape_text(shape)}, which no array can have")
         found = _Tensor(_dtype(one.field("properties")), shape, set())
@@ -161,28 +198,31 @@ class _Metadata:
     def _box(self, chunk: Record) -> tuple[Shape, Shape]:
         """Return the offsets and extents of a box."""
         if chunk not in self.known:
-            self.known[chunk] = _numbers(chunk.field("offsets")), _numbers(chunk.field("sizes"))
+            self.known[chunk] = numbers(chunk.field("offsets")), numbers(chunk.field("sizes"))
         return self.known[chunk]
 
     def _add_item(self, index: object, info: object) -> None:
         if not (isinstance(index, Record) and isinstance(info, Record)):
             raise SourceError("has a place that is not one of a box")
-        if info.name != "StorageInfo":
-            raise SourceError(
-                "is of a distributed checkpoint (DCP) of PyTorch or Megatron; expected one of hyper-parallel; such "
-                "checkpoints are not read yet: have the program that wrote it save whole tensors as safetensors"
-            )
         name, file, key = index.field("fqn"), info.field("relative_path"), info.field("tensor_key")
         if isinstance(name, str) and name in self.objects:
             return
         if not isinstance(name, str) or name not in self.tensors:
             raise SourceError(f"has a place of {name!r:.60}, and no such tensor")
-        if not isinstance(file, str) or not _RANK_OF_FILE.fullmatch(file):
-            raise SourceError(f"tensor {name!r:.60} is in {file!r:.60}; expected _rank0_.safetensors and so on")
+        known = _FILES.get(info.name)
+        if known is None:
+            raise SourceError(f"has a place of {name!r:.60} that is a {info.name!r:.60}, which is not known")
+        if not isinstance(file, str) or not known.fullmatch(file) or not file.isprintable():
+            raise SourceError(f"tensor {name!r:.60} is in {file!r:.60}; expected a file of a rank, without directories")
         key = name if key is None else key
         if not isinstance(key, str):
             raise SourceError(f"tensor {name!r:.60} has {key!r:.60} for a tensor_key; expected text")
-        self.items.setdefault(name, []).append(_Item(_numbers(index.field("offset")), file, key))
+        begin, nbytes, encoding = 0, 0, info.field("transform_descriptors")
+        if info.name == "_StorageInfo":
+            begin, nbytes = numbers((info.field("offset"), info.field("length")))
+        said = "" if not encoding else ", ".join(map(repr, encoding)) if isinstance(encoding, list) else "?"
+        item = _Item(numbers(index.field("offset")), file, key, begin, nbytes, said[:60])
+        self.items.setdefault(name, []).append(item)
 
 
 def _pairs(content: Record, name: str) -> Iterator[tuple[Any, Any]]:
@@ -190,15 +230,6 @@ def _pairs(content: Record, name: str) -> Iterator[tuple[Any, Any]]:
     if not isinstance(found, Pairs):
         raise SourceError(f"has no {name}; expected {_WHAT}")
     return found.items()
-
-
-def _numbers(value: object) -> Shape:
-    """Return a shape or offsets: a tuple, or what would make one of it."""
-    if isinstance(value, Record) and isinstance(value.arguments, tuple) and len(value.arguments) == 1:
-        (value,) = value.arguments
-    if not isinstance(value, tuple | list) or any(type(one) is not int or not 0 <= one < 1 << 63 for one in value):
-        raise SourceError(f"has {value!r:.60} for a shape or offsets; expected whole numbers")
-    return tuple(value)
 
 
 def _dtype(properties: object) -> str:
@@ -211,49 +242,129 @@ def _dtype(properties: object) -> str:
 
 def _checkpoint(place: Place, there: Sequence[str], said: _Metadata) -> Checkpoint:
     """Join metadata and files."""
-    faults = Faults(str(place))
-    by_rank: dict[int, list[Place]] = {}
-    for name in sorted({item.file for items in said.items.values() for item in items}):
-        if name not in there:
-            faults.add(name, f"is not there, and {said.described_by} names it; was saving it interrupted?")
-        match = _RANK_OF_FILE.fullmatch(name)
-        by_rank.setdefault(int(match[1]) if match else 0, []).append(place / name)
-    faults.raise_if_any(SourceError)
-    files, ranks = indexed(dict(sorted(by_rank.items())), None)
-    numbers = {file.path.rpartition("/")[2]: number for number, file in enumerate(files)}
+    held = _Files(place, there, said)
     listed = Listed()
     tensors: dict[str, Tensor] = {}
-    unreadable: dict[str, str] = {}
+    unreadable = {name: reason for name, reason in said.refused.items() if name in said.tensors}
     for name, one in said.tensors.items():
         try:
-            tensors[name] = _tensor(name, one, said, files, numbers, listed)
+            if name not in unreadable:
+                tensors[name] = _tensor(name, one, said, held, listed)
         except SourceError as error:
             unreadable[name] = str(error)
     if not tensors:
-        raise SourceError(f"{place}: holds no tensor that can be read; was saving it interrupted?")
+        raise SourceError(f"{place}: {nothing_readable(unreadable)}")
     return Checkpoint(
-        str(place), tensors, files, ranks, warnings=tuple(_warnings(there, said, files)), unreadable=unreadable,
-        objects=said.objects, described_by=said.described_by,
+        str(place), tensors, held.files, held.ranks, warnings=tuple(_warnings(there, said, held)),
+        unreadable=unreadable, objects=said.objects, described_by=said.described_by,
     )  # fmt: skip
 
 
-def _tensor(
-    name: str, one: _Tensor, said: _Metadata, files: Sequence[SourceFile], numbers: dict[str, int], listed: Listed
-) -> Tensor:
+class _Files:
+    """The files of tensors, and what each has of a box.
+
+    Attributes:
+        files: all, in the order of ranks.
+        ranks: the rank of each.
+        unlisted: what safetensors files have that the metadata do not list, by file.
+    """
+
+    def __init__(self, place: Place, there: Sequence[str], said: _Metadata) -> None:
+        items: dict[str, list[tuple[str, _Item]]] = {}
+        for name, some in said.items.items():
+            for item in some:
+                items.setdefault(item.file, []).append((name, item))
+        faults = Faults(str(place))
+        for name in sorted(items.keys() - set(there)):
+            faults.add(name, f"is not there, and {said.described_by} names it; was saving it interrupted?")
+        faults.raise_if_any(SourceError)
+        by_rank: dict[int, list[str]] = {}
+        for name in sorted(items):
+            by_rank.setdefault(_rank_of(name), []).append(name)
+        ordered = [name for _, some in sorted(by_rank.items()) for name in some]
+        self.ranks = tuple(rank for rank, some in sorted(by_rank.items()) for _ in some)
+        self.numbers = {name: number for number, name in enumerate(ordered)}
+        self.entries: dict[_Item, Entry | str] = {}
+        self.unlisted: dict[str, list[str]] = {}
+        headed = [name for name in ordered if _has_header(place / name, [item for _, item in items[name]])]
+        indexes, _ = read_indexes({0: [place / name for name in headed]}, None)
+        known = dict(zip(headed, map(without_notes, indexes), strict=True))
+        for name, file in known.items():
+            for _, item in items[name]:
+                lacks = f"is not in {name}, where {said.described_by} says it is"
+                self.entries[item] = file.index.entries.get(item.key, lacks)
+            keys = {item.key for _, item in items[name]}
+            self.unlisted[name] = sorted(key for key in file.index.entries if key not in keys)
+        others = [name for name in ordered if name not in known]
+        known |= self._read(place, [(name, items[name]) for name in others], len(headed))
+        self.files = tuple(known[name] for name in ordered)
+
+    def _read(
+        self, place: Place, some: Sequence[tuple[str, Sequence[tuple[str, _Item]]]], first: int
+    ) -> dict[str, SourceFile]:
+        """Read the heads of the items of files; return these, whose headers are numbered from one on."""
+        paths = [place.absolute() / file for file, _ in some]
+        states = list(of_each(lambda path: path.status(), paths))
+        faults = Faults(str(place))
+        for (file, items), status in zip(some, states, strict=True):
+            end = max(item.begin + item.nbytes for _, item in items)
+            if end > status.nbytes:
+                faults.add(file, f"has {status.nbytes} bytes; its items end at {end}; was saving it interrupted?")
+        faults.raise_if_any(SourceError)
+        every = [
+            (number, name, item) for number, (_, items) in enumerate(some) for name, item in items if not item.encoding
+        ]
+        spans = [Span(str(paths[number]), item.begin, item.nbytes) for number, _, item in every]
+        indexes: list[dict[str, Entry]] = [{} for _ in some]
+        for (number, name, item), found in zip(every, read_items(spans), strict=True):
+            self.entries[item] = found
+            if not isinstance(found, str):  # under a name of its own, where a file has several boxes of a tensor
+                indexes[number][f"{name} {item.offsets}" if name in indexes[number] else name] = found
+        return {
+            file: SourceFile(
+                str(path), status.nbytes, status.mtime_ns, FileIndex("distcp", index, header=number), status.change
+            )
+            for number, ((file, _), path, status, index) in enumerate(
+                zip(some, paths, states, indexes, strict=True), first
+            )
+        }
+
+    def entry(self, item: _Item) -> Entry:
+        """Return what a file has of a box; raise `SourceError` where it cannot be read."""
+        found = self.entries.get(item, f"is encoded ({item.encoding}), which is not read")
+        if isinstance(found, str):
+            raise SourceError(found)
+        return found
+
+
+def _rank_of(name: str) -> int:
+    match = next(filter(None, (known.fullmatch(name) for known in _FILES.values())), None)
+    return int(match["rank"]) if match and match["rank"] else 0
+
+
+def _has_header(path: Place, items: Sequence[_Item]) -> bool:
+    """Return whether a file is a safetensors file: all of hyper-parallel's are, and PyTorch's can be."""
+    if not any(item.nbytes for item in items):
+        return True
+    if any(item.begin for item in items):
+        return False
+    reader = RangeReader(str(path), window=0)
+    return safetensors.recognizes(reader.upto(0, 16), reader.size)
+
+
+def _tensor(name: str, one: _Tensor, said: _Metadata, files: _Files, listed: Listed) -> Tensor:
     """Return a tensor; raise `SourceError` where it cannot be read."""
     held = []
     dtypes = {one.dtype: BY_NAME[one.dtype]} if one.dtype else {}
     for item in said.items.get(name, ()):
-        entry = files[numbers[item.file]].index.entries.get(item.key)
-        if entry is None:
-            raise SourceError(f"is not in {item.file}, where {said.described_by} says it is")
+        entry = files.entry(item)
         shape = () if not one.shape and entry.shape == (1,) else entry.shape
         if (item.offsets, shape) not in one.boxes:
             there = [shape_text(extents) for offsets, extents in sorted(one.boxes) if offsets == item.offsets]
             where = f"at {shape_text(item.offsets)} in {item.file}"
             raise SourceError(f"is of shape {shape_text(shape)} {where}; expected {names(there) or 'no box'} there")
         stop = tuple(begin + extent for begin, extent in zip(item.offsets, shape, strict=True))
-        held.append((Block(item.offsets, stop), Extent(numbers[item.file], entry.runs)))
+        held.append((Block(item.offsets, stop), Extent(files.numbers[item.file], entry.runs)))
         dtypes[entry.dtype.name] = entry.dtype
     if len(dtypes) != 1:
         raise SourceError(f"is {' and '.join(sorted(dtypes)) or 'in no file'}, as {said.described_by} and files say")
@@ -264,12 +375,12 @@ def _tensor(
     return found
 
 
-def _warnings(there: Sequence[str], said: _Metadata, files: Sequence[SourceFile]) -> Iterator[str]:
-    named = {item.file for items in said.items.values() for item in items}
-    if others := sorted(name for name in there if _RANK_OF_FILE.fullmatch(name) and name not in named):
+def _warnings(there: Sequence[str], said: _Metadata, files: _Files) -> Iterator[str]:
+    own = [name for name in there if any(known.fullmatch(name) for known in _FILES.values())]
+    if others := sorted(name for name in own if name not in files.numbers):
         yield f"{said.described_by} does not name {names(others, most=3)}, which is not read"
-    keys = {(item.file, item.key) for items in said.items.values() for item in items}
-    for file in files:
-        name = file.path.rpartition("/")[2]
-        if unlisted := sorted(key for key in file.index.entries if (name, key) not in keys):
-            yield f"{name} has {names(unlisted, most=3)}, which {said.described_by} does not list"
+    for name, some in files.unlisted.items():
+        if some:
+            yield f"{name} has {names(some, most=3)}, which {said.described_by} does not list"
+    if "common.pt" in there:
+        yield "common.pt, which has Megatron's arguments and step, is not read"

@@ -10,7 +10,7 @@ Sources: PyTorch 2.13 `distributed/checkpoint/{hf_storage,_hf_utils}.py`, and wh
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import BLOCKS, SHARDING_INFO
@@ -18,7 +18,7 @@ from reshard.formats.entries import Extent
 from reshard.layout.block import Block, is_possible, shape_text
 from reshard.source.checkpoint import Checkpoint, TensorSpec
 from reshard.source.headers import read_indexes
-from reshard.source.listed import Listed
+from reshard.source.listed import Listed, nothing_readable
 from reshard.source.probe import compare_contents
 from reshard.storage.small import parse_json
 
@@ -75,22 +75,27 @@ def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal[
         else:
             tensors[name] = found
     if not tensors:
-        raise SourceError(f"{place}: holds no tensor that can be read; was saving it interrupted?")
+        raise SourceError(f"{place}: {nothing_readable(unreadable)}")
     unknown = (
         f"the files do not say how large whole tensors are: they are of {len(by_rank)} ranks, and if there were more, "
         "whose files are missing, tensors are smaller than they were"
     )
-    notes = tuple(replace(file, index=_without_notes(file)) for file in files)
     checkpoint = Checkpoint(
-        str(place), tensors, notes, ranks, warnings=(unknown,), unreadable=unreadable, described_by=SHARDING_INFO
+        str(place),
+        tensors,
+        tuple(map(without_notes, files)),
+        ranks,
+        warnings=(unknown,),
+        unreadable=unreadable,
+        described_by=SHARDING_INFO,
     )
     return compare_contents(checkpoint, {}, contents=contents)
 
 
-def _without_notes(file: SourceFile) -> Any:
-    """Return the index of a file without notes that are about this file, not about what is made of it."""
+def without_notes(file: SourceFile) -> SourceFile:
+    """Return a file without the notes that say where its blocks lie, which is not so of what is made of them."""
     kept = tuple((key, value) for key, value in file.index.metadata if key not in _NOTES)
-    return file.index._replace(metadata=kept)
+    return replace(file, index=file.index._replace(metadata=kept))
 
 
 def _offsets(file: SourceFile, faults: Faults) -> dict[str, Shape]:

@@ -330,15 +330,17 @@ def reopen(
         SourceError: a file is not valid, or headers contradict the strategy.
     """
     files, ranks, _, _, cipher = _read(paths, cipher, [])
-    assembled = assemble(root, files, ranks, strategy, partial=partial) if whole else {}
-    tensors = {
-        name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in assembled.items()
-    }
+    tensors = with_varying(assemble(root, files, ranks, strategy, partial=partial) if whole else {}, varying)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     return Checkpoint(
         root, tensors, files, ranks, strategy, part, tuple(warnings), unreadable, cipher, partial,
         elsewhere=frozenset(elsewhere), step=Step.of(path for of_rank in paths.values() for path in of_rank),
     )  # fmt: skip
+
+
+def with_varying(tensors: Mapping[str, Tensor], varying: Collection[str]) -> dict[str, Tensor]:
+    """Return tensors of which some, by name, are known to differ from rank to rank, and no others."""
+    return {name: tensor._replace(varies=name in varying and not tensor.listed) for name, tensor in tensors.items()}
 
 
 def files_read(path: AnyName, files: Iterable[SourceFile]) -> list[AnyName]:

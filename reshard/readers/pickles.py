@@ -14,15 +14,13 @@ the instructions that are refused.
 from __future__ import annotations
 
 from struct import unpack
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from reshard.errors import SourceError, bytes_text
 from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from reshard.formats.entries import RangeReader
 
 _PROTO, _STOP, _MARK, _BININT1, _BINGET, _LONG_BINGET, _MEMOIZE = b"\x80.(Khj\x94"
 
@@ -87,7 +85,35 @@ class Record:
         return None
 
 
-def unpickled(reader: RangeReader, what: str, *, outside: bool = False) -> Any:
+class Readable(Protocol):
+    """A pickle that is read in pieces, such as a `RangeReader`."""
+
+    @property
+    def path(self) -> str:
+        """Where it is, for messages."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+
+    def upto(self, offset: int, nbytes: int) -> bytes:
+        """Return at most so many bytes from one on."""
+
+
+def numbers(value: object) -> tuple[int, ...]:
+    """Return a shape or the like: a tuple, or what would make one of it.
+
+    Raises:
+        SourceError: it is none; a short fact, to which the caller adds the place.
+    """
+    if isinstance(value, Record) and isinstance(value.arguments, tuple) and len(value.arguments) == 1:
+        (value,) = value.arguments
+    if not isinstance(value, tuple | list) or any(type(one) is not int or not 0 <= one < 1 << 63 for one in value):
+        raise SourceError(f"has {value!r:.60} for a shape or offsets; expected whole numbers")
+    return tuple(value)
+
+
+def unpickled(reader: Readable, what: str, *, outside: bool = False) -> Any:
     """Return what a file has pickled, as plain data and records.
 
     Args:
@@ -104,7 +130,7 @@ def unpickled(reader: RangeReader, what: str, *, outside: bool = False) -> Any:
 class _Machine:
     """Follows the instructions of a pickle."""
 
-    def __init__(self, reader: RangeReader, what: str, *, outside: bool) -> None:
+    def __init__(self, reader: Readable, what: str, *, outside: bool) -> None:
         self.reader, self.what, self.outside = reader, what, outside
         self.begin = self.at = 0  # of what is held; in what is held
         self.held = b""

@@ -9,7 +9,7 @@ from reshard.layout.block import Block, cover_fault
 from reshard.source.checkpoint import Sharding, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from reshard.formats.entries import Extent
     from reshard.layout.block import Shape
@@ -42,6 +42,12 @@ class Listed:
             return sharding
         runs = tuple(extent.runs for _, extent in some) or ((),)
         return Tensor(spec, sharding, runs, listed=len(sharding.blocks) > 1)
+
+
+def nothing_readable(unreadable: Mapping[str, str]) -> str:
+    """Return what to say where there is not one tensor, with why the first cannot be read."""
+    why = next((f": {name!r} {reason}" for name, reason in unreadable.items()), "; was saving it interrupted?")
+    return f"holds no tensor that can be read{why}"
 
 
 def _sharding(shape: Shape, places: _Places) -> Sharding | str:

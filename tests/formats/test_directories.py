@@ -217,23 +217,6 @@ def test_it_is_recognised_at_a_url(foreign: tuple[Path, str]) -> None:
         assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        ("dcp_files", "distributed checkpoint (DCP)"),
-        ("dcp_safetensors_format", "distributed checkpoint (DCP)"),
-        ("dcp_rank_local", "distributed checkpoint (DCP)"),
-    ],
-)
-def test_directories_that_their_programs_wrote(mindspore_data: Path, place: str, said: str) -> None:
-    root = mindspore_data / "directories" / place
-    for path in (root, *weights_in(root)):
-        refused = call("inspect", path)
-        assert refused.exit_code == 4
-        assert said in refused.stderr
-        assert "--suffix" not in refused.stderr
-
-
 @pytest.mark.parametrize("make", DESCRIBED, ids=lambda make: make.__name__)
 def test_a_file_of_what_describes_itself_is_refused_by_itself(make: Callable[[Path], None], tmp_path: Path) -> None:
     root = tmp_path / "src"

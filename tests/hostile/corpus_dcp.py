@@ -71,7 +71,7 @@ DCP = [
     made("millions of boxes that are one", metadata(b"}(" + b"".join(text(b"w%d" % n) + (a_tensor(chunks=b"](" + CHUNK + b"\x94" + b"h\x00" * 60_000 + b"e\x94") if not n else record(b"TensorStorageMetadata", size=b"K\x04\x85", chunks=b"h\x01")) for n in range(100)) + b"u"), "has more than 2,097,152 boxes"),
     made("no tensors", metadata(b"}"), "holds no tensor that can be read"),
     made("tensors that are a list", metadata(b"]"), "has no state_dict_metadata"),
-    made("a file above", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + PLACE.replace(b"\x13\x00\x00\x00_rank0_", b"\x16\x00\x00\x00../_rank0_") + b"s"), "expected _rank0_.safetensors and so on"),
+    made("a file above", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + PLACE.replace(b"\x13\x00\x00\x00_rank0_", b"\x16\x00\x00\x00../_rank0_") + b"s"), "expected a file of a rank, without directories"),
     Item("zeros, 1 GB", tree({".metadata": sparse(HEAD, 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
     Item("a text of 1 GB of zeros", tree({".metadata": sparse(pickled(b"X\x00\x00\x00\x40"), 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
 ]

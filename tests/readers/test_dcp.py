@@ -276,9 +276,9 @@ def test_files_that_are_not_there_or_not_named(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("boxes", "places", "objects", "said"),
     [
-        (WHOLE, [("w", (0, 0), "../_rank0_.safetensors", None)], (), "expected _rank0_.safetensors and so on"),
-        (WHOLE, [("w", (0, 0), "/etc/passwd", None)], (), "expected _rank0_.safetensors and so on"),
-        (WHOLE, [("w", (0, 0), "__0_0.distcp", None)], (), "expected _rank0_.safetensors and so on"),
+        (WHOLE, [("w", (0, 0), "../_rank0_.safetensors", None)], (), "expected a file of a rank, without directories"),
+        (WHOLE, [("w", (0, 0), "/etc/passwd", None)], (), "expected a file of a rank, without directories"),
+        (WHOLE, [("w", (0, 0), "__0_0.distcp", None)], (), "expected a file of a rank, without directories"),
         (WHOLE, [("w", (0, 0), 7, None)], (), "tensor 'w' is in 7"),
         (WHOLE, [("w", (0, 0), FILE, ["w"])], (), "for a tensor_key; expected text"),
         (WHOLE, [("w", (0, -1), FILE, None)], (), "expected whole numbers"),
@@ -309,12 +309,6 @@ def test_ranks_that_contradict_each_other(tmp_path: Path) -> None:
     (root / "1.metadata").unlink()
     with pytest.raises(SourceError, match="has no metadata of rank 1, and some of rank 2"):
         reshard.open(root)
-
-
-def test_pytorchs_are_refused_by_what_they_say(mindspore_data: Path) -> None:
-    for name in ("dcp_files", "dcp_rank_local"):
-        with pytest.raises(SourceError, match=r"\(DCP\) of PyTorch or Megatron; .* such checkpoints are not read yet"):
-            reshard.open(mindspore_data / "directories" / name)
 
 
 def test_options_that_say_what_the_metadata_say_are_refused(whole: Path, tmp_path: Path) -> None:
