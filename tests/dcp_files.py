@@ -272,7 +272,7 @@ def write_torch(
     every: dict[str, list[Box]] = {}
     places = []
     for rank, some in items.items():
-        content = b""
+        content = bytearray()
         for name, box, made in some:
             every.setdefault(name, []).append(box)
             places.append((name, box[0], f"__{rank}_0.distcp", len(content), len(made)))
@@ -299,7 +299,7 @@ def write_torch(
             )
             for number, (name, at, file, begin, nbytes) in enumerate(places)
         }  # fmt: skip
-        content = pickle.dumps(
+        pickled = pickle.dumps(
             filled(
                 kinds.Metadata,
                 state_dict_metadata=listed,
@@ -309,5 +309,5 @@ def write_torch(
                 **more,
             )
         )
-    (root / ".metadata").write_bytes(content)
+    (root / ".metadata").write_bytes(pickled)
     return root

@@ -72,6 +72,29 @@ class Block:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
+def flat_boxes(shape: Shape, begin: int, end: int) -> list[Block]:
+    """Return the boxes that a range of elements in row-major order consists of, in that order: at most 2 x dims - 1.
+
+    >>> [str(block) for block in flat_boxes((3, 4), 2, 11)]
+    ['[0:1, 2:4]', '[1:2, 0:4]', '[2:3, 0:3]']
+    """
+    if begin >= end:
+        return []
+    if not shape:
+        return [Block((), ())]
+    row = prod(shape[1:])
+    first, last = -(-begin // row), end // row  # rows that are whole in it
+    parts = [(first - 1, begin - (first - 1) * row, row), (last, 0, end - last * row)]
+    if first > last:
+        parts = [(last, begin - last * row, end - last * row), (last, 0, 0)]
+    head, tail = (
+        [Block((at, *block.start), (at + 1, *block.stop)) for block in flat_boxes(shape[1:], some, more)]
+        for at, some, more in parts
+    )
+    rows = [Block((first, *(0,) * len(shape[1:])), (last, *shape[1:]))] if first < last else []
+    return [*head, *rows, *tail]
+
+
 def is_possible(shape: Shape) -> bool:
     """Return whether there can be an array of this shape: its bytes, extents of 0 aside, can be counted in 64 bits.
 

@@ -19,14 +19,16 @@ Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem}.py`, megatro
 from __future__ import annotations
 
 import re
+from math import prod
+from operator import add
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.formats import safetensors
 from reshard.formats.directories import DCP
-from reshard.formats.entries import Extent, FileIndex, RangeReader
-from reshard.layout.block import LONGEST_NAME, Block, is_possible, shape_text
+from reshard.formats.entries import Extent, FileIndex, RangeReader, ranges
+from reshard.layout.block import LONGEST_NAME, Block, flat_boxes, is_possible, shape_text
 from reshard.readers.huggingface import without_notes
 from reshard.readers.pickles import Name, Pairs, Record, numbers, unpickled
 from reshard.readers.torch_save import Span, read_items
@@ -57,11 +59,11 @@ _FILES = {
 }
 """The names of files of tensors, by the class that says which has a box: hyper-parallel's, PyTorch's."""
 
-_FLAT = "is flattened, as Megatron-Core before 0.14 keeps optimizer states (flattened_range), which is not read"
 _BUCKET = (
     "is a bucket of Megatron's optimizer (dp_reshardable), of which nothing says what it holds: it can only be resumed "
     "with the same layout"
 )
+_WHOLE_SHAPE = "nd_reformulated_orig_global_shape"
 _BUCKETS = "optimizer.distributed.dp_group_idx_"
 
 
@@ -140,6 +142,7 @@ class _Metadata:
         self.objects: dict[str, str] = {}
         self.items: dict[str, list[_Item]] = {}
         self.refused: dict[str, str] = {}
+        self.flat: dict[str, Shape] = {}
         self.known: dict[Record, tuple[Shape, Shape]] = {}
         self.count = 0
         for name in files:
@@ -171,8 +174,10 @@ class _Metadata:
             self._add_item(index, info)
         reshaped = content.field("mcore_data")
         for name, one in reshaped.items() if isinstance(reshaped, Pairs) else ():
-            if isinstance(name, str) and isinstance(one, Pairs) and one:
-                self.refused[name] = _FLAT
+            if isinstance(name, str) and isinstance(one, Pairs) and _WHOLE_SHAPE in (keys := one[::2]):
+                self.flat[name] = shape = numbers(one[2 * keys.index(_WHOLE_SHAPE) + 1])
+                if not is_possible(shape):
+                    raise SourceError(f"tensor {name!r:.60} was of shape {shape_text(shape)}, which no array can have")
         self.refused |= {name: _BUCKET for name in self.tensors if name.startswith(_BUCKETS)}
 
     def _add_tensor(self, name: str, one: Record) -> None:
@@ -364,15 +369,51 @@ def _tensor(name: str, one: _Tensor, said: _Metadata, files: _Files, listed: Lis
             where = f"at {shape_text(item.offsets)} in {item.file}"
             raise SourceError(f"is of shape {shape_text(shape)} {where}; expected {names(there) or 'no box'} there")
         stop = tuple(begin + extent for begin, extent in zip(item.offsets, shape, strict=True))
-        held.append((Block(item.offsets, stop), Extent(files.numbers[item.file], entry.runs)))
+        block, number = Block(item.offsets, stop), files.numbers[item.file]
         dtypes[entry.dtype.name] = entry.dtype
+        if name not in said.flat:
+            held.append((block, Extent(number, entry.runs)))
+            continue
+        begin = 0
+        for part in _unflattened(one.shape, said.flat[name], block):
+            nbytes = part.size * entry.dtype.itemsize
+            runs = tuple((offset, stop - start) for offset, start, stop in ranges(entry.runs, begin, nbytes))
+            held.append((part, Extent(number, runs)))
+            begin += nbytes
     if len(dtypes) != 1:
         raise SourceError(f"is {' and '.join(sorted(dtypes)) or 'in no file'}, as {said.described_by} and files say")
     (dtype,) = dtypes.values()
-    found = listed.tensor(TensorSpec(name, dtype, one.shape), held)
+    found = listed.tensor(TensorSpec(name, dtype, said.flat.get(name, one.shape)), held)
     if isinstance(found, str):
         raise SourceError(found)
     return found
+
+
+def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
+    """Return which boxes of a tensor a block has, of what Megatron-Core before 0.14 kept flattened.
+
+    A tensor of which ranks have equal parts is stored as a grid of these, the elements of each in row-major order along
+    one more dimension, which is cut anywhere.
+
+    Args:
+        stored: the shape of the grid, and how many elements a part has.
+        shape: the tensor's.
+        block: of what is stored, within one part.
+
+    >>> [str(box) for box in _unflattened((2, 1, 30), (6, 10), Block((1, 0, 17), (2, 1, 30)))]
+    ['[4:5, 7:10]', '[5:6, 0:10]']
+    """
+    grid = stored[:-1]
+    if len(grid) != len(shape) or any(not count or extent % count for extent, count in zip(shape, grid, strict=True)):
+        raise SourceError(f"is a grid of {shape_text(grid)} parts of {shape_text(shape)}, which these do not divide")
+    part = tuple(extent // count for extent, count in zip(shape, grid, strict=True))
+    if prod(part) != stored[-1] or any(extent > 1 for extent in block.shape[:-1]):
+        raise SourceError(f"has parts of {shape_text(part)} in {stored[-1]} elements, or several of them in a block")
+    at = tuple(number * extent for number, extent in zip(block.start, part, strict=False))
+    return [
+        Block(tuple(map(add, at, box.start)), tuple(map(add, at, box.stop)))
+        for box in flat_boxes(part, block.start[-1], block.stop[-1])
+    ]
 
 
 def _warnings(there: Sequence[str], said: _Metadata, files: _Files) -> Iterator[str]:

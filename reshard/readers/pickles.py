@@ -78,10 +78,8 @@ class Record:
         """Return an attribute from the state; None where it has none of that name."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
         for part in parts:
-            if isinstance(part, Pairs):
-                for key, value in part.items():
-                    if key == name:
-                        return value
+            if isinstance(part, Pairs) and name in (keys := part[::2]):
+                return part[2 * keys.index(name) + 1]
         return None
 
 
@@ -257,10 +255,14 @@ class _Machine:
 
     # --- values ---
 
-    def pop(self) -> Any:
-        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
+    def pop(self, count: int = 1) -> list[Any]:
+        """Take the last values."""
+        stack = self.stack
+        if len(stack) - count < (self.marks[-1] if self.marks else 0):
             self.refuse("takes a value where none is")
-        return self.stack.pop()
+        found = stack[-count:]
+        del stack[-count:]
+        return found
 
     def top(self) -> Any:
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
@@ -325,8 +327,7 @@ def _bytes(width: int) -> Callable[[_Machine], None]:
 
 def _tuple(count: int) -> Callable[[_Machine], None]:
     def follow(machine: _Machine) -> None:
-        found = [machine.pop() for _ in range(count)]
-        machine.made(tuple(found[::-1]))
+        machine.made(tuple(machine.pop(count)))
 
     return follow
 
@@ -349,8 +350,7 @@ def _add(machine: _Machine, values: list[Any], *, pairs: bool) -> None:
 
 
 def _setitem(machine: _Machine) -> None:
-    value, key = machine.pop(), machine.pop()
-    _add(machine, [key, value], pairs=True)
+    _add(machine, machine.pop(2), pairs=True)
 
 
 def _name(machine: _Machine, module: object, name: object) -> None:
@@ -360,25 +360,24 @@ def _name(machine: _Machine, module: object, name: object) -> None:
 
 
 def _stack_global(machine: _Machine) -> None:
-    name, module = machine.pop(), machine.pop()
-    _name(machine, module, name)
+    _name(machine, *machine.pop(2))
 
 
 def _called(machine: _Machine) -> None:
-    arguments, made_by = machine.pop(), machine.pop()
+    made_by, arguments = machine.pop(2)
     if not (isinstance(made_by, Name) and isinstance(arguments, tuple)):
         machine.refuse("calls something that has no name")
     machine.made(Record(made_by, arguments))
 
 
 def _called_by_keywords(machine: _Machine) -> None:
-    keywords = machine.pop()
+    (keywords,) = machine.pop()
     _called(machine)
     machine.top().items = keywords if type(keywords) is Pairs else None
 
 
 def _build(machine: _Machine) -> None:
-    state = machine.pop()
+    (state,) = machine.pop()
     record = machine.top()
     if not isinstance(record, Record) or record.state is not None:
         machine.refuse(f"gives a state to a {type(record).__name__.lower()}, or a second one")
@@ -388,7 +387,7 @@ def _build(machine: _Machine) -> None:
 def _outside(machine: _Machine) -> None:
     if not machine.outside:
         machine.refuse("refers to something outside of itself")
-    machine.made(Record(None, machine.pop()))
+    machine.made(Record(None, *machine.pop()))
 
 
 _STEPS: dict[int, Callable[[_Machine], None]] = {
@@ -417,7 +416,7 @@ _STEPS: dict[int, Callable[[_Machine], None]] = {
         b"\x87": _tuple(3),
         b"t": lambda m: m.made(tuple(m.marked())),
         b"]": lambda m: m.made([]),
-        b"a": lambda m: _add(m, [m.pop()], pairs=False),
+        b"a": lambda m: _add(m, m.pop(), pairs=False),
         b"e": lambda m: _add(m, m.marked(), pairs=False),
         b"}": lambda m: m.made(Pairs()),
         b"s": _setitem,

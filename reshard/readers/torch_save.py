@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _HEAD = 2048  # has all that is needed of most items
 _LONGEST_HEAD = 1 << 18
 _MOST_RUNS = 1 << 16  # of an item that is not contiguous
+_MOST_RUNS_OF_ALL = 1 << 21
 _LOCAL = struct.Struct("<4s10xIIIHH")
 _DESCRIPTOR = b"PK\x07\x08"
 
@@ -59,12 +60,15 @@ def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
         SourceError: a file ends before an item does.
     """
     known: dict[bytes, _Rebuilt] = {}
-    short = []
+    pieces = 0
     for span, head in _heads(spans, _HEAD):
         found = _item(span, head, known)
         if found is None:
-            short.append(span)
             found = next((_item(span, more, known) for _, more in _heads([span], _LONGEST_HEAD)), None)
+        if isinstance(found, Entry):
+            pieces += len(found.runs)
+            if pieces - len(spans) > _MOST_RUNS_OF_ALL:
+                found = "is transposed in its file, as too many tensors are to be read"
         yield found or "is not a tensor that torch.save stored: its head is too long"
 
 

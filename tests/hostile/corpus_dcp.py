@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from item import Item
 from makers import TENSORS, sparse, st, tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 COMMANDS = (
     "inspect {bad}",
@@ -42,6 +49,33 @@ def a_tensor(size: bytes = b"K\x04\x85", chunks: bytes = b"]") -> bytes:
 
 CHUNK = record(b"ChunkStorageMetadata", offsets=b"K\x00\x85", sizes=b"K\x04\x85")
 PLACE = record(b"MetadataIndex", fqn=text(b"w"), offset=b"K\x00\x85") + record(b"StorageInfo", relative_path=text(b"_rank0_.safetensors"))
+SPAN = b"K\x00\x85"
+
+
+def torchs(item: bytes, length: int | None = None, *, size: bytes = b"K\x04\x85") -> Callable[[Path], None]:
+    """A checkpoint of PyTorch, of one tensor of one item."""
+    place = record(b"MetadataIndex", fqn=text(b"w"), offset=SPAN)
+    place += record(b"_StorageInfo", relative_path=text(b"__0_0.distcp"), offset=b"K\x00", length=b"J" + (len(item) if length is None else length).to_bytes(4, "little"))
+    chunk = record(b"ChunkStorageMetadata", offsets=SPAN, sizes=size)
+    tensors = b"}" + text(b"w") + a_tensor(size, b"]" + chunk + b"a") + b"s"
+    return tree({".metadata": metadata(tensors, b"}" + place + b"s"), "__0_0.distcp": item})
+
+
+def stored(*records: tuple[bytes, bytes]) -> bytes:
+    """The head of a zip archive of plain records, whose sizes are in front of them."""
+    heads = ((name, content, b"PK\x03\x04" + bytes(14) + 2 * len(content).to_bytes(4, "little") + len(name).to_bytes(2, "little") + bytes(2)) for name, content in records)
+    return b"".join(head + name + content for name, content, head in heads)
+
+
+def an_item(pickle: bytes, data: bytes = b"abcd") -> bytes:
+    return stored((b"archive/data.pkl", b"\x80\x02" + pickle), (b"archive/data/0", data))
+
+
+def rebuilt(shape: bytes = b"K\x04\x85", strides: bytes = b"K\x01\x85", elements: bytes = b"K\x04", first: bytes = b"K\x00") -> bytes:
+    pid = b"(" + text(b"storage") + b"ctorch\nCharStorage\n" + text(b"0") + text(b"cpu") + elements + b"tQ"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + first + shape + strides + b"\x89}tR."
+
+
 WHAT = "expected the metadata of a distributed checkpoint (DCP)"
 
 
@@ -49,6 +83,8 @@ def made(name: str, content: bytes, says: str, *, code: int = 4, headroom: int =
     make = tree({".metadata": content, "_rank0_.safetensors": st(TENSORS, b"abcd")})
     return Item(name, make, says, COMMANDS, code, "bad", headroom=headroom, seconds=seconds)
 
+
+torch = partial(Item, commands=COMMANDS, file="bad", headroom=100_000_000, seconds=2)
 
 DCP = [
     made("nothing wrong", metadata(b"}" + text(b"w") + a_tensor(chunks=b"]" + CHUNK + b"a") + b"s", b"}" + PLACE + b"s"), "", code=0),
@@ -74,4 +110,18 @@ DCP = [
     made("a file above", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + PLACE.replace(b"\x13\x00\x00\x00_rank0_", b"\x16\x00\x00\x00../_rank0_") + b"s"), "expected a file of a rank, without directories"),
     Item("zeros, 1 GB", tree({".metadata": sparse(HEAD, 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
     Item("a text of 1 GB of zeros", tree({".metadata": sparse(pickled(b"X\x00\x00\x00\x40"), 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
+    torch("an item with nothing wrong", torchs(an_item(rebuilt())), "", code=0),
+    torch("an item that calls", torchs(an_item(b"cos\nsystem\n(" + text(b"touch called") + b"tR.")), "'w' is kept as system, which is not read"),
+    torch("an item that is no zip archive", torchs(b"\xff" * 4000), "is not a tensor that torch.save stored"),
+    torch("an item of zeros", torchs(bytes(4000)), "is not a tensor that torch.save stored"),
+    torch("an item that is empty", torchs(b"", 0), "__0_0.distcp: is empty; a checkpoint was expected"),
+    torch("an item beyond its file", torchs(an_item(rebuilt()), 1 << 30), "bytes; its items end at 1073741824; was saving it interrupted?"),
+    torch("an item without a tensor", torchs(stored((b"archive/data.pkl", b"\x80\x02N."), (b"archive/data/0", b"abcd"))), "'w' is kept as a value, which is not read"),
+    torch("an item of no records but one", torchs(stored((b"archive/data.pkl", b"\x80\x02N."))), "is not a tensor that torch.save stored: it has no bytes"),
+    torch("an item whose head goes on and on", torchs(stored(*[(b"archive/x", b"abcd")] * 20_000)), "its head is too long"),
+    torch("a storage of 2**62 elements", torchs(an_item(rebuilt(elements=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "has an item that is shorter than the tensor"),
+    torch("strides of 2**62", torchs(an_item(rebuilt(strides=b"\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"\x85"))), "goes beyond its storage"),
+    torch("a first element of 2**62", torchs(an_item(rebuilt(first=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "goes beyond its storage"),
+    torch("a shape of 2**40 that lies in one element", torchs(an_item(rebuilt(b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85", b"K\x00\x85")), size=b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85"), "is transposed in its file, in 1,099,511,627,776 pieces"),
+    torch("a parameter in a parameter, a hundred deep", torchs(an_item(b"ctorch._utils\n_rebuild_parameter\n" * 100 + b"}" + b"\x85R" * 100 + b".")), "is kept as _rebuild_parameter, which is not read"),
 ]

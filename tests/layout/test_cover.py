@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.layout.block import Block, cover_fault
+from reshard.layout.block import Block, cover_fault, flat_boxes
 
 
 @st.composite
@@ -42,6 +42,17 @@ def test_it_is_what_counting_says(data: st.DataObject, shape: tuple[int, ...]) -
     assert (fault is None) == bool((counts == 1).all())
     if fault:
         assert ("overlap" in fault) == (sum(block.size for block in some) >= counts.size)
+
+
+@given(data=st.data(), shape=shapes)
+def test_flat_boxes_are_the_elements_of_a_range_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    numbers = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+    begin = data.draw(st.integers(0, numbers.size))
+    end = data.draw(st.integers(0, numbers.size))
+    found = flat_boxes(shape, begin, end)
+    elements = [number for box in found for number in numbers[box.within(Block.whole(shape))].reshape(-1).tolist()]
+    assert elements == list(range(begin, end))
+    assert len(found) <= max(2 * len(shape) - 1, 1)
 
 
 def test_what_is_not_within() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import helpers
 import numpy as np
 import pytest
 from checkpoints import numbers, write_file
-from commands import call, done
+from commands import done
 from dcp_files import item, write_torch
 
 import reshard
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from dcp_files import Box
 
-REFUSED = {"zstd", "mcore_flat", "verl_like"}
+REFUSED = {"zstd", "verl_like"}
 CASES = sorted(
     {path.split("/")[1] for path in helpers.packed_files("dcp")} - REFUSED - {"hf_consolidated", "hf_sharded"}
 )
@@ -125,7 +126,7 @@ def test_objects_are_listed(mindspore_data: Path) -> None:
     assert len(found.objects) == 12
 
 
-def test_what_is_not_read_says_so(mindspore_data: Path, tmp_path: Path) -> None:
+def test_what_is_not_read_says_so(mindspore_data: Path) -> None:
     root = mindspore_data / "dcp"
     for name, said in (
         ("zstd", r"holds no tensor that can be read: 'w' is encoded \('stream.zstd/1'\), which is not read"),
@@ -133,13 +134,6 @@ def test_what_is_not_read_says_so(mindspore_data: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(SourceError, match=said):
             reshard.open(root / name / "checkpoint")
-    flat = root / "mcore_flat" / "checkpoint"
-    found = reshard.open(flat)
-    weight = "embedding.word_embeddings.weight"
-    assert_equal(found, {weight: full_of(root / "mcore_flat")[weight]})
-    assert set(map("{:.12}".format, found.unreadable.values())) == {"is flattened"}
-    assert call("unify", flat, tmp_path / "u").exit_code == 4
-    done("unify", flat, tmp_path / "u", "--weights-only")
 
 
 # --- what is wrong is said ---
@@ -268,6 +262,49 @@ def test_buckets_of_megatrons_optimizer(tmp_path: Path) -> None:
     found = reshard.open(write_torch(tmp_path, FULL | {bucket: FULL["b"]}, {0: items}))
     assert "it can only be resumed with the same layout" in found.unreadable[bucket]
     assert_equal(found, {"w": FULL["w"]})
+
+
+PARTS = np.arange(4 * 6 * 5, dtype=np.float32).reshape(4, 6, 5)
+"""Of two parts along each of the first two dimensions: [2, 3, 5], 30 elements, which four ranks cut anywhere."""
+
+
+def flat(root: Path, *, cuts: tuple[int, ...] = (0, 7, 8, 22, 30), shape: Any = (4, 6, 5)) -> Path:
+    stored, items, rank = np.zeros((2, 2, 1, 30), np.float32), {}, 0
+    for at in np.ndindex(2, 2):
+        part = PARTS[2 * at[0] : 2 * at[0] + 2, 3 * at[1] : 3 * at[1] + 3].reshape(-1)
+        for begin, end in itertools.pairwise(cuts):
+            made = item(part[begin:end].reshape(1, 1, 1, end - begin))
+            items[rank] = [("w", ((*at, 0, begin), (1, 1, 1, end - begin)), made)]
+            rank += 1
+    items[0].append(("b", ((0,), (5,)), item(FULL["b"])))
+    known = {"w": {"nd_reformulated_orig_global_shape": shape}, "b": {}}
+    return write_torch(root, {"w": stored, "b": FULL["b"]}, items, mcore_data=known)
+
+
+def test_states_that_megatron_kept_flattened(tmp_path: Path) -> None:
+    full = {"w": PARTS, "b": FULL["b"]}
+    source = reshard.open(flat(tmp_path / "src"))
+    assert_equal(source, full)
+    rows = Strategy.of({"w": Layout.of([2], [-1, 0, -1]), "b": Layout.of([2], [-1])})
+    reshard.plan(source, rows).run(tmp_path / "rows", fsync=False)
+    assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
+    assert reshard.verify(tmp_path / "rows").equal
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cuts": (0, 7, 22, 29)}, "its blocks have 116 of 120 elements"),
+        ({"shape": (4, 6, 6)}, r"has parts of \[2, 3, 6\] in 30 elements"),
+        ({"shape": (3, 6, 5)}, r"is a grid of \[2, 2, 1\] parts of \[3, 6, 5\], which these do not divide"),
+        ({"shape": (24, 5)}, "which these do not divide"),
+    ],
+)
+def test_flattened_states_that_cannot_be(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    found = reshard.open(flat(tmp_path, **options))
+    assert set(found) == {"b"}
+    with pytest.raises(SourceError, match=said):
+        reshard.plan(found)
 
 
 def test_encoded_items_among_others(tmp_path: Path) -> None:
