@@ -363,7 +363,7 @@ def _structure(target: Checkpoint, selection: Selection, deduplicated: bool) -> 
         None,
         tuple(sorted(set(target.ranks))),
         len(target.files),
-        len({name for file in target.files for name in file.index.entries}),
+        len(target.tensors) or len({name for file in target.files for name in file.index.entries}),
         sum(len(file.index.entries) for file in target.files),
         warnings=(*warnings, *leftovers(as_place(target.root))),
         unchecked=(contents, *unnamed, "notes (__metadata__)", _NEVER),

@@ -354,7 +354,8 @@ def _rows(
 
 def _unreadable(checkpoint: Checkpoint) -> list[str]:
     found = [("not readable", checkpoint.unreadable), ("not a tensor", checkpoint.objects)]
-    return [f"{title}: {printable(name)}: {printable(what)}" for title, some in found for name, what in some.items()]
+    rows = ((title, name, what) for title, some in found for name, what, _ in group_names(some.items()))
+    return [f"{title}: {printable(name)}: {printable(what)}" for title, name, what in rows]
 
 
 def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
