@@ -98,6 +98,19 @@ class Readable(Protocol):
         """Return at most so many bytes from one on."""
 
 
+def shown(value: object) -> str:
+    """Return a few words for a message. To write a value out would take for ever where it has itself again and again.
+
+    >>> shown("w"), shown([1, 2]), shown([[], []]), shown(Name("os", "system"))
+    ("'w'", '[1, 2]', 'a list of 2', "'system'")
+    """
+    if isinstance(value, Name | Record):
+        return f"{value.name!r:.60}" if value.name else "a record"
+    if isinstance(value, list | tuple) and not all(isinstance(one, int | float | str) for one in value[:8]):
+        return f"a {type(value).__name__.lower()} of {len(value)}"
+    return f"{value[:8] if isinstance(value, list | tuple) else value!r:.60}"
+
+
 def numbers(value: object) -> tuple[int, ...]:
     """Return a shape or the like: a tuple, or what would make one of it.
 
@@ -107,7 +120,7 @@ def numbers(value: object) -> tuple[int, ...]:
     if isinstance(value, Record) and isinstance(value.arguments, tuple) and len(value.arguments) == 1:
         (value,) = value.arguments
     if not isinstance(value, tuple | list) or any(type(one) is not int or not 0 <= one < 1 << 63 for one in value):
-        raise SourceError(f"has {value!r:.60} for a shape or offsets; expected whole numbers")
+        raise SourceError(f"has {shown(value)} for a shape or offsets; expected whole numbers")
     return tuple(value)
 
 

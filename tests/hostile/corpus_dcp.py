@@ -76,6 +76,9 @@ def rebuilt(shape: bytes = b"K\x04\x85", strides: bytes = b"K\x01\x85", elements
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + first + shape + strides + b"\x89}tR."
 
 
+DOUBLED = b"(]\x94" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"t"
+"""Lists, each of which has the one before twice, where nothing else is in the memo."""
+
 WHAT = "expected the metadata of a distributed checkpoint (DCP)"
 
 
@@ -98,6 +101,10 @@ DCP = [
     made("a place in the memo of 4 billion", pickled(b"]r\xff\xff\xff\xff."), "remembers a value at place 4,294,967,295 of 0"),
     made("a memo that doubles", pickled(b"]\x94" + b"".join(b"0" + b"](h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"."), "has the instruction POP, which is not followed"),
     made("a memo that doubles, without a wrong instruction", pickled(b"(]\x94" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"t."), f"is not {WHAT[9:]}"),
+    made("a shape that is lists again and again", metadata(b"}" + text(b"w") + a_tensor(size=DOUBLED) + b"s"), "has a tuple of 61 for a shape or offsets"),
+    made("a name that is lists again and again", metadata(b"}" + DOUBLED + a_tensor() + b"s"), "a tuple of 61 is the name of a tensor"),
+    made("a place of lists again and again", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + record(b"MetadataIndex", fqn=DOUBLED) + record(b"StorageInfo") + b"s"), "has a place of a tuple of 61, and no such tensor"),
+    made("a file that is lists again and again", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + record(b"MetadataIndex", fqn=text(b"w")) + record(b"StorageInfo", relative_path=DOUBLED) + b"s"), "tensor 'w' is in a tuple of 61"),
     made("a persistent id", pickled(b"K\x01Q."), "refers to something outside of itself"),
     made("an extension", pickled(b"\x84\x01\x00\x00\x00."), "has the instruction EXT4, which is not followed"),
     made("a tensor of 2**70 elements", metadata(b"}" + text(b"w") + a_tensor(size=b"\x8a\x09" + (1 << 70).to_bytes(9, "little") + b"\x85") + b"s"), "for a shape or offsets; expected whole numbers"),
@@ -111,7 +118,7 @@ DCP = [
     Item("zeros, 1 GB", tree({".metadata": sparse(HEAD, 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
     Item("a text of 1 GB of zeros", tree({".metadata": sparse(pickled(b"X\x00\x00\x00\x40"), 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has 1.1 GB; at most 268.4 MB are taken", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
     torch("an item with nothing wrong", torchs(an_item(rebuilt())), "", code=0),
-    torch("an item that calls", torchs(an_item(b"cos\nsystem\n(" + text(b"touch called") + b"tR.")), "'w' is kept as system, which is not read"),
+    torch("an item that calls", torchs(an_item(b"cos\nsystem\n(" + text(b"touch called") + b"tR.")), "'w' is kept as 'system', which is not read"),
     torch("an item that is no zip archive", torchs(b"\xff" * 4000), "is not a tensor that torch.save stored"),
     torch("an item of zeros", torchs(bytes(4000)), "is not a tensor that torch.save stored"),
     torch("an item that is empty", torchs(b"", 0), "__0_0.distcp: is empty; a checkpoint was expected"),
@@ -123,5 +130,5 @@ DCP = [
     torch("strides of 2**62", torchs(an_item(rebuilt(strides=b"\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"\x85"))), "goes beyond its storage"),
     torch("a first element of 2**62", torchs(an_item(rebuilt(first=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "goes beyond its storage"),
     torch("a shape of 2**40 that lies in one element", torchs(an_item(rebuilt(b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85", b"K\x00\x85")), size=b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85"), "is transposed in its file, in 1,099,511,627,776 pieces"),
-    torch("a parameter in a parameter, a hundred deep", torchs(an_item(b"ctorch._utils\n_rebuild_parameter\n" * 100 + b"}" + b"\x85R" * 100 + b".")), "is kept as _rebuild_parameter, which is not read"),
+    torch("a parameter in a parameter, a hundred deep", torchs(an_item(b"ctorch._utils\n_rebuild_parameter\n" * 100 + b"}" + b"\x85R" * 100 + b".")), "is kept as '_rebuild_parameter', which is not read"),
 ]

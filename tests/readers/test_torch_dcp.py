@@ -125,7 +125,7 @@ def test_objects_are_listed(mindspore_data: Path) -> None:
     assert "objects.rng" in found  # which is a tensor
     assert len(found.objects) == 12
     shown = done("inspect", mindspore_data / "dcp" / "mcore_tp2_pp2" / "checkpoint").stdout
-    assert "not a tensor: decoder.layers.mlp.linear_fc1._extra_state/shard_{0-3}_4: a pickled object" in shown
+    assert "not a tensor: decoder.layers.mlp.linear_fc{1-2}._extra_state/shard_{0-3}_4: a pickled object" in shown
 
 
 def test_what_is_not_read_says_so(mindspore_data: Path) -> None:
@@ -193,7 +193,7 @@ ODD: dict[str, tuple[dict[str, Any], Any]] = {
     "another record": ({"key": "1"}, "is in the record b'data/0' of its item, which has b'data/1' first"),
     "of other strides": ({"strides": (4,)}, "the strides"),
     "negated": ({"more": ({"neg": True},)}, "is conjugated or negated"),
-    "too many arguments": ({"more": (1, 2, 3)}, "is kept as _rebuild_tensor_v2, which is not read"),
+    "too many arguments": ({"more": (1, 2, 3)}, "is kept as '_rebuild_tensor_v2', which is not read"),
 }  # fmt: skip
 
 
@@ -307,6 +307,13 @@ def test_flattened_states_that_cannot_be(tmp_path: Path, options: dict[str, Any]
     assert set(found) == {"b"}
     with pytest.raises(SourceError, match=said):
         reshard.plan(found)
+
+
+def test_encodings_that_cannot_be(tmp_path: Path) -> None:
+    items = {0: [("w", WHOLE, item(FULL["w"]))]}
+    for encoding, said in ((["a"] * 9, "'a', 'a', 'a'"), ([["x"]], r"\['x'\]"), ("zstd", r"\?"), (7, r"\?")):
+        with pytest.raises(SourceError, match=rf"'w' is encoded \(({said})\), which is not read"):
+            reshard.open(write_torch(tmp_path, FULL, items, transform_descriptors=encoding))
 
 
 def test_encoded_items_among_others(tmp_path: Path) -> None:

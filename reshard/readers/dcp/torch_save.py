@@ -21,7 +21,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.formats.entries import Entry
 from reshard.layout.block import is_possible, shape_text
-from reshard.readers.pickles import Name, Record, numbers, unpickled
+from reshard.readers.pickles import Name, Record, numbers, shown, unpickled
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _rebuilt(pickled: bytes, span: Span) -> _Rebuilt:
         made = inner
     version = {"_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}.get(name)
     if version is None or not version <= len(arguments) <= version + 1:
-        raise SourceError(f"is kept as {name or 'a value':.60}, which is not read")
+        raise SourceError(f"is kept as {shown(name) if name else 'a value'}, which is not read")
     if len(arguments) > version and not (isinstance(arguments[-1], list) and not arguments[-1]):
         raise SourceError("is conjugated or negated when it is loaded, which is not read")
     outside = arguments[0].arguments if isinstance(arguments[0], Record) and not arguments[0].name else ()

@@ -4,7 +4,7 @@
 rank, with the boxes of that rank. Of each tensor they have the dtype, the shape and the boxes by their offsets, and of
 each box the file that has it; several files may have the same one. Classes are told by their names alone: modules move.
 
-* PyTorch's files have one item after the other, each of which `torch.save` made (`readers.torch_save`). On request they
+* PyTorch's files have one item after the other, each of which `torch.save` made (`torch_save`). On request they
   are safetensors files, whose headers are right where the metadata are not.
 * hyper-parallel's files are safetensors files, in which a box is under the name of its tensor, or under a key of its
   own where a rank has several.
@@ -18,53 +18,32 @@ Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem}.py`, megatro
 
 from __future__ import annotations
 
-import re
 from math import prod
 from operator import add
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.formats import safetensors
-from reshard.formats.directories import DCP
 from reshard.formats.entries import Extent, FileIndex, RangeReader, ranges
-from reshard.layout.block import LONGEST_NAME, Block, flat_boxes, is_possible, shape_text
+from reshard.layout.block import Block, flat_boxes, shape_text
+from reshard.readers.dcp.metadata import FILES, Metadata
+from reshard.readers.dcp.torch_save import Span, read_items
 from reshard.readers.huggingface import without_notes
-from reshard.readers.pickles import Name, Pairs, Record, numbers, unpickled
-from reshard.readers.torch_save import Span, read_items
 from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.source.headers import read_indexes
 from reshard.source.listed import Listed, nothing_readable
 from reshard.source.probe import compare_contents
 from reshard.storage.places import of_each
-from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reshard.formats.entries import Entry
     from reshard.layout.block import Shape
+    from reshard.readers.dcp.metadata import Item, Stated
     from reshard.source.checkpoint import Tensor
     from reshard.storage.places import Place
-
-METADATA = ".metadata"
-
-_WHAT = "the metadata of a distributed checkpoint (DCP)"
-_MOST_BOXES = 1 << 21
-
-_OF_RANK = re.compile(r"(?:\.rank|__|)(\d{1,9})(?:_metadata|\.metadata)")
-_FILES = {
-    "StorageInfo": re.compile(r"_rank(?P<rank>\d{1,9})_\.safetensors"),
-    "_StorageInfo": re.compile(r"(?:[^/\\]*__(?P<rank>\d{1,9})_\d+|[^/\\]+)\.distcp", re.DOTALL),
-}
-"""The names of files of tensors, by the class that says which has a box: hyper-parallel's, PyTorch's."""
-
-_BUCKET = (
-    "is a bucket of Megatron's optimizer (dp_reshardable), of which nothing says what it holds: it can only be resumed "
-    "with the same layout"
-)
-_WHOLE_SHAPE = "nd_reformulated_orig_global_shape"
-_BUCKETS = "optimizer.distributed.dp_group_idx_"
 
 
 def open_dcp(place: Place, there: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
@@ -81,171 +60,11 @@ def open_dcp(place: Place, there: Sequence[str], *, contents: bool | Literal["bl
     Raises:
         SourceError: it is incomplete, or the metadata contradict themselves or the files; all at once.
     """
-    said = _Metadata(place, _metadata_files(place, there))
+    said = Metadata(place, there)
     return compare_contents(_checkpoint(place, there, said), {}, contents=contents)
 
 
-def _metadata_files(place: Place, there: Sequence[str]) -> list[str]:
-    """Return the names of the metadata: one file, or one a rank."""
-    if METADATA in there:
-        return [METADATA]
-    by_rank = {int(match[1]): name for name in there if (match := _OF_RANK.fullmatch(name))}
-    if not by_rank:
-        shown = f"{DCP.shown_by(place, sorted(there))} {DCP.problem}"
-        raise SourceError(f"{place}: {shown}, and has no {METADATA}, which comes last; was saving it interrupted?")
-    absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
-    if absent:
-        raise SourceError(f"{place}: has no metadata of rank {names(absent)}, and some of rank {max(by_rank)}")
-    return [name for _, name in sorted(by_rank.items())]
-
-
-class _Tensor(NamedTuple):
-    """A tensor as the metadata list it.
-
-    Attributes:
-        dtype: its name; empty where it is not known.
-        shape: of the whole tensor.
-        boxes: the offsets and extents of each box; an empty one may have the offsets of another.
-    """
-
-    dtype: str
-    shape: Shape
-    boxes: set[tuple[Shape, Shape]]
-
-
-class _Item(NamedTuple):
-    """Where a box is.
-
-    Attributes:
-        offsets: of the box in its tensor.
-        file: the name of the file that has it.
-        key: its name in a safetensors file.
-        begin: where an item of PyTorch's begins.
-        nbytes: how long that is; 0 of a box in hyper-parallel's.
-        encoding: how the item is encoded; empty where it is not.
-    """
-
-    offsets: Shape
-    file: str
-    key: str
-    begin: int
-    nbytes: int
-    encoding: str
-
-
-class _Metadata:
-    """What the metadata say, read with nothing believed; the parts of all ranks are joined."""
-
-    def __init__(self, place: Place, files: Sequence[str]) -> None:
-        self.described_by = names(files, most=1)
-        self.tensors: dict[str, _Tensor] = {}
-        self.objects: dict[str, str] = {}
-        self.items: dict[str, list[_Item]] = {}
-        self.refused: dict[str, str] = {}
-        self.flat: dict[str, Shape] = {}
-        self.known: dict[Record, tuple[Shape, Shape]] = {}
-        self.count = 0
-        for name in files:
-            content = unpickled(RangeReader(str(place / name), window=0), _WHAT)
-            try:
-                self._add(content)
-            except SourceError as error:
-                raise SourceError(f"{place / name}: {error}") from None
-
-    def _add(self, content: object) -> None:
-        if not (isinstance(content, Record) and content.name.endswith("Metadata")):
-            raise SourceError(f"is not {_WHAT}")
-        for name, one in _pairs(content, "state_dict_metadata"):
-            kind = one.name if isinstance(one, Record) else ""
-            if not isinstance(name, str) or not is_text(name) or len(name.encode()) > LONGEST_NAME:
-                raise SourceError(
-                    f"{name!r:.60} is the name of a tensor; expected at most {LONGEST_NAME} bytes of text"
-                )
-            if kind == "BytesStorageMetadata":
-                self.objects[name] = "a pickled object, which is not read"
-            elif kind == "TensorStorageMetadata":
-                self._add_tensor(name, one)
-            else:
-                raise SourceError(f"{name!r:.60} is a {kind or 'value'!r:.60}; expected a tensor or an object")
-        both = self.tensors.keys() & self.objects.keys()
-        if both:
-            raise SourceError(f"{names(sorted(both), most=3)} is both a tensor and an object")
-        for index, info in _pairs(content, "storage_data"):
-            self._add_item(index, info)
-        reshaped = content.field("mcore_data")
-        for name, one in reshaped.items() if isinstance(reshaped, Pairs) else ():
-            if isinstance(name, str) and isinstance(one, Pairs) and _WHOLE_SHAPE in (keys := one[::2]):
-                self.flat[name] = shape = numbers(one[2 * keys.index(_WHOLE_SHAPE) + 1])
-                if not is_possible(shape):
-                    raise SourceError(f"tensor {name!r:.60} was of shape {shape_text(shape)}, which no array can have")
-        self.refused |= {name: _BUCKET for name in self.tensors if name.startswith(_BUCKETS)}
-
-    def _add_tensor(self, name: str, one: Record) -> None:
-        shape = numbers(one.field("size"))
-        if not is_possible(shape):
-            raise SourceError(f"tensor {name!r:.60} has the shape {shape_text(shape)}, which no array can have")
-        found = _Tensor(_dtype(one.field("properties")), shape, set())
-        known = self.tensors.setdefault(name, found)
-        if (known.dtype, known.shape) != (found.dtype, found.shape):
-            ranks = f"{known.dtype} {shape_text(known.shape)} and {found.dtype} {shape_text(found.shape)}"
-            raise SourceError(f"tensor {name!r:.60} is {ranks}, as different ranks say")
-        chunks = one.field("chunks")
-        if not isinstance(chunks, list) or not all(isinstance(chunk, Record) for chunk in chunks):
-            raise SourceError(f"tensor {name!r:.60} has no list of boxes")
-        self.count += len(chunks)
-        if self.count > _MOST_BOXES:  # which a file can repeat without being large
-            raise SourceError(f"has more than {_MOST_BOXES:,} boxes")
-        boxes = {self._box(chunk) for chunk in chunks}
-        if not all(len(shape) == len(offsets) == len(extents) for offsets, extents in boxes):
-            raise SourceError(f"tensor {name!r:.60} of shape {shape_text(shape)} has a box of other dimensions")
-        known.boxes.update(boxes)
-
-    def _box(self, chunk: Record) -> tuple[Shape, Shape]:
-        """Return the offsets and extents of a box."""
-        if chunk not in self.known:
-            self.known[chunk] = numbers(chunk.field("offsets")), numbers(chunk.field("sizes"))
-        return self.known[chunk]
-
-    def _add_item(self, index: object, info: object) -> None:
-        if not (isinstance(index, Record) and isinstance(info, Record)):
-            raise SourceError("has a place that is not one of a box")
-        name, file, key = index.field("fqn"), info.field("relative_path"), info.field("tensor_key")
-        if isinstance(name, str) and name in self.objects:
-            return
-        if not isinstance(name, str) or name not in self.tensors:
-            raise SourceError(f"has a place of {name!r:.60}, and no such tensor")
-        known = _FILES.get(info.name)
-        if known is None:
-            raise SourceError(f"has a place of {name!r:.60} that is a {info.name!r:.60}, which is not known")
-        if not isinstance(file, str) or not known.fullmatch(file) or not file.isprintable():
-            raise SourceError(f"tensor {name!r:.60} is in {file!r:.60}; expected a file of a rank, without directories")
-        key = name if key is None else key
-        if not isinstance(key, str):
-            raise SourceError(f"tensor {name!r:.60} has {key!r:.60} for a tensor_key; expected text")
-        begin, nbytes, encoding = 0, 0, info.field("transform_descriptors")
-        if info.name == "_StorageInfo":
-            begin, nbytes = numbers((info.field("offset"), info.field("length")))
-        said = "" if not encoding else ", ".join(map(repr, encoding)) if isinstance(encoding, list) else "?"
-        item = _Item(numbers(index.field("offset")), file, key, begin, nbytes, said[:60])
-        self.items.setdefault(name, []).append(item)
-
-
-def _pairs(content: Record, name: str) -> Iterator[tuple[Any, Any]]:
-    found = content.field(name)
-    if not isinstance(found, Pairs):
-        raise SourceError(f"has no {name}; expected {_WHAT}")
-    return found.items()
-
-
-def _dtype(properties: object) -> str:
-    """Return the name of a dtype from the properties of a tensor; empty where it is not known."""
-    found = properties.field("dtype") if isinstance(properties, Record) else None
-    text = found.name if isinstance(found, Name) else str(found)
-    known = BY_NAME.get(text.removeprefix("torch.").lower())
-    return known.name if known else ""
-
-
-def _checkpoint(place: Place, there: Sequence[str], said: _Metadata) -> Checkpoint:
+def _checkpoint(place: Place, there: Sequence[str], said: Metadata) -> Checkpoint:
     """Join metadata and files."""
     held = _Files(place, there, said)
     listed = Listed()
@@ -274,8 +93,8 @@ class _Files:
         unlisted: what safetensors files have that the metadata do not list, by file.
     """
 
-    def __init__(self, place: Place, there: Sequence[str], said: _Metadata) -> None:
-        items: dict[str, list[tuple[str, _Item]]] = {}
+    def __init__(self, place: Place, there: Sequence[str], said: Metadata) -> None:
+        items: dict[str, list[tuple[str, Item]]] = {}
         for name, some in said.items.items():
             for item in some:
                 items.setdefault(item.file, []).append((name, item))
@@ -289,7 +108,7 @@ class _Files:
         ordered = [name for _, some in sorted(by_rank.items()) for name in some]
         self.ranks = tuple(rank for rank, some in sorted(by_rank.items()) for _ in some)
         self.numbers = {name: number for number, name in enumerate(ordered)}
-        self.entries: dict[_Item, Entry | str] = {}
+        self.entries: dict[Item, Entry | str] = {}
         self.unlisted: dict[str, list[str]] = {}
         headed = [name for name in ordered if _has_header(place / name, [item for _, item in items[name]])]
         indexes, _ = read_indexes({0: [place / name for name in headed]}, None)
@@ -305,7 +124,7 @@ class _Files:
         self.files = tuple(known[name] for name in ordered)
 
     def _read(
-        self, place: Place, some: Sequence[tuple[str, Sequence[tuple[str, _Item]]]], first: int
+        self, place: Place, some: Sequence[tuple[str, Sequence[tuple[str, Item]]]], first: int
     ) -> dict[str, SourceFile]:
         """Read the heads of the items of files; return these, whose headers are numbered from one on."""
         paths = [place.absolute() / file for file, _ in some]
@@ -334,7 +153,7 @@ class _Files:
             )
         }
 
-    def entry(self, item: _Item) -> Entry:
+    def entry(self, item: Item) -> Entry:
         """Return what a file has of a box; raise `SourceError` where it cannot be read."""
         found = self.entries.get(item, f"is encoded ({item.encoding}), which is not read")
         if isinstance(found, str):
@@ -343,11 +162,11 @@ class _Files:
 
 
 def _rank_of(name: str) -> int:
-    match = next(filter(None, (known.fullmatch(name) for known in _FILES.values())), None)
+    match = next(filter(None, (known.fullmatch(name) for known in FILES.values())), None)
     return int(match["rank"]) if match and match["rank"] else 0
 
 
-def _has_header(path: Place, items: Sequence[_Item]) -> bool:
+def _has_header(path: Place, items: Sequence[Item]) -> bool:
     """Return whether a file is a safetensors file: all of hyper-parallel's are, and PyTorch's can be."""
     if not any(item.nbytes for item in items):
         return True
@@ -357,7 +176,7 @@ def _has_header(path: Place, items: Sequence[_Item]) -> bool:
     return safetensors.recognizes(reader.upto(0, 16), reader.size)
 
 
-def _tensor(name: str, one: _Tensor, said: _Metadata, files: _Files, listed: Listed) -> Tensor:
+def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: Listed) -> Tensor:
     """Return a tensor; raise `SourceError` where it cannot be read."""
     held = []
     dtypes = {one.dtype: BY_NAME[one.dtype]} if one.dtype else {}
@@ -416,8 +235,8 @@ def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
     ]
 
 
-def _warnings(there: Sequence[str], said: _Metadata, files: _Files) -> Iterator[str]:
-    own = [name for name in there if any(known.fullmatch(name) for known in _FILES.values())]
+def _warnings(there: Sequence[str], said: Metadata, files: _Files) -> Iterator[str]:
+    own = [name for name in there if any(known.fullmatch(name) for known in FILES.values())]
     if others := sorted(name for name in own if name not in files.numbers):
         yield f"{said.described_by} does not name {names(others, most=3)}, which is not read"
     for name, some in files.unlisted.items():
