@@ -61,6 +61,7 @@ def main(group: str, slow: bool) -> None:
     faulthandler.enable()
     without_privileges()
     signal.signal(signal.SIGALRM, too_long)
+    signal.signal(signal.SIGPROF, too_long)
     sound = make_sound(Path("valid").absolute())
     warm_up(sound)
     for item in corpus.items()[group]:
@@ -139,8 +140,9 @@ def run(command: str, names: dict[str, str], item: Item) -> tuple[int, str, str]
     code = 0
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]
-    faulthandler.dump_traceback_later(3 * item.seconds, exit=True)  # for a loop in C, which no signal ends
-    signal.setitimer(signal.ITIMER_REAL, item.seconds)
+    faulthandler.dump_traceback_later(6 * item.seconds, exit=True)  # for a loop in C, which no signal ends
+    signal.setitimer(signal.ITIMER_PROF, item.seconds)  # of processor time, which a busy machine does not lengthen
+    signal.setitimer(signal.ITIMER_REAL, 4 * item.seconds)  # for what waits
     resource.setrlimit(resource.RLIMIT_AS, (used + item.headroom, limit))
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -158,6 +160,7 @@ def run(command: str, names: dict[str, str], item: Item) -> tuple[int, str, str]
         err.write(f"unexpected {type(error).__name__}: {error}\n")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
     return code, err.getvalue(), out.getvalue()[:1_000_000]

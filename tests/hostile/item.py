@@ -51,7 +51,7 @@ class Item:
         file: what it is called.
         slow: for the slow suite.
         headroom: bytes of address space that a command may take.
-        seconds: how long a command may take, on a machine that does other things too.
+        seconds: how much processor time a command may take; it may wait four times as long.
     """
 
     name: str

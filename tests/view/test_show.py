@@ -169,10 +169,10 @@ def large(tensors: int, ranks: int) -> Checkpoint:
 
 def test_ten_thousand_tensors_are_quick_and_short() -> None:
     checkpoint = large(10_000, 64)
-    began = time.perf_counter()
+    began = time.process_time()
     text = checkpoint_text(checkpoint)
     files = rank_files_text(rank_parts("big", checkpoint.files, checkpoint.ranks))
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     assert len(text.splitlines()) == 22
     assert "h.{0-999}.wa" in text
     assert "ranks 0-63: each 10,000 tensors" in files
