@@ -16,9 +16,9 @@ from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import BLOCKS, SHARDING_INFO
 from reshard.formats.entries import Extent
 from reshard.layout.block import Block, is_possible, shape_text
+from reshard.readers.listed import Listed, nothing_readable
 from reshard.source.checkpoint import Checkpoint, TensorSpec
 from reshard.source.headers import read_indexes
-from reshard.source.listed import Listed, nothing_readable
 from reshard.source.probe import compare_contents
 from reshard.storage.small import parse_json
 

@@ -30,9 +30,9 @@ from reshard.layout.block import Block, flat_boxes, shape_text
 from reshard.readers.dcp.metadata import FILES, Metadata
 from reshard.readers.dcp.torch_save import Span, read_items
 from reshard.readers.huggingface import without_notes
+from reshard.readers.listed import Listed, nothing_readable
 from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.source.headers import read_indexes
-from reshard.source.listed import Listed, nothing_readable
 from reshard.source.probe import compare_contents
 from reshard.storage.places import of_each
 
