@@ -405,6 +405,11 @@ def _expanded(name: str, layout: Layout, shape: Shape | None) -> tuple[list[int]
         )
     if len(shape) != len(layout.tensor_map):
         raise UsageError(f"tensor {name!r}: its shape is {shape_text(shape)}, which its layout {layout} does not fit")
+    if layout.param_split_shape and len(layout.tensor_map[0]) > 1:
+        raise UsageError(
+            f"tensor {name!r}: several axes cut dimension 0 into pieces of several sizes ({layout}), which JSON cannot "
+            "write expanded; write protobuf (a name that does not end with .json)"
+        )
     tensor_map: list[int] = []
     sizes: list[int] = []
     for axes, extent in zip(layout.tensor_map, shape, strict=True):

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from reshard.dtypes import DType, by_name
 from reshard.errors import Faults, LayoutError, UsageError, names
 from reshard.layout.layout import MOST_DEVICES, Layout, whole
+from reshard.layout.placements import is_placement, placed, placement
 from reshard.strategy.names import matches, matching, no_match, optimizer_states
 from reshard.strategy.strategy import Strategy
 
@@ -42,11 +43,16 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.strategy.operators import OperatorStrategy
 
+    LayoutOf = Callable[[Shape], Layout]  # of a tensor of a shape
+
 AxisEntry = str | tuple[str, ...] | None
 """What splits a dimension: a mesh axis, several (major first), or nothing."""
 
 Rule = Sequence[AxisEntry] | None
-"""An entry for each dimension, the rest not split; None: not in the strategy."""
+"""An entry for each dimension, the rest not split; None: not in the strategy.
+
+Or PyTorch's placements, one for each axis of the mesh, such as `["shard(0)", "replicate"]` (`layout.placements`).
+"""
 
 
 class Options(TypedDict, total=False):
@@ -106,7 +112,7 @@ def from_rules(
     _check_options(options, faults)
     faults.raise_if_any(UsageError)
     unsplit = Layout(tuple(extents.values()), ())
-    return _build(shapes, made, lambda ndim: replace(unsplit, tensor_map=((),) * ndim), "rules", options, faults)
+    return _build(shapes, made, lambda shape: replace(unsplit, tensor_map=((),) * len(shape)), "rules", options, faults)
 
 
 def from_operators(
@@ -144,7 +150,7 @@ def from_operators(
             faults.add(_at("operators", glob), f"is a layout of {layout.devices} devices; a stage has {devices}")
         made[glob] = layout and _exactly(layout)
     faults.raise_if_any(UsageError)
-    return _build(shapes, made, lambda ndim: whole(ndim, devices), "operators", options, faults)
+    return _build(shapes, made, lambda shape: whole(len(shape), devices), "operators", options, faults)
 
 
 # --- rules ------------------------------------------------------------------------------------------------------
@@ -179,8 +185,8 @@ def _mesh(mesh: object, faults: Faults) -> dict[str, int]:
     return extents
 
 
-def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults) -> Callable[[int], Layout] | None:
-    """Return what gives a rule's layout for a number of dimensions; a rule that is none is a fault."""
+def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults) -> LayoutOf | None:
+    """Return what gives a rule's layout for a shape; a rule that is none is a fault."""
     if rule is None:
         return None
     values = {axis: len(mesh) - 1 - place for place, axis in enumerate(mesh)}
@@ -188,6 +194,8 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults
     if isinstance(rule, str) or not isinstance(rule, Sequence):
         faults.add(where, f"is {rule!r:.60}; expected a list of axes, one entry a dimension, or nothing at all")
         return None
+    if any(is_placement(entry) and entry not in mesh for entry in rule):
+        return _placements_rule(rule, mesh, where, faults)
     used: set[str] = set()
     for dim, entry in enumerate(rule):
         axes = () if entry in (None, "None", []) else (entry,) if isinstance(entry, str) else entry
@@ -203,7 +211,8 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults
         tensor_map.append(tuple(values.get(axis, 0) for axis in axes))
     extents = tuple(mesh.values())
 
-    def layout(ndim: int) -> Layout:
+    def layout(shape: Shape) -> Layout:
+        ndim = len(shape)
         if len(tensor_map) > ndim:
             raise LayoutError(f"has {len(tensor_map)} entries; a tensor that it is for has {ndim} dimensions")
         return Layout(extents, (*tensor_map, *((),) * (ndim - len(tensor_map))))
@@ -211,10 +220,23 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults
     return layout
 
 
-def _exactly(layout: Layout) -> Callable[[int], Layout]:
-    def of(ndim: int) -> Layout:
-        if len(layout.tensor_map) != ndim:
-            raise LayoutError(f"is for {len(layout.tensor_map)} dimensions; a tensor that it is for has {ndim}")
+def _placements_rule(rule: Sequence[object], mesh: Mapping[str, int], where: str, faults: Faults) -> LayoutOf | None:
+    """Return what gives the layout of placements; those that are none are faults."""
+    if len(rule) != len(mesh):
+        faults.add(where, f"has {len(rule)} placements; expected one for each axis of the mesh: {names(mesh)}")
+    placements = []
+    for number, entry in enumerate(rule):
+        try:
+            placements.append(placement(str(entry)))
+        except LayoutError as error:
+            faults.add(f"{where}[{number}]", str(error))
+    return lambda shape: placed(tuple(mesh.values()), placements, shape)
+
+
+def _exactly(layout: Layout) -> LayoutOf:
+    def of(shape: Shape) -> Layout:
+        if len(layout.tensor_map) != len(shape):
+            raise LayoutError(f"is for {len(layout.tensor_map)} dimensions; a tensor that it is for has {len(shape)}")
         return layout
 
     return of
@@ -225,8 +247,8 @@ def _exactly(layout: Layout) -> Callable[[int], Layout]:
 
 def _build(
     shapes: Mapping[str, Shape],
-    rules: Mapping[str, Callable[[int], Layout] | None],
-    unmatched: Callable[[int], Layout],
+    rules: Mapping[str, LayoutOf | None],
+    unmatched: LayoutOf,
     key: str,
     options: Options,
     faults: Faults,
@@ -287,9 +309,9 @@ def _first_matches(
 
 def _layouts(
     shapes: Mapping[str, Shape],
-    rules: Mapping[str, Callable[[int], Layout] | None],
+    rules: Mapping[str, LayoutOf | None],
     ruled: Mapping[str, str | None],
-    unmatched: Callable[[int], Layout],
+    unmatched: LayoutOf,
     key: str,
     faults: Faults,
 ) -> dict[str, Layout]:
@@ -300,13 +322,13 @@ def _layouts(
         glob = ruled[name]
         try:
             layout_of = unmatched if glob is None else rules[glob] or unmatched
-            layouts[name] = layout_of(len(shape))
+            layouts[name] = layout_of(shape)
             splits = layouts[name].splits
         except LayoutError as error:
             wrong.setdefault((glob or "", str(error)), []).append(name)
             continue
         for dim, (extent, ways) in enumerate(zip(shape, splits, strict=True)):
-            if extent % ways:
+            if extent % ways and not (dim == 0 and layouts[name].param_split_shape):
                 what = f"splits dimension {dim} of size {extent} {ways} ways, which does not divide it"
                 wrong.setdefault((glob or "", what), []).append(name)
     for (glob, what), found in wrong.items():
@@ -335,7 +357,13 @@ def optimizer_sharded(layout: Layout, shape: Shape, nbytes: int, *, size: int = 
     """
     sharing = prod(layout.dev_matrix[axis] for axis in layout.unused_axes)
     pieces = min(size, sharing) if size > 1 else sharing
-    if layout.opt_weight_shard_size or sharing == 1 or not shape or nbytes < threshold * 1024:
+    if (
+        layout.opt_weight_shard_size
+        or layout.param_split_shape
+        or sharing == 1
+        or not shape
+        or nbytes < threshold * 1024
+    ):
         return layout
     if sharing % pieces or shape[0] // layout.splits[0] % pieces:
         return layout

@@ -4,6 +4,7 @@
     rules:                            # globs of names; the first match counts
       "*.wq.weight": [mp]             # dimension 0 by mp, the others whole
       "*.wo.weight": [null, [dp, mp]] # dimension 1 by both, dp major
+      "*.wk.weight": [shard(0), replicate]  # PyTorch's placements: what each axis of the mesh does
       "learning_rate*": null          # not in the strategy: copied as it is
     optimizer_parallel: true
     optimizer_weight_shard_size: -1   # these two are MindSpore's defaults

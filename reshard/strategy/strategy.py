@@ -144,7 +144,8 @@ class Strategy:
             mesh: the extents of the axes of a stage's device mesh by name, outermost first.
             rules: globs of tensor names to what splits each dimension: an axis, several (major first), or None.
                 The first match counts; a shorter rule leaves the other dimensions whole, as no rule does all.
-                Optimizer states go with their weights. A rule that is None leaves tensors out of the strategy.
+                Optimizer states go with their weights. A rule that is None leaves tensors out of the strategy. Or
+                PyTorch's placements, one for each axis: `["shard(0)", "replicate"]`.
             options: `dtypes`, `optimizer_parallel`, `optimizer_weight_shard_size`, `parallel_optimizer_threshold`,
                 `optimizer_parallel_except`, `pipeline`, `only_by_rule`, `predict`; see `strategy.rules.Options`.
 

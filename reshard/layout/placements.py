@@ -1,0 +1,125 @@
+"""Placements of PyTorch's DTensor: what each axis of a mesh does, where a layout has axes for each dimension.
+
+1. `Shard(d)` cuts dimension d. Several axes that cut one dimension do so one after the other, the first the coarsest.
+2. `_StridedShard(d, split_factor=k)` cuts it after the later axes that do, into k pieces together: so FSDP2 cuts what
+   tensor parallelism has cut.
+3. A dimension of size n that is cut k ways has pieces of ceil(n / k), of which the last are shorter or empty, as
+   `torch.chunk` makes them. A layout has such sizes for dimension 0 alone.
+
+Source: PyTorch 2.13 `distributed/tensor/placement_types.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import LayoutError
+from reshard.layout.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.layout.block import Shape
+
+_REPLICATE = re.compile(r"replicate(?:\(\))?", re.IGNORECASE)
+_SHARD = re.compile(
+    r"(?P<strided>_?strided_?)?shard\((?:dim=)?(?P<dim>-?\d{1,3})(?:, *(?:split_factor|sf)=(?P<factor>\d{1,6}))?\)",
+    re.IGNORECASE,
+)
+
+
+class Shard(NamedTuple):
+    """An axis cuts a dimension; into how many pieces later axes have cut it before, or None for none of them."""
+
+    dim: int
+    factor: int | None = None
+
+
+Placement = Shard | None
+"""What an axis does; None: nothing, its devices hold the same."""
+
+
+def is_placement(text: object) -> bool:
+    """Return whether a text is a placement, or looks as if it were to be one.
+
+    >>> [is_placement(text) for text in ("shard(0)", "Replicate()", "partial(sum)", "tp", None)]
+    [True, True, True, False, False]
+    """
+    return isinstance(text, str) and ("(" in text or bool(_REPLICATE.fullmatch(text)))
+
+
+def placement(text: str) -> Placement:
+    """Return the placement that a text is, as PyTorch writes it or in small letters.
+
+    Raises:
+        LayoutError: it is none.
+
+    >>> placement("shard(0)"), placement("_StridedShard(dim=0, sf=4)"), placement("Replicate()")
+    (Shard(dim=0, factor=None), Shard(dim=0, factor=4), None)
+    """
+    if _REPLICATE.fullmatch(text):
+        return None
+    match = _SHARD.fullmatch(text)
+    if not match or bool(match["strided"]) != bool(match["factor"]):
+        raise LayoutError(
+            f"{text!r:.60} is not a placement; expected shard(DIM), strided_shard(DIM, split_factor=N) or replicate"
+        )
+    return Shard(int(match["dim"]), int(match["factor"]) if match["factor"] else None)
+
+
+def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Layout:
+    """Return the layout of a tensor.
+
+    Args:
+        extents: of the axes of the mesh, outermost first.
+        placements: one for each axis.
+        shape: of the whole tensor.
+
+    Raises:
+        LayoutError: there is no such dimension, strided pieces are not those of the later axes, or a dimension that is
+            not the first has pieces of several sizes.
+
+    >>> print(placed((2, 4), [Shard(0), Shard(1)], (4, 8)), placed((2, 4), [Shard(0, 4), Shard(0)], (8, 8)))
+    [2, 4] map [1, 0] [2, 4] map [(0, 1), -1]
+    >>> placed((8,), [Shard(0)], (10, 4)).param_split_shape
+    (2, 2, 2, 2, 2, 0, 0, 0)
+    """
+    axes_of: list[list[int]] = [[] for _ in shape]
+    for axis, one in reversed(list(enumerate(placements))):
+        if one is None:
+            continue
+        if not -len(shape) <= one.dim < len(shape):
+            raise LayoutError(f"shards dimension {one.dim}; a tensor that it is for has {len(shape)} dimensions")
+        axes = axes_of[one.dim]
+        before = prod(extents[other] for other in axes)
+        if one.factor not in {None, before}:
+            raise LayoutError(f"has the split_factor {one.factor}; later axes cut dimension {one.dim} {before} ways")
+        axes.insert(0 if one.factor is None else len(axes), axis)
+    sizes: Shape = ()
+    for dim, axes in enumerate(axes_of):
+        pieces = [shape[dim]]
+        for axis in axes:
+            pieces = [size for piece in pieces for size in _chunks(piece, extents[axis])]
+        if len(set(pieces)) > 1:
+            if dim:
+                raise LayoutError(
+                    f"splits dimension {dim} of size {shape[dim]} {len(pieces)} ways, which does not divide it; only "
+                    "dimension 0 can have pieces of several sizes"
+                )
+            sizes = tuple(pieces)
+    last = len(extents) - 1
+    return Layout(
+        tuple(extents), tuple(tuple(last - axis for axis in axes) for axes in axes_of), param_split_shape=sizes
+    )
+
+
+def _chunks(extent: int, count: int) -> list[int]:
+    """Return the sizes of pieces as `torch.chunk` makes them, and of those that it leaves out.
+
+    >>> _chunks(10, 8), _chunks(9, 2)
+    ([2, 2, 2, 2, 2, 0, 0, 0], [5, 4])
+    """
+    size = -(-extent // count)
+    return [min(size, max(extent - size * number, 0)) for number in range(count)]
