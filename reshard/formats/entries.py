@@ -125,6 +125,19 @@ class Content(NamedTuple):
     runs: Runs = ()
 
 
+class Crc(NamedTuple):
+    """The CRC-32 of a range of a file, which the file has behind the range, in four bytes, little-endian.
+
+    Attributes:
+        begin, nbytes: the range.
+        places: the offsets of the sums.
+    """
+
+    begin: int
+    nbytes: int
+    places: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FileLayout:
     """Where everything of a file to be written goes; equal only to itself, since files share it.
@@ -133,11 +146,14 @@ class FileLayout:
         size: of the whole file, in bytes.
         literals: the bytes that are not tensor contents, with their offsets.
         contents: the blocks, each with its runs; a tensor may have several.
+        crcs: CRC-32 sums that the file has of its contents, ascending; such a file is written from its first byte to
+            its last.
     """
 
     size: int
     literals: tuple[tuple[int, bytes], ...]
     contents: tuple[Content, ...] = ()
+    crcs: tuple[Crc, ...] = ()
 
     @property
     def content_bytes(self) -> int:

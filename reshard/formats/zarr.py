@@ -30,7 +30,7 @@ from reshard.dtypes import INT4
 from reshard.errors import Option, Text, UsageError
 from reshard.formats.entries import Content, FileLayout, ShardFiles
 from reshard.layout.block import Block
-from reshard.storage.crc32c import crc32c
+from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -28,7 +28,7 @@ from reshard.formats.zarr_chunks import Compressed, Decoding, Fill, Foreign, sla
 from reshard.formats.zarr_files import V2, StoreFiles, check_options, option, own_notes, read_metadata, strings
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
-from reshard.storage.crc32c import crc32c
+from reshard.storage.crc import crc32c
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:

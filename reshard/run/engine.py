@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.formats.entries import ranges, wants
 from reshard.plan.bands import VIEWS
-from reshard.storage.crc32c import crc32c
+from reshard.storage.crc import crc32c
 from reshard.storage.local import thread
 from reshard.storage.places import in_batches
 

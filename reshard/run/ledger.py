@@ -20,7 +20,7 @@ from reshard.errors import ReshardError, TargetError
 from reshard.formats.entries import ranges
 from reshard.run.locks import locks_at, opened
 from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, digest, known, lines_of, listed, parts_of
-from reshard.storage.crc32c import combine
+from reshard.storage.crc import combine
 from reshard.storage.local import write_error
 from reshard.storage.places import as_place, can, store_at
 from reshard.storage.remote import remote_store

@@ -36,7 +36,7 @@ from reshard.run.preflight import (
 from reshard.run.tasks import unfinished, withdraw
 from reshard.source.made import VERSION, small_strategy, source_data
 from reshard.source.records import Record
-from reshard.storage.crc32c import crc_of_range
+from reshard.storage.crc import crc32, crc_of_range
 from reshard.storage.local import free_bytes, local_store
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
@@ -408,6 +408,12 @@ def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:
         held = bytearray(len(content))
         local_store().read_into(path, offset, memoryview(held))
         if held != content:
+            return False
+    for begin, nbytes, places in layout.crcs:
+        held = bytearray(4 * len(places))
+        for at, place in enumerate(places):
+            local_store().read_into(path, place, memoryview(held)[4 * at : 4 * at + 4])
+        if held != crc_of_range(local_store(), path, begin, nbytes, crc32).to_bytes(4, "little") * len(places):
             return False
     return True
 

@@ -17,8 +17,9 @@ from reshard.errors import ChangedError, GoneError, SourceError
 from reshard.plan.partition import whole_files
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.ledger import in_files
-from reshard.storage.base import Around, Ordered, Sinks
+from reshard.storage.base import Around, Ordered, Sinks, Summing
 from reshard.storage.cipher import store_of
+from reshard.storage.crc import crc32
 from reshard.storage.local import local_store
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, store_at
@@ -398,7 +399,8 @@ def _sink(plan: Plan, number: int, directory: str) -> Sink:
     path, size = f"{directory}/{file.path}", plan.size_of(file)
 
     def create() -> Sink:
-        return store_at(directory).create(unfinished(plan, number, directory), size)
+        made = store_at(directory).create(unfinished(plan, number, directory), size)
+        return Summing(made, layout.crcs, crc32) if layout.crcs else made
 
     def begin() -> Sink:
         if plan.cipher is None:

@@ -320,6 +320,54 @@ class Ordered:
             self._into.abort()
 
 
+class Summing:
+    """A file that is written from its first byte to its last, into which sums of its ranges are filled.
+
+    Args:
+        into: takes the file.
+        sums: of each range where it begins, its bytes, and the places of its sum behind it, at each of which four bytes
+            of zeros come at once; ascending.
+        crc: continues a sum of four bytes with what comes next.
+    """
+
+    def __init__(
+        self,
+        into: Sink,
+        sums: Iterable[tuple[int, int, tuple[int, ...]]],
+        crc: Callable[[memoryview | bytes, int], int],
+    ) -> None:
+        self._into, self._crc = into, crc
+        self._sums = iter(sums)
+        self._range = next(self._sums, None)
+        self._value = 0
+        self._found: dict[int, bytes] = {}
+
+    @property
+    def ended(self) -> bool:
+        """The file is complete."""
+        return self._into.ended
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write what comes next in the file."""
+        end = offset + len(data)
+        while self._range and self._range[0] < end:
+            begin, nbytes, places = self._range
+            self._value = self._crc(data[max(begin - offset, 0) : begin + nbytes - offset], self._value)
+            if begin + nbytes > end:
+                break
+            self._found.update(dict.fromkeys(places, self._value.to_bytes(4, "little")))
+            self._range, self._value = next(self._sums, None), 0
+        self._into.write_at(offset, self._found.pop(offset, data))
+
+    def finish(self, *, durable: bool) -> None:
+        """End the file."""
+        self._into.finish(durable=durable)
+
+    def abort(self) -> None:
+        """Give up."""
+        self._into.abort()
+
+
 @contextmanager
 def reading(error: type[ReshardError], path: object = None) -> Iterator[None]:
     """Turn what the system refuses (permissions, loops of links, names that are too long) into an error of a kind.

@@ -15,7 +15,7 @@ from reshard.formats import index_file
 from reshard.formats.entries import FileIndex
 from reshard.layout.block import shape_text
 from reshard.source.headers import gaps
-from reshard.storage.crc32c import crc32c
+from reshard.storage.crc import crc32c
 from reshard.storage.places import as_place, of_each
 from reshard.storage.small import refuse_inputs
 from reshard.verify.difference import Difference

@@ -9,7 +9,7 @@ from reshard.errors import UsageError
 from reshard.formats.entries import wants
 from reshard.plan import budget
 from reshard.run.engine import scratch
-from reshard.storage.crc32c import combine_ranges, crc32c
+from reshard.storage.crc import combine_ranges, crc32c
 from reshard.storage.places import any_store, in_batches
 from reshard.storage.threads import run_threads
 

@@ -14,7 +14,7 @@ from reshard.run import ledger
 from reshard.run.ledger import Ledger
 from reshard.source import records
 from reshard.source.records import DIRECTORY, Record, known
-from reshard.storage.crc32c import crc32c
+from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -46,7 +46,7 @@ from reshard.run import session as resume
 from reshard.run.preflight import Do, of, preflight
 from reshard.source import records
 from reshard.storage.base import PARTIAL, unfinished_path
-from reshard.storage.crc32c import crc32c
+from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.storage.crc32c import combine, crc32c
+from reshard.storage.crc import combine, crc32c
 
 # RFC 3720, appendix B.4
 PUBLISHED = [

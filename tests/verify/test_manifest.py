@@ -16,7 +16,7 @@ from reshard import Layout, Manifest, Strategy
 from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.errors import SourceError, TargetError, UsageError
 from reshard.plan import budget
-from reshard.storage.crc32c import combine_ranges, crc32c
+from reshard.storage.crc import combine_ranges, crc32c
 from reshard.verify.manifest import FileSums, read_manifest, write_manifest
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.cli.terminal import OPTIONS
 from reshard.errors import spelled
-from reshard.storage.crc32c import crc32c
+from reshard.storage.crc import crc32c
 from reshard.view.data import report_data
 from reshard.view.text import plan_text, report_text
 
