@@ -20,6 +20,7 @@ _HOMES = {
     "Checkpoint": "source.checkpoint",
     "Checkpoint2": "targets.checkpoint2",
     "Cipher": "storage.cipher",
+    "DCP": "targets.dcp",
     "HuggingFaceSet": "formats.sets",
     "Layout": "layout.layout",
     "make_manifest": "verify.verify",
@@ -45,6 +46,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "DCP",
     "Block",
     "Checkpoint",
     "Checkpoint2",
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
     from reshard.targets.checkpoint2 import Checkpoint2
+    from reshard.targets.dcp import DCP
     from reshard.targets.pattern import read_layouts
     from reshard.verify.manifest import Manifest, read_manifest, write_manifest
     from reshard.verify.verify import Verification, make_manifest, verify

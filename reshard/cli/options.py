@@ -10,6 +10,7 @@ import click
 
 from reshard.cli.commands import option
 from reshard.cli.values import (
+    DCP,
     READ,
     READ_PLACE,
     STRATEGY_PLACE,
@@ -106,7 +107,7 @@ max_shard_size_option = option(
     first=True,
     callback=size,
     metavar="SIZE",
-    help="Most tensor bytes in a file of a set. One tensor alone may have more.  [default: 4GB]",
+    help="Most tensor bytes in a file of a set. One tensor alone may have more.  [default: 4GB; 1GiB of --format dcp]",
 )
 
 
@@ -337,8 +338,9 @@ def _with_target_options(style: str, command: Callable[..., Any]) -> Callable[..
             "--format",
             under="Target",
             first=True,
-            type=click.Choice(["ckpt", "safetensors"]),
-            help="Format of the files.  [default: the source's]",
+            type=click.Choice(["ckpt", "safetensors", DCP]),
+            help="Format of the files. dcp: a distributed checkpoint of PyTorch, .metadata and __0_0.distcp and so on; "
+            "without --target-strategy one of whole tensors.  [default: the source's]",
         ),
         target_step_option,
         prefix_option,
@@ -347,8 +349,8 @@ def _with_target_options(style: str, command: Callable[..., Any]) -> Callable[..
             under="Target",
             type=READ_PLACE,
             metavar="CHECKPOINT",
-            help="--style checkpoint2: cut the tensors as in this Checkpoint 2.0, of which metadata.json is enough, in "
-            "place of --target-strategy.",
+            help="--style checkpoint2, --format dcp: cut the tensors as in this Checkpoint 2.0, of which metadata.json "
+            "is enough, in place of --target-strategy.",
         ),
         style_option(style),
         target_strategy_option,

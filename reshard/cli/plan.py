@@ -26,13 +26,14 @@ from reshard.cli.options import (
     target_options,
 )
 from reshard.cli.terminal import called_as, cluster_client, print_json, print_text, say, say_warnings, wrote
-from reshard.cli.values import CHECKPOINT2, READ, TARGET, WRITE, noting_swap
+from reshard.cli.values import CHECKPOINT2, DCP, READ, TARGET, WRITE, noting_swap
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.readers.open import files_read, made_at
 from reshard.storage.small import refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from reshard.formats.entries import TargetFiles
@@ -153,12 +154,18 @@ def made_plan(
     given = dict(planning)
     style, prefix, step, layouts_of = (given.pop(key) for key in ("style", "prefix", "target_step", "layouts_of"))
     if style != CHECKPOINT2:
-        refuse_options({"--target-step": step, "--layouts-of": layouts_of}, "--style checkpoint2")
+        refuse_options({"--target-step": step}, "--style checkpoint2")
+        refuse_options(
+            {} if given["format"] == DCP else {"--layouts-of": layouts_of}, "--style checkpoint2 or --format dcp"
+        )
     if style not in {None, CHECKPOINT2}:
         return _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
     if layouts_of and target_strategy:
         raise UsageError("--layouts-of and --target-strategy both say how tensors are cut; leave one out")
-    if style:
+    if given["format"] == DCP:
+        refuse_options({"--prefix": prefix, "--style": style}, "--format ckpt or safetensors")
+        given["files"] = set_files(DCP, max_shard_size, None, None)
+    elif style:
         given["files"] = set_files(style, max_shard_size, prefix, step)
     elif prefix is not None:
         given["prefix"] = prefix
@@ -168,7 +175,7 @@ def made_plan(
     return reshard.plan(checkpoint, wanted, selection=selection, threads=threads, **given)
 
 
-def refuse_options(given: dict[str, object], which: str) -> None:
+def refuse_options(given: Mapping[str, object], which: str) -> None:
     """Check that no option is given that is only for another kind of target.
 
     Raises:
@@ -201,8 +208,10 @@ def _unified(
 
 
 def set_files(style: str | None, max_shard_size: int | None, prefix: str | None, step: int | None) -> TargetFiles:
-    """Return the files of a style, as the options ask for them."""
+    """Return the files of a style or a format, as the options ask for them."""
     some: dict[str, Any] = {} if max_shard_size is None else {"max_shard_bytes": max_shard_size}
+    if style == DCP:
+        return reshard.DCP(**some)
     if style == CHECKPOINT2:
         return reshard.Checkpoint2(step, prefix, **some)
     return reshard.HuggingFaceSet(**some) if style == "huggingface" else reshard.MindSporeSet(**some)

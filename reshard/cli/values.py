@@ -194,6 +194,9 @@ class PathType(click.Path):
 CHECKPOINT2 = "checkpoint2"
 """The style of MindSpore Transformers, which is that of whole tensors and of blocks."""
 
+DCP = "dcp"
+"""The format of PyTorch's distributed checkpoints, which is likewise that of both."""
+
 
 class StyleType(click.Choice[str]):
     """How the files of a target are called, and what stands beside them."""

@@ -28,7 +28,7 @@ from reshard.cli.options import (
 )
 from reshard.cli.plan import KEYS, carry_out, check_manifest_place, made_plan, refuse_options, set_files
 from reshard.cli.terminal import say_warnings
-from reshard.cli.values import CHECKPOINT2, READ_PLACE, TARGET_PLACE, noting_swap, size
+from reshard.cli.values import CHECKPOINT2, DCP, READ_PLACE, TARGET_PLACE, noting_swap, size
 from reshard.errors import TargetError, UsageError
 from reshard.plan.select import Selection
 from reshard.storage.small import is_within
@@ -113,7 +113,7 @@ Example:
       --source-strategy src_strategy.ckpt
 """,
     details=KEYS,
-    short_help="Merge into whole tensors: a Hugging Face or MindSpore set, a Checkpoint 2.0, or a zarr store.",
+    short_help="Merge into whole tensors: a Hugging Face or MindSpore set, a Checkpoint 2.0, a DCP, or a zarr store.",
 )
 @click.argument("source", type=READ_PLACE)
 @click.argument("target", type=TARGET_PLACE)
@@ -122,10 +122,11 @@ Example:
     "--format",
     under="Target",
     first=True,
-    type=click.Choice(["safetensors", "zarr"]),
+    type=click.Choice(["safetensors", "zarr", DCP]),
     default="safetensors",
     show_default=True,
-    help="Files and an index, or a zarr v3 group in the directory TARGET.",
+    help="Files and an index, a zarr v3 group in the directory TARGET, or a distributed checkpoint of PyTorch, which "
+    "loads it into any mesh.",
 )
 @style_option(
     "Names of the files. In MindSpore's style part0.safetensors and param_name_map.json, and what the strategy "
@@ -179,20 +180,20 @@ def unify(
 
     With --style checkpoint2 TARGET is the directory of a run: other iterations there stay, and the tracker is replaced.
     """
-    zarr_options = (chunk_size, shard_size, compression)
-    for wrong, options in (("safetensors", zarr_options), ("zarr", (style, max_shard_size))):
-        if format == wrong and any(option is not None for option in options):
-            raise UsageError(
-                "--chunk-size, --shard-size and --compression are only for --format zarr, --style and "
-                "--max-shard-size only for safetensors"
-            )
+    if format != "zarr":
+        of_zarr = {"--chunk-size": chunk_size, "--shard-size": shard_size, "--compression": compression}
+        refuse_options(of_zarr, "--format zarr")
+    else:
+        refuse_options({"--max-shard-size": max_shard_size}, "--format safetensors or dcp")
+    if format != "safetensors":
+        refuse_options({"--style": style}, "--format safetensors")
     if style != CHECKPOINT2:
         refuse_options({"--prefix": prefix, "--target-step": target_step}, "--style checkpoint2")
     files: TargetFiles
     if format == "zarr":
-        files = reshard.ZarrGroup(*zarr_options)
+        files = reshard.ZarrGroup(chunk_size, shard_size, compression)
     else:
-        files = set_files(style, max_shard_size, prefix, target_step)
+        files = set_files(DCP if format == DCP else style, max_shard_size, prefix, target_step)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     plan = reshard.plan(
         checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads,

@@ -26,6 +26,8 @@ from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
 from reshard.targets.checkpoint2 import Checkpoint2, Checkpoint2Target
+from reshard.targets.dcp import DCP, DCPTarget
+from reshard.targets.dcp import NAME as DCP_NAME
 from reshard.targets.destination import Item
 from reshard.targets.pattern import Pattern
 from reshard.targets.ranks import Ranks
@@ -66,7 +68,7 @@ def plan(
         target: which rank is to hold which block; None for one rank of whole tensors. For a Checkpoint 2.0 also what
             `reshard.read_layouts` says of another.
         format: `safetensors` or `ckpt`; by default the source's, and safetensors where that is mixed or zarr. `zarr`
-            for one group of whole tensors, without a target strategy.
+            for one group of whole tensors, without a target strategy; `dcp` for a distributed checkpoint of PyTorch.
         prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank where the source
             is one stage of a pipeline.
         files: another way to lay out the target's files (see `formats.entries.TargetFiles`), such as a unified set or a
@@ -106,16 +108,11 @@ def plan(
     selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=lacks)
     ranks = None if ranks is None else tuple(ranks)
     part = "" if source.part is None else f"_part{source.part}"
-    files = files or (ZarrGroup() if format == ZARR else RankFiles(prefix, part))
-    some = bool(ranks or stage is not None)
-    if isinstance(files, ZarrGroup) and (target or some or remove_redundancy or link_replicas):
-        raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
+    own = {ZARR: ZarrGroup, DCP_NAME: DCP}
+    files = files or (own[format]() if format in own else RankFiles(prefix, part))
+    _check_target(files, target, some=bool(ranks or stage is not None), once=remove_redundancy or link_replicas)
     if isinstance(files, Checkpoint2):
-        if some:
-            raise UsageError("a Checkpoint 2.0 has all ranks: leave ranks and stage out")
         files = files.of(source)
-    elif target is not None and not isinstance(target, Strategy):
-        raise UsageError("the target is a pattern of a Checkpoint 2.0; give files=reshard.Checkpoint2(), or a Strategy")
     written = _format_of(source, files, format)
     cipher = _to_write(target_cipher, written)
     asked, wanted = _of_stage(target, stage, ranks)
@@ -140,6 +137,8 @@ def plan(
             source, asked, items, files=files, remove_redundancy=remove_redundancy, link_replicas=link_replicas,
             faults=faults,
         )  # fmt: skip
+    elif isinstance(files, DCP):
+        destination = DCPTarget(asked, items, files=files, faults=faults)
     else:
         destination = Ranks(
             source, asked, items, format=by_name(written), files=files, ranks=wanted, faults=faults, cipher=cipher,
@@ -157,10 +156,32 @@ def plan(
     )
 
 
+def _check_target(files: TargetFiles, target: Strategy | Pattern | None, *, some: bool, once: bool) -> None:
+    """Check that what is asked for goes together.
+
+    Args:
+        files: how the files are laid out.
+        target: which rank holds which block.
+        some: some ranks, or those of a stage, are asked for.
+        once: replicas are to be stored once, or linked.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if isinstance(files, ZarrGroup) and (target or some or once):
+        raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
+    if isinstance(files, DCP) and (some or once):
+        raise UsageError("a DCP has the blocks of all ranks, each once: leave ranks, stage, redundancy and links out")
+    if isinstance(files, Checkpoint2) and some:
+        raise UsageError("a Checkpoint 2.0 has all ranks: leave ranks and stage out")
+    if not (target is None or isinstance(target, Strategy) or isinstance(files, (Checkpoint2, DCP))):
+        raise UsageError("the target is a pattern of a Checkpoint 2.0; give files=reshard.Checkpoint2(), or a Strategy")
+
+
 def _format_of(source: Checkpoint, files: TargetFiles, asked: str | None) -> str:
     """Return the format of a target's files: the only one that they may have, the one asked for, or the source's."""
-    own = {ZarrGroup: ZARR, Checkpoint2: "safetensors"}.get(type(files))
-    if asked not in {None, own} and (own or asked == ZARR):
+    own = {ZarrGroup: ZARR, Checkpoint2: "safetensors", DCP: DCP_NAME}.get(type(files))
+    if asked not in {None, own} and (own or asked in {ZARR, DCP_NAME}):
         raise UsageError(f"format {asked} and {type(files).__name__} do not go together")
     before = source.format if source.format in {known.NAME for known in formats()} else "safetensors"
     return own or by_name(asked or str(before)).NAME

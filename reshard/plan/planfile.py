@@ -45,6 +45,7 @@ from reshard.storage.small import read_small, refuse_existing, refuse_inputs, wr
 from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse
 from reshard.strategy.strategy import Strategy
 from reshard.targets.checkpoint2 import Checkpoint2
+from reshard.targets.dcp import DCP
 from reshard.targets.pattern import PATTERN, Pattern, pattern_data, read_pattern
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ _WAYS: dict[str, tuple[type[Any], tuple[object, ...]]] = {
     "hugging_face_set": (HuggingFaceSet, (COUNT,)),
     "checkpoint2": (Checkpoint2, (Maybe(COUNT), Maybe(TEXT), COUNT, Maybe(TEXT))),
     "zarr_group": (ZarrGroup, (Maybe(COUNT), Maybe(COUNT), Maybe(TEXT), FLAG)),
+    "dcp": (DCP, (COUNT,)),
 }
 
 _SOURCE = {

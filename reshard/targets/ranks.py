@@ -213,24 +213,9 @@ class Ranks:
     def _grid(self, name: str, shape: Shape) -> Grid | None:
         """Return which ranks of the target hold which block; None where it does not fit, a fault that is kept once."""
         if name not in self._fitted:
-            self._fitted[name] = self._fit(name, shape)
+            assert self._target is not None  # noqa: S101 -- it names the tensor
+            self._fitted[name] = fitted(self._target, name, shape, self._faults)
         return self._fitted[name]
-
-    def _fit(self, name: str, shape: Shape) -> Grid | None:
-        assert self._target is not None  # noqa: S101 -- it names the tensor
-        try:
-            grid = self._target.grid(name, shape)
-        except LayoutError as error:
-            self._faults.add(f"tensor {name!r}", str(error).removeprefix(f"tensor {name!r}: "))
-            return None
-        stated = self._target.shape_of(name)
-        if stated not in {None, shape}:
-            self._faults.add(
-                f"tensor {name!r}",
-                f"has shape {shape_text(shape)}; the target strategy says {shape_text(stated or ())}",
-            )
-            return None
-        return grid
 
     def _equal_ranks(self) -> dict[int, int]:
         """Return, for each rank, the lowest one that gets the same file, byte for byte."""
@@ -271,6 +256,22 @@ def copied_whole(source: Checkpoint, target: Arrangement | None, items: Sequence
         return ()
     count = f"{len(whole)} tensor{'s' * (len(whole) != 1)}"
     return (f"copied whole to every rank, as the target strategy does not name it: {count}, {names(whole, most=3)}",)
+
+
+def fitted(target: Arrangement, name: str, shape: Shape, faults: Faults) -> Grid | None:
+    """Return which ranks of a target hold which block of a tensor that it names; None, and a fault, where none can."""
+    try:
+        grid = target.grid(name, shape)
+    except LayoutError as error:
+        faults.add(f"tensor {name!r}", str(error).removeprefix(f"tensor {name!r}: "))
+        return None
+    stated = target.shape_of(name)
+    if stated not in {None, shape}:
+        faults.add(
+            f"tensor {name!r}", f"has shape {shape_text(shape)}; the target strategy says {shape_text(stated or ())}"
+        )
+        return None
+    return grid
 
 
 def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:

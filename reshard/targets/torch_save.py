@@ -1,0 +1,165 @@
+"""What `torch.save` makes of one tensor, or of one text: a zip of stored records, laid out around the tensor's bytes.
+
+A record begins at a multiple of 64 bytes of the zip; its checksum and size stand behind it and in the central
+directory. The checksum of the tensor's bytes is known only when they were written, so its places are left open. All
+else depends on dtype and shape alone: tensors alike share these bytes. There is no `.data/serialization_id`, which
+tells files apart by their checksums, and which PyTorch does not ask for.
+
+Source: PyTorch 2.13 `caffe2/serialize/inline_container.cc` and its miniz, `torch/serialization.py`, `torch/_utils.py`;
+the bytes before the contents are those of real files.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from struct import pack
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import UsageError
+from reshard.targets.pickles import Call, Global, Persistent, pickled
+
+if TYPE_CHECKING:
+    from reshard.dtypes import DType
+    from reshard.layout.block import Shape
+
+_STORAGES = {
+    "float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int",
+    "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool", "complex64": "ComplexFloat",
+}  # fmt: skip
+_UNTYPED = {
+    "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+}  # fmt: skip
+
+_ALIGNMENT = 64
+_LEAST_ZIP64 = 0xFFFFFFFF
+_UTF8, _DESCRIBED = 0x800, 8  # flags: names are UTF-8; checksum and sizes stand behind the record
+
+
+class Saved(NamedTuple):
+    """A zip without the contents of its tensor.
+
+    Attributes:
+        nbytes: the size of the zip.
+        literals: its own bytes, with their offsets.
+        data: where the tensor's bytes go: offset and how many; none of a text.
+        crcs: where the CRC-32 of these goes, four bytes each, little-endian; nowhere without bytes.
+    """
+
+    nbytes: int
+    literals: tuple[tuple[int, bytes], ...]
+    data: tuple[int, int] = (0, 0)
+    crcs: tuple[int, ...] = ()
+
+
+def torch_dtype(name: str, dtype: DType) -> Global:
+    """Return what PyTorch calls a dtype.
+
+    Raises:
+        UsageError: PyTorch has no such dtype; the message names the tensor.
+    """
+    if dtype.name not in _UNTYPED and dtype.name not in _STORAGES:
+        raise UsageError(f"tensor {name!r}: PyTorch has no dtype {dtype}; cast the tensor, or leave it out")
+    return Global("torch", dtype.name)
+
+
+@lru_cache(maxsize=4096)
+def saved_tensor(dtype: DType, shape: Shape) -> Saved:
+    """Return the zip of a tensor in row-major order, of a dtype that PyTorch has."""
+    numel = prod(shape)
+    strides = tuple(accumulate((max(extent, 1) for extent in shape[:0:-1]), lambda a, b: a * b, initial=1))[::-1]
+    is_untyped = dtype.name in _UNTYPED
+    kind = (
+        Global("torch.storage", "UntypedStorage") if is_untyped else Global("torch", f"{_STORAGES[dtype.name]}Storage")
+    )
+    storage = Persistent(("storage", kind, "0", "cpu", numel * dtype.itemsize if is_untyped else numel))
+    hooks = Call(Global("collections", "OrderedDict"), ())
+    more = (Global("torch", dtype.name),) if is_untyped else ()
+    function = Global("torch._utils", "_rebuild_tensor_v3" if is_untyped else "_rebuild_tensor_v2")
+    arguments = (storage, 0, shape, strides if shape else (), False, hooks, *more)
+    return _zip(pickled(Call(function, arguments), 2), numel * dtype.itemsize)
+
+
+@lru_cache(maxsize=64)
+def saved_text(text: str) -> Saved:
+    """Return the zip of a text."""
+    return _zip(pickled(text, 2), None)
+
+
+Parts = list[bytes | int | None]
+"""Of a zip, one behind the other: its own bytes; how many of the tensor's; None for the CRC-32 of these."""
+
+
+def _zip(content: bytes, data: int | None) -> Saved:
+    """Return a zip of a pickle, and of so many bytes of a tensor if there is one."""
+    records: list[tuple[str, bytes | int]] = [
+        ("data.pkl", content),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % _ALIGNMENT),
+        ("byteorder", b"little"),
+        *([] if data is None else [("data/0", data)]),
+        ("version", b"3\n"),
+    ]
+    parts: Parts = []
+    directory: Parts = []
+    for name, some in records:
+        record, entry = _record(name, some, _size(parts))
+        parts += record
+        directory += entry
+    return _saved([*parts, *directory, _end(len(records), _size(parts), _size(directory))])
+
+
+def _record(name: str, content: bytes | int, begin: int) -> tuple[Parts, Parts]:
+    """Return a record that begins at a byte of the zip, and its entry in the central directory.
+
+    Args:
+        name: of the record.
+        content: its contents, or how many bytes of the tensor it has.
+        begin: where it begins.
+    """
+    nbytes = len(content) if isinstance(content, bytes) else content
+    crc = pack("<I", zlib.crc32(content)) if isinstance(content, bytes) else None if content else bytes(4)
+    path = f"archive/{name}".encode()
+    large = [*([nbytes] * 2 if nbytes >= _LEAST_ZIP64 else []), *([begin] if begin >= _LEAST_ZIP64 else [])]
+    zip64 = pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+    flags = _UTF8 | (_DESCRIBED if nbytes else 0)
+    padding = -(begin + 30 + len(path) + len(zip64) + 4) % _ALIGNMENT
+    header = pack("<4s5H3I2H", b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(zip64) + 4 + padding)
+    parts: Parts = [header + path + zip64 + pack("<2sH", b"FB", padding) + b"Z" * padding]
+    if nbytes:
+        parts += [content, b"PK\7\10", crc, pack("<2Q" if large else "<2I", nbytes, nbytes)]
+    small, place = min(nbytes, _LEAST_ZIP64), min(begin, _LEAST_ZIP64)
+    rest = pack("<2I5H2I", small, small, len(path), len(zip64), 0, 0, 0, 0, place)
+    return parts, [pack("<4s6H", b"PK\1\2", 0, 0, flags, 0, 0, 0), crc, rest + path + zip64]
+
+
+def _end(records: int, begin: int, nbytes: int) -> bytes:
+    """Return what stands behind a central directory, which begins at a byte of the zip and has so many."""
+    zip64 = pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x31E, 45, 0, 0, records, records, nbytes, begin)
+    locator = pack("<4sIQI", b"PK\6\7", 0, begin + nbytes, 1)
+    end = pack("<4s4H2IH", b"PK\5\6", 0, 0, records, records, nbytes, min(begin, _LEAST_ZIP64), 0)
+    return zip64 + locator + end
+
+
+def _size(parts: Parts) -> int:
+    return sum(part if isinstance(part, int) else 4 if part is None else len(part) for part in parts)
+
+
+def _saved(parts: Parts) -> Saved:
+    """Return where the parts of a zip are; its own bytes that follow each other are joined."""
+    literals: list[tuple[int, bytes]] = []
+    data, crcs, position = (0, 0), [], 0
+    for part in parts:
+        if part is None:
+            crcs.append(position)
+        elif isinstance(part, int):
+            data = position, part
+        elif literals and sum((literals[-1][0], len(literals[-1][1]))) == position:
+            literals[-1] = literals[-1][0], literals[-1][1] + part
+        else:
+            literals.append((position, part))
+        position += _size([part])
+    return Saved(position, tuple(literals), data, tuple(crcs))

@@ -1,0 +1,367 @@
+"""Distributed checkpoints of PyTorch as a target: their bytes, by zipfile, pickle and files that PyTorch wrote."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import numbers, tree, write_file, write_ranks
+from click.testing import CliRunner
+from format_files import saved, st_file
+from written_dcp import assert_whole, read, unpickled
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.cli.main import cli
+from reshard.dtypes import BY_NAME
+from reshard.errors import SourceError, UsageError
+from reshard.targets.pickles import pickled
+from reshard.targets.torch_save import saved_tensor, saved_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from helpers import Array
+
+    from reshard.targets.torch_save import Saved
+
+FULL = numbers({"layer.w": (16, 8), "layer.b": (8,), "norm": (16,)}) | {
+    "step": np.array(2.5, np.float32),
+    "empty": np.zeros((0, 4), np.float32),
+    "count": np.arange(7),
+    "one/odd name.é": np.ones((3, 1, 2), ml_dtypes.bfloat16),
+}
+MESH = {"dp": 2, "tp": 4}
+RULES: dict[str, Any] = {"layer.w": ["tp", "dp"], "layer.b": ["tp"], "norm": None}
+
+
+def source(tmp_path: Path, full: dict[str, Any] | None = None) -> reshard.Checkpoint:
+    return reshard.open(write_file(tmp_path / "src.safetensors", full or FULL))
+
+
+def strategy() -> Strategy:
+    return Strategy.from_rules({name: array.shape for name, array in FULL.items()}, MESH, RULES)
+
+
+def filled(item: Saved, data: bytes = b"") -> bytes:
+    """A zip with its tensor's bytes."""
+    content = bytearray(b"\xa5" * item.nbytes)
+    crc = zlib.crc32(data).to_bytes(4, "little")
+    for offset, piece in [*item.literals, (item.data[0], data), *((place, crc) for place in item.crcs)]:
+        content[offset : offset + len(piece)] = piece
+    return bytes(content)
+
+
+def test_an_item_is_what_torch_saves_but_for_its_number(mindspore_data: Path) -> None:
+    """All but `.data/serialization_id`, a hash of PyTorch's, which stands last."""
+    compared = 0
+    for tensor in read(mindspore_data / "directories" / "dcp_files").tensors.values():
+        for offsets, sizes in tensor.chunks:
+            item = saved_tensor(BY_NAME[tensor.dtype.removeprefix("torch.")], sizes)
+            real = tensor.items[offsets]
+            begin, nbytes = item.data
+            made = filled(item, real[begin : begin + nbytes])
+            with zipfile.ZipFile(io.BytesIO(real)) as archive:
+                end = archive.getinfo("archive/.data/serialization_id").header_offset
+            assert made[:end] == real[:end]
+            with zipfile.ZipFile(io.BytesIO(made)) as archive:
+                assert archive.testzip() is None
+            compared += 1
+    assert compared == 8
+
+
+def test_a_text_is_an_object() -> None:
+    with zipfile.ZipFile(io.BytesIO(filled(saved_text("héllo")))) as archive:
+        assert archive.testzip() is None
+        assert pickle.loads(archive.read("archive/data.pkl")) == "héllo"  # noqa: S301 -- written here
+        assert archive.read("archive/byteorder") == b"little"
+
+
+@pytest.mark.parametrize("shape", [(1 << 30,), ((1 << 30) - 1,), (3, 1 << 29)])
+def test_a_tensor_of_4_gib_has_zip64_records(shape: tuple[int, ...], tmp_path: Path) -> None:
+    item = saved_tensor(BY_NAME["float32"], shape)
+    with (tmp_path / "item").open("wb") as file:  # sparse
+        for offset, piece in item.literals:
+            file.seek(offset)
+            file.write(piece)
+    with zipfile.ZipFile(tmp_path / "item") as archive:
+        records = {info.filename: info for info in archive.infolist()}
+        assert records["archive/data/0"].file_size == item.data[1] == 4 * np.prod(shape)
+        with archive.open("archive/data/0") as data:
+            assert data.read(10) == bytes(10)
+        assert archive.read("archive/version") == b"3\n"
+    assert (tmp_path / "item").stat().st_size == item.nbytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [("a", "b", ("c", 1, 2, 3), []), {"a": [None, True, False]}, list(range(2500)), [2**70, -3, -(2**31), 2**31]],
+)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_pickle_is_read_by_python(value: object, protocol: int) -> None:
+    made = pickled(value, protocol)
+    assert pickle.loads(made) == value  # noqa: S301 -- written here
+    if protocol == 2 and not isinstance(value, dict):  # one item has an opcode of its own there
+        assert made == pickle.dumps(value, 2)
+
+
+def test_whole_tensors(tmp_path: Path) -> None:
+    reshard.plan(source(tmp_path), format="dcp").run(tmp_path / "out")
+    found = assert_whole(tmp_path / "out", FULL)
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.distcp")) == ["__0_0.distcp"]
+    assert found.planner_data == {name: (name,) for name in FULL}
+    assert (found.state["version"], found.state["storage_meta"]) == ("1.0.0", None)
+    assert str(tmp_path).encode() not in (tmp_path / "out" / ".metadata").read_bytes()
+
+
+def test_every_dtype_of_torch(tmp_path: Path) -> None:
+    full: dict[str, Array] = {}
+    for name in (
+        "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16",
+        "float32", "float64", "complex64", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+    ):  # fmt: skip
+        dtype = BY_NAME[name].numpy()
+        full[name] = np.arange(6 * dtype.itemsize, dtype=np.uint8).view(dtype).reshape(2, 3)
+    header: dict[str, Any] = {}
+    for name, array in full.items():
+        begin = sum(full[before].nbytes for before in header)
+        kind = BY_NAME[name].safetensors
+        header[name] = {"dtype": kind, "shape": [2, 3], "data_offsets": [begin, begin + array.nbytes]}
+    file = saved(tmp_path, st_file(header, b"".join(array.tobytes() for array in full.values())), "a.safetensors")
+    reshard.plan(reshard.open(file), format="dcp").run(tmp_path / "out")
+    assert_whole(tmp_path / "out", full)
+
+
+def test_a_dtype_that_torch_has_not_is_refused(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "a.ckpt", {"w": np.zeros(3, ml_dtypes.int4)}, "ckpt")
+    with pytest.raises(UsageError, match="tensor 'w': PyTorch has no dtype int4"):
+        reshard.plan(reshard.open(file), format="dcp")
+
+
+def test_blocks_of_a_mesh_each_once(tmp_path: Path) -> None:
+    reshard.plan(source(tmp_path), strategy(), format="dcp").run(tmp_path / "out")
+    found = assert_whole(tmp_path / "out", FULL)
+    assert len(found.tensors["layer.w"].chunks) == 8
+    assert found.tensors["layer.w"].chunks[:2] == [((0, 0), (4, 4)), ((0, 4), (4, 4))]
+    assert len(found.tensors["layer.b"].chunks) == 4
+    assert len(found.tensors["norm"].chunks) == 1
+    assert set(found.ranges) == {f"__{rank}_0.distcp" for rank in range(8)}
+
+
+def test_replicas_are_spread_over_the_ranks(tmp_path: Path) -> None:
+    full = numbers({f"w{number}": (8, 4) for number in range(8)})
+    whole = Strategy.of({name: Layout.of([4], [-1, -1]) for name in full})
+    reshard.plan(source(tmp_path, full), whole, format="dcp").run(tmp_path / "out")
+    found = assert_whole(tmp_path / "out", full)
+    assert {path: len(ranges) for path, ranges in found.ranges.items()} == {
+        f"__{rank}_0.distcp": 2 for rank in range(4)
+    }
+
+
+def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
+    full = numbers({f"w{number}": (8, 4) for number in range(5)} | {"large": (40, 8)})
+    files = reshard.DCP(max_shard_bytes=300)
+    reshard.plan(source(tmp_path, full), files=files).run(tmp_path / "out")
+    found = assert_whole(tmp_path / "out", full)
+    assert sorted(map(len, found.ranges.values())) == [1, 1, 2, 2]
+
+
+def test_from_ranks_with_texts(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "a.ckpt", {**FULL, "lr": "cosine", "none": ""}, "ckpt")
+    reshard.plan(reshard.open(file), strategy(), format="dcp").run(tmp_path / "out")
+    found = assert_whole(tmp_path / "out", FULL)
+    assert found.objects == {"lr": "cosine", "none": ""}
+
+
+def test_rows_become_columns(tmp_path: Path) -> None:
+    full = numbers({"w": (48, 16), "b": (24,)})
+    rows = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [0])})
+    columns = Strategy.of({"w": Layout.of([2, 2], [-1, (1, 0)]), "b": Layout.of([2, 2], [0])})
+    checkpoint = reshard.open(write_ranks(tmp_path / "src", full, rows), strategy=rows)
+    made = []
+    for number, options in enumerate([{"threads": 1}, {"threads": 4}, {"scheduler": "synchronous"}]):
+        reshard.plan(checkpoint, columns, format="dcp").run(tmp_path / f"{number}", **options)
+        assert_whole(tmp_path / f"{number}", full)
+        made.append({name: content for name, content in tree(tmp_path / f"{number}").items() if ".reshard" not in name})
+    assert made[0] == made[1] == made[2]
+
+
+def test_selected_renamed_and_cast(tmp_path: Path) -> None:
+    selection = reshard.Selection(
+        include=("layer.*", "step"), names={"layer.*": "model.*.x"}, cast={"float32": "bfloat16"}
+    )
+    reshard.plan(source(tmp_path), format="dcp", selection=selection).run(tmp_path / "out")
+    expected = {"model.w.x": FULL["layer.w"], "model.b.x": FULL["layer.b"], "step": FULL["step"]}
+    assert_whole(tmp_path / "out", {name: array.astype(ml_dtypes.bfloat16) for name, array in expected.items()})
+
+
+def test_at_a_url(tmp_path: Path) -> None:
+    import fsspec
+
+    reshard.plan(source(tmp_path), strategy(), format="dcp").run(tmp_path / "local")
+    reshard.plan(source(tmp_path), strategy(), format="dcp").run("memory://dcp-out")
+    fs = fsspec.filesystem("memory")
+    for path in (tmp_path / "local").glob("[!.]*"):
+        assert fs.cat(f"/dcp-out/{path.name}") == path.read_bytes()
+    assert fs.cat("/dcp-out/.metadata") == (tmp_path / "local" / ".metadata").read_bytes()
+
+
+def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    uneven = Strategy.of({"layer.b": Layout.of([3], [0])})
+    with pytest.raises(SourceError, match="dimension 0 of size 8 does not divide into 3"):
+        reshard.plan(source(tmp_path), uneven, format="dcp")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ranks": [0]}, {"remove_redundancy": True}, {"link_replicas": True}, {"stage": 0}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_a_dcp_has_not(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a DCP has the blocks of all ranks, each once"):
+        reshard.plan(source(tmp_path), strategy(), format="dcp", **options)
+
+
+def test_what_does_not_go_together(tmp_path: Path) -> None:
+    checkpoint = source(tmp_path)
+    with pytest.raises(UsageError, match="format dcp and MindSporeSet do not go together"):
+        reshard.plan(checkpoint, format="dcp", files=reshard.MindSporeSet())
+    with pytest.raises(UsageError, match="format ckpt and DCP do not go together"):
+        reshard.plan(checkpoint, format="ckpt", files=reshard.DCP())
+    with pytest.raises(UsageError, match="have sums of themselves are written from first byte to last"):
+        reshard.plan(checkpoint, format="dcp").run(tmp_path / "out", partition="tensor")
+    with pytest.raises(UsageError, match="expected at least 1"):
+        reshard.DCP(0)
+
+
+def invoke(*arguments: object) -> str:
+    done = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="reshard")
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_commands(tmp_path: Path) -> None:
+    root = source(tmp_path).root
+    reshard.write_strategy(strategy(), tmp_path / "strategy.json")
+    target = ["--target-strategy", tmp_path / "strategy.json", "--format", "dcp"]
+    assert "9 files" in invoke("transform", root, tmp_path / "one", *target, "--dry-run")
+    invoke("transform", root, tmp_path / "one", *target)
+    assert "nothing is left to do" in invoke("transform", root, tmp_path / "one", *target)
+    assert_whole(tmp_path / "one", FULL)
+    invoke("unify", root, tmp_path / "two", "--format", "dcp", "--max-shard-size", "300")
+    assert len(assert_whole(tmp_path / "two", FULL).ranges) == 3
+    invoke("plan", root, *target, "-o", tmp_path / "plan.json")
+    invoke("run", tmp_path / "plan.json", tmp_path / "three")
+    assert (tmp_path / "three" / ".metadata").read_bytes() == (tmp_path / "one" / ".metadata").read_bytes()
+
+
+@pytest.mark.parametrize("options", [["--prefix", "a"], ["--style", "checkpoint2"]])
+def test_options_of_other_targets(options: list[str], tmp_path: Path) -> None:
+    arguments = ["transform", source(tmp_path).root, str(tmp_path / "out"), "--format", "dcp", *options]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 2
+    assert "only for --format ckpt or safetensors" in done.output
+
+
+def test_metadata_is_last_and_withdrawn_first(tmp_path: Path) -> None:
+    plan = reshard.plan(source(tmp_path), format="dcp")
+    assert [file.path for file in plan.files if file.last] == [".metadata"]
+    plan.run(tmp_path / "out")
+    other = reshard.plan(source(tmp_path, numbers({"w": (4, 4)})), format="dcp")
+    other.run(tmp_path / "out", overwrite=True)
+    assert_whole(tmp_path / "out", numbers({"w": (4, 4)}))
+
+
+def test_names_are_pickled_once(tmp_path: Path) -> None:
+    """Of 2,000 blocks the metadata have some 100 bytes each."""
+    full = numbers({"a long name of a tensor": (2000, 1)})
+    rows = Strategy.of({name: Layout.of([2000], [0, -1]) for name in full})
+    plan = reshard.plan(source(tmp_path, full), rows, format="dcp")
+    (metadata,) = [file for file in plan.files if file.last]
+    content = metadata.layout.literals[0][1]
+    assert len(content) < 2000 * 130
+    assert len(dict(unpickled(content)[1])["storage_data"]) == 2000
+
+
+def test_a_changed_bit_is_seen_by_its_sum(tmp_path: Path) -> None:
+    """The reader of these tests finds what is wrong."""
+    reshard.plan(source(tmp_path), format="dcp").run(tmp_path / "out")
+    path = tmp_path / "out" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[content.index(FULL["layer.w"].tobytes())] ^= 1
+    path.write_bytes(content)
+    with pytest.raises((AssertionError, zipfile.BadZipFile)):
+        assert_whole(tmp_path / "out", FULL)
+
+
+RULES_FILE = """
+mesh: {dp: 2, tp: 4}
+rules:
+  "*.rows": [shard(0), replicate]
+  "*.both": [shard(0), shard(1)]
+  "*.fsdp_of_tp": ["strided_shard(0, split_factor=4)", shard(0)]
+  "*.flat": [Shard(0), Shard(0)]
+"""
+
+
+def chunks(extent: int, count: int) -> list[tuple[int, int]]:
+    """Begins and ends of what `torch.chunk` gives, and of what it leaves out."""
+    size = -(-extent // count)
+    return [(min(size * number, extent), min(size * (number + 1), extent)) for number in range(count)]
+
+
+def test_a_mesh_and_placements(tmp_path: Path) -> None:
+    full = numbers({"a.rows": (5, 3), "a.both": (3, 8), "a.fsdp_of_tp": (18, 2), "a.flat": (10,), "a.whole": (3,)})
+    root = source(tmp_path, full).root
+    (tmp_path / "rules.yaml").write_text(RULES_FILE)
+    make = ["strategy", "make", tmp_path / "rules.yaml", "--like", root, "-o"]
+    invoke(*make, tmp_path / "strategy.ckpt")
+    invoke("transform", root, tmp_path / "out", "--target-strategy", tmp_path / "strategy.ckpt", "--format", "dcp")
+    boxes = {name: sorted(tensor.chunks) for name, tensor in assert_whole(tmp_path / "out", full).tensors.items()}
+    assert boxes["a.rows"] == [((0, 0), (3, 3)), ((3, 0), (2, 3))]
+    assert boxes["a.both"] == sorted(
+        ((begin, 2 * column), (end - begin, 2)) for begin, end in chunks(3, 2) for column in range(4)
+    )
+    for tensor, outer, inner in (("a.fsdp_of_tp", 4, 2), ("a.flat", 2, 4)):
+        extent, *others = full[tensor].shape
+        nested = [
+            (start + begin, end - begin)
+            for start, stop in chunks(extent, outer)
+            for begin, end in chunks(stop - start, inner)
+            if end > begin
+        ]
+        assert boxes[tensor] == sorted(((begin, *[0] * len(others)), (size, *others)) for begin, size in nested)
+    assert boxes["a.whole"] == [((0,), (3,))]
+    done = CliRunner().invoke(cli, [*map(str, make), str(tmp_path / "strategy.json")])
+    assert done.exit_code == 2
+    assert "several axes cut dimension 0 into pieces of several sizes" in done.output
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (["shard(0)"], "has 1 placements; expected one for each axis of the mesh: dp, tp"),
+        (["partial(sum)", "replicate"], "'partial(sum)' is not a placement; expected shard(DIM)"),
+        (["shard(0)", "tp"], "'tp' is not a placement"),
+        (["shard(2)", "replicate"], "shards dimension 2; a tensor that it is for has 2 dimensions"),
+        (["replicate", "shard(1)"], "splits dimension 1 of size 6 4 ways, which does not divide it; only dimension 0"),
+        (["strided_shard(0, split_factor=2)", "shard(0)"], "has the split_factor 2; later axes cut dimension 0 4 ways"),
+    ],
+)
+def test_placements_that_do_not_fit(rule: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Strategy.from_rules({"w": (8, 6)}, MESH, {"w": rule})
+    assert message in str(refused.value)
+
+
+def test_an_axis_may_be_called_as_a_placement_is() -> None:
+    mesh = {"replicate": 2, "shard": 2}
+    made = Strategy.from_rules({"w": (8, 6), "v": (8, 6)}, mesh, {"w": ["replicate"], "v": ["replicate", "shard(0)"]})
+    assert [str(made.tensors[name][0].layout) for name in "wv"] == ["[2, 2] map [1, -1]", "[2, 2] map [0, -1]"]

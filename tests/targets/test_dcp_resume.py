@@ -1,0 +1,52 @@
+"""Runs to distributed checkpoints that are stopped: what they wrote is of use to the next one if its sums are right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import numbers, write_file
+from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture for all tests here
+from written_dcp import assert_whole
+
+import reshard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULL = numbers({f"w{number}": (16, 8) for number in range(6)})
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> reshard.Plan:
+    checkpoint = reshard.open(write_file(tmp_path / "src.safetensors", FULL))
+    return reshard.plan(checkpoint, files=reshard.DCP(max_shard_bytes=512))
+
+
+def unfinished(target: Path) -> list[Path]:
+    return sorted(target.glob("*.partial"))
+
+
+def test_files_that_are_complete_are_kept(plan: reshard.Plan, tmp_path: Path) -> None:
+    stopped(plan, tmp_path / "out", tasks=2)
+    assert not (tmp_path / "out" / ".metadata").exists()
+    kept = unfinished(tmp_path / "out")
+    assert len(kept) >= 2
+    report = plan.run(tmp_path / "out", threads=1)
+    assert report.resumed >= 2 * 512
+    assert report.resumed + report.bytes_written == sum(array.nbytes for array in FULL.values())
+    assert_whole(tmp_path / "out", FULL)
+    assert not unfinished(tmp_path / "out")
+
+
+@pytest.mark.parametrize("where", ["sum", "sum of the directory", "contents"])
+def test_a_file_with_a_wrong_byte_is_written_again(where: str, plan: reshard.Plan, tmp_path: Path) -> None:
+    stopped(plan, tmp_path / "out", tasks=2)
+    number, path = next((n, p) for p in unfinished(tmp_path / "out") for n in range(6) if f"__0_{n}." in p.name)
+    (sums,) = plan.files[number].layout.crcs
+    place = {"sum": sums.places[0], "sum of the directory": sums.places[1], "contents": sums.begin}[where]
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    plan.run(tmp_path / "out", threads=1)
+    assert_whole(tmp_path / "out", FULL)

@@ -1,0 +1,187 @@
+"""With PyTorch installed: it loads the distributed checkpoints that are written here, every bit right.
+
+python -m venv torch && torch/bin/pip install torch==2.13.0 numpy
+RESHARD_TORCH_PYTHON=torch/bin/python pytest -m torch
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import numbers, write_file
+from format_files import saved, st_file
+
+import reshard
+from reshard import Strategy
+from reshard.dtypes import BY_NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from helpers import Array
+
+PYTHON = os.environ.get("RESHARD_TORCH_PYTHON", "")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not PYTHON, reason="RESHARD_TORCH_PYTHON names no Python that has PyTorch"),
+]
+
+SAME = """
+import sys, numpy as np, torch
+import torch.distributed.checkpoint as dcp
+expected = np.load(sys.argv[2])
+
+def check(name, tensor):
+    found = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert found == expected[name].tobytes(), name
+"""
+
+PLAIN = (
+    SAME
+    + """
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], sys.argv[1] + "/whole.pt")
+whole = torch.load(sys.argv[1] + "/whole.pt", weights_only=True)
+texts = {name: value for name, value in whole.items() if isinstance(value, str)}
+tensors = {name: value for name, value in whole.items() if name not in texts}
+assert tensors.keys() == set(expected), (sorted(tensors), sorted(expected))
+loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+dcp.load(loaded, checkpoint_id=sys.argv[1])
+for some in (tensors, loaded):
+    for name, tensor in some.items():
+        check(name, tensor)
+print("TEXTS", sorted(texts.items()))
+"""
+)
+
+MESHES = (
+    SAME
+    + """
+import os
+import torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.down(torch.relu(self.up(x))))
+
+def load(state):
+    dcp.load(state, checkpoint_id=sys.argv[1])
+    for name, tensor in state.items():
+        check(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+def work(rank, world):
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh("cpu", (4,))
+    net = Net()
+    fully_shard(net.up, mesh=flat)
+    fully_shard(net, mesh=flat)
+    load(net.state_dict())
+    net = Net()
+    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    load(net.state_dict())
+    for placements in ([Shard(0), Replicate()], [Shard(1), Shard(0)], [Replicate(), Shard(1)]):
+        load({name: zeros(*expected[name].shape, device_mesh=mesh, placements=placements)
+              for name in ("up.weight", "down.weight")})
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, (4,), nprocs=4)
+    print("SAME")
+"""
+)
+
+
+def torch(script: str, tmp_path: Path, *arguments: str | Path) -> str:
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [PYTHON, str(tmp_path / "script.py"), *map(str, arguments)],
+        capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def expected(path: Path, full: dict[str, Array]) -> Path:
+    """Bits of the tensors, by their names; shapes are those of the tensors where the dtype is numpy's."""
+    kept = {
+        name: array if array.dtype.isbuiltin == 1 else np.frombuffer(array.tobytes(), np.uint8)
+        for name, array in full.items()
+    }
+    np.savez(path, **kept)  # type: ignore[arg-type]
+    return path
+
+
+def every_dtype(tmp_path: Path) -> tuple[reshard.Checkpoint, dict[str, Array]]:
+    """A file with a tensor of each dtype that safetensors and PyTorch have, a 0-dim one and an empty one."""
+    full: dict[str, Array] = {}
+    for dtype in BY_NAME.values():
+        if dtype.safetensors and dtype.name not in {"int4", "bool"}:
+            full[dtype.name] = np.arange(6 * dtype.itemsize, dtype=np.uint8).view(dtype.numpy()).reshape(2, 3)
+    full |= {
+        "bool": np.array([True, False]),
+        "scalar": np.array(2.5, np.float32),
+        "empty": np.zeros((0, 4), np.float16),
+    }
+    header: dict[str, Any] = {}
+    for name, array in full.items():
+        begin = sum(full[before].nbytes for before in header)
+        kind = BY_NAME[array.dtype.name].safetensors
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [begin, begin + array.nbytes]}
+    file = saved(tmp_path, st_file(header, b"".join(array.tobytes() for array in full.values())), "a.safetensors")
+    return reshard.open(file), full
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_dtype_is_loaded_whole(sharded: bool, tmp_path: Path) -> None:
+    checkpoint, full = every_dtype(tmp_path)
+    rules = {"scalar": None, "*": ["shard(0)", "replicate"]}
+    shapes = {name: array.shape for name, array in full.items() if array.size}
+    strategy = Strategy.from_rules(shapes, {"dp": 2, "tp": 2}, rules) if sharded else None
+    reshard.plan(checkpoint, strategy, format="dcp").run(tmp_path / "out")
+    assert torch(PLAIN, tmp_path, tmp_path / "out", expected(tmp_path / "full.npz", full)) == "TEXTS []\n"
+
+
+def test_texts_are_loaded(tmp_path: Path) -> None:
+    full = numbers({"w": (4, 3)}) | {"b": np.ones(3, ml_dtypes.bfloat16)}
+    file = write_file(tmp_path / "a.ckpt", {**full, "lr": "cosine", "none": ""}, "ckpt")
+    reshard.plan(reshard.open(file), format="dcp").run(tmp_path / "out")
+    done = torch(PLAIN, tmp_path, tmp_path / "out", expected(tmp_path / "full.npz", full))
+    assert done == "TEXTS [('lr', 'cosine'), ('none', '')]\n"
+
+
+@pytest.mark.parametrize("mesh", [None, {"dp": 3}, {"dp": 2, "tp": 2}], ids=["whole", "rows of 3", "2 x 2"])
+def test_fsdp_and_tensor_parallel_meshes(mesh: dict[str, int] | None, tmp_path: Path) -> None:
+    """The blocks of the files are others than those that each rank of PyTorch wants, and uneven."""
+    shapes = {
+        "up.weight": (10, 6), "up.bias": (10,), "down.weight": (6, 10), "down.bias": (6,), "norm.weight": (6,),
+        "norm.bias": (6,),
+    }  # fmt: skip
+    full = numbers(shapes)
+    strategy = None
+    if mesh:
+        rules = {"*.weight": ["shard(0)", *["shard(0)"] * (len(mesh) - 1)]}
+        strategy = Strategy.from_rules(shapes, mesh, rules)
+    checkpoint = reshard.open(write_file(tmp_path / "a.safetensors", full))
+    reshard.plan(checkpoint, strategy, format="dcp").run(tmp_path / "out")
+    arguments = (tmp_path / "out", expected(tmp_path / "full.npz", full), tmp_path / "meet")
+    assert torch(MESHES, tmp_path, *arguments).endswith("SAME\n")
