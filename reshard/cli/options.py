@@ -107,7 +107,8 @@ max_shard_size_option = option(
     first=True,
     callback=size,
     metavar="SIZE",
-    help="Most tensor bytes in a file of a set. One tensor alone may have more.  [default: 4GB; 1GiB of --format dcp]",
+    help="Most tensor bytes in a file of a set. One tensor alone may have more. A DCP's own default is 1GiB.  "
+    "[default: 4GB]",
 )
 
 
@@ -339,8 +340,8 @@ def _with_target_options(style: str, command: Callable[..., Any]) -> Callable[..
             under="Target",
             first=True,
             type=click.Choice(["ckpt", "safetensors", DCP]),
-            help="Format of the files. dcp: a distributed checkpoint of PyTorch, .metadata and __0_0.distcp and so on; "
-            "without --target-strategy one of whole tensors.  [default: the source's]",
+            help="Format of the files. That of a DCP, a distributed checkpoint of PyTorch, means .metadata and "
+            "__0_0.distcp and so on; without --target-strategy whole tensors.  [default: the source's]",
         ),
         target_step_option,
         prefix_option,

@@ -83,7 +83,7 @@ def transform(
 
     SOURCE is a directory of rank_0, rank_1 and so on, a unified set, a Checkpoint 2.0, a zarr store, or one file.
     Target files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite. To
-    resume a run that was stopped, type the same command again.
+    resume a stopped run, type the same command again.
     """
     if planning["style"] not in {None, CHECKPOINT2}:
         raise UsageError(f"--style {planning['style']} is of whole tensors; `reshard unify` writes it")
@@ -125,8 +125,8 @@ Example:
     type=click.Choice(["safetensors", "zarr", DCP]),
     default="safetensors",
     show_default=True,
-    help="Files and an index, a zarr v3 group in the directory TARGET, or a distributed checkpoint of PyTorch, which "
-    "loads it into any mesh.",
+    help="Files and an index, a zarr v3 group, or a DCP. The group is in the directory TARGET; a DCP is a distributed "
+    "checkpoint of PyTorch, which loads it into any mesh.",
 )
 @style_option(
     "Names of the files. In MindSpore's style part0.safetensors and param_name_map.json, and what the strategy "
@@ -176,7 +176,7 @@ def unify(
     running: Running,
     **reading: Any,
 ) -> None:
-    """Write the whole tensors of the checkpoint SOURCE into a few files in TARGET, with an index of them.
+    """Write the whole tensors of SOURCE into a few files in TARGET, with an index.
 
     With --style checkpoint2 TARGET is the directory of a run: other iterations there stay, and the tracker is replaced.
     """
