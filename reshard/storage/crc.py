@@ -10,9 +10,8 @@ buffer, which takes 1 ms to move.
 from __future__ import annotations
 
 import ctypes
-import zlib
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,7 +45,17 @@ def crc32(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
     >>> hex(crc32(b"123456789")), crc32(b"6789", crc32(b"12345")) == crc32(b"123456789")
     ('0xcbf43926', True)
     """
-    return zlib.crc32(buffer, value)
+    return _crc32()(buffer, value)
+
+
+@lru_cache(maxsize=1)
+def _crc32() -> Callable[[bytes | bytearray | memoryview, int], int]:
+    """Return what sums; isal's takes a twentieth of the time of most Pythons' zlib (19 GB/s on that machine)."""
+    try:
+        from isal.isal_zlib import crc32 as found
+    except ImportError:
+        from zlib import crc32 as found
+    return cast("Callable[[bytes | bytearray | memoryview, int], int]", found)
 
 
 def crc_of_range(
