@@ -100,7 +100,8 @@ rules:  # globs of names; the first that matches counts
   "*.layer2.weight": [null, mp]   # dimension 1 by mp
   "*.layer3.weight": [[dp, mp]]   # dimension 0 by both, dp outermost
 # What no rule matches is whole on every rank; optimizer states go with their
-# weights.
+# weights. PyTorch's placements are understood too, one for each axis of the
+# mesh: "*.layer1.weight": [shard(0), replicate]
 
 # Cut rows once more among the ranks that would hold the same, by MindSpore's
 # own conditions: of 64 KB or more, as it is by default.
