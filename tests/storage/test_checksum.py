@@ -1,15 +1,22 @@
-"""CRC-32C: published values, a bit-by-bit oracle, and sums of a whole from those of its parts."""
+"""CRC-32C: published values, a bit-by-bit oracle, and sums of a whole from those of its parts; CRC-32 beside zlib's."""
 
 from __future__ import annotations
 
+import sys
+import zlib
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.storage.crc import combine, crc32c
+from reshard.storage import crc
+from reshard.storage.crc import combine, crc32, crc32c
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # RFC 3720, appendix B.4
 PUBLISHED = [
@@ -81,3 +88,22 @@ def test_lengths_beyond_any_buffer() -> None:
     assert combine(first, 0, 2 * half) == combine(combine(first, 0, half), 0, half)
     piece = bytes(1 << 20)
     assert combine(first, crc32c(piece), len(piece)) == crc32c(piece, first)
+
+
+@pytest.fixture(params=["zlib", "isal"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have CRC-32 from one library or the other."""
+    if request.param == "isal":
+        pytest.importorskip("isal.isal_zlib")
+    else:
+        monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    crc._crc32.cache_clear()
+    yield
+    crc._crc32.cache_clear()
+
+
+@pytest.mark.usefixtures("library")
+def test_crc32_is_that_of_zip_files() -> None:
+    for content in (b"", b"a", bytes(range(256)) * 999):
+        assert crc32(content) == crc32(memoryview(bytearray(content))) == zlib.crc32(content)
+        assert crc32(content, 0x1234) == zlib.crc32(content, 0x1234)

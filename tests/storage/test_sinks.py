@@ -1,15 +1,17 @@
-"""Sinks: a local file is written anywhere, in pieces; one that is sent takes bytes in about their order."""
+"""Sinks: a local file is written anywhere, in pieces; one that is sent takes bytes in about their order;
+sums of ranges are filled in."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from typing import TYPE_CHECKING
 
 import pytest
 from stores import store
 
 from reshard.errors import TargetError
-from reshard.storage.base import Ordered, Sinks
+from reshard.storage.base import Ordered, Sinks, Summing
 from reshard.storage.local import WRITE_BYTES, LocalStore
 
 if TYPE_CHECKING:
@@ -129,3 +131,25 @@ def test_a_file_of_unknown_size_ends_with_its_last_byte(store: LocalStore, tmp_p
     sink.finish(durable=True)
     store.publish(store.unfinished(path), path, durable=True)
     assert (tmp_path / "a").read_bytes() == b"abcd"
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 100])
+def test_sums_of_ranges_are_filled_in(size: int) -> None:
+    """Two ranges, of which one has two sums; the bytes come in pieces, sums in one piece each."""
+    content = b"head" + b"first range" + bytes(4) + b"second" + b"between" + bytes(4) + b"." + bytes(4) + b"end"
+    zeros = [15, 32, 37]
+    kept = Kept()
+    sink = Summing(kept, [(4, 11, (15,)), (19, 6, (32, 37))], zlib.crc32)
+    begin = 0
+    while begin < len(content):
+        later = [place for place in zeros if place > begin]
+        end = begin + 4 if begin in zeros else min([begin + size, *later, len(content)])
+        sink.write_at(begin, memoryview(content[begin:end]))
+        begin = end
+    first, second = (zlib.crc32(some).to_bytes(4, "little") for some in (b"first range", b"second"))
+    assert kept.content == b"head" + b"first range" + first + b"second" + b"between" + second + b"." + second + b"end"
+    assert not sink.ended
+    sink.finish(durable=True)
+    assert kept.state == "durable"
+    sink.abort()
+    assert kept.state == "aborted"
