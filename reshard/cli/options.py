@@ -219,7 +219,7 @@ target_strategy_option = option(
     first=True,
     type=STRATEGY_PLACE,
     metavar="STRATEGY",
-    help="Strategy file of the target; without it, one rank of whole tensors.",
+    help="Strategy file, or rules (.yaml), of the target; without it, one rank of whole tensors.",
 )
 key_option = option(
     "--key-file",

@@ -29,6 +29,7 @@ from reshard.cli.terminal import called_as, cluster_client, print_json, print_te
 from reshard.cli.values import CHECKPOINT2, DCP, READ, TARGET, WRITE, noting_swap
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.readers.open import files_read, made_at
+from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
@@ -169,10 +170,23 @@ def made_plan(
         given["files"] = set_files(style, max_shard_size, prefix, step)
     elif prefix is not None:
         given["prefix"] = prefix
-    wanted: Strategy | Pattern | None = reshard.read_strategy(target_strategy) if target_strategy else None
+    wanted: Strategy | Pattern | None = None
     if layouts_of:
         wanted = reshard.read_layouts(layouts_of)
+    elif target_strategy:
+        wanted = _wanted(as_place(target_strategy), checkpoint, selection)
     return reshard.plan(checkpoint, wanted, selection=selection, threads=threads, **given)
+
+
+def _wanted(strategy: Place, checkpoint: reshard.Checkpoint, selection: Selection) -> Strategy:
+    """Return the strategy of a target, read or made by rules for the tensors that it gets."""
+    if strategy.suffix not in {".yaml", ".yml"}:
+        return reshard.read_strategy(strategy)
+    from reshard.plan.select import select
+    from reshard.source.derive import strategy_by_rules
+
+    kept = select(checkpoint, None, selection).kept
+    return strategy_by_rules(strategy, checkpoint, target_names=dict(kept))
 
 
 def refuse_options(given: Mapping[str, object], which: str) -> None:

@@ -12,6 +12,7 @@ from reshard.cli.options import drop_option, iteration_option, json_option, over
 from reshard.cli.terminal import print_json, say, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY, WRITE
 from reshard.errors import SourceError, UsageError, VerifyError
+from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing, refuse_inputs
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ rules:  # globs of names; the first that matches counts
 # What no rule matches is whole on every rank; optimizer states go with their
 # weights. PyTorch's placements are understood too, one for each axis of the
 # mesh: "*.layer1.weight": [shard(0), replicate]
+# Over other axes of the same devices, as experts are:
+# "*.experts.*": {mesh: {edp: 2, ep: 4}, layout: [ep]}
 
 # Cut rows once more among the ranks that would hold the same, by MindSpore's
 # own conditions: of 64 KB or more, as it is by default.
@@ -179,20 +182,12 @@ def make_strategy(
     source strategy does not name (global_step and the like) is left out unless a rule gives it a layout.
     """
     from reshard.readers.open import files_read
-    from reshard.strategy.rules_file import strategy_from_file
+    from reshard.source.derive import strategy_by_rules
 
     refuse_existing(output, overwrite=overwrite)
     checkpoint = reshard.open(like, strategy=source_strategy, **reading)
-    checkpoint.require_whole()
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.text is None}
     refuse_inputs([output], files_read(like, checkpoint.files), "one of the files of the checkpoint")
-    made = strategy_from_file(
-        rules,
-        {name: tensor.spec.shape for name, tensor in tensors.items()},
-        dtypes={name: tensor.spec.dtype for name, tensor in tensors.items()},
-        only_by_rule={name for name, t in tensors.items() if checkpoint.strategy and not t.listed},
-        predict=predict,
-    )
+    made = strategy_by_rules(as_place(rules), checkpoint, predict=predict)
     reshard.write_strategy(made, output)
     _say_written(made, output)
 

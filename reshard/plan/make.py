@@ -17,9 +17,11 @@ from reshard.plan.budget import budget
 from reshard.plan.build import build
 from reshard.plan.plan import Plan, Request
 from reshard.plan.select import Selection, globs, select
+from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers, self_described
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
+from reshard.source.derive import strategy_of
 from reshard.source.stacked import with_shapes
 from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
@@ -235,7 +237,8 @@ def plan_convert(
 ) -> Plan:
     """Plan how every file of a checkpoint is written again in another format.
 
-    A file keeps its place below the directory and its name, but for the extension.
+    A file keeps its place below the directory and its name, but for the extension. The files of a checkpoint that says
+    itself which rank holds which block mean nothing without what says so: it becomes rank files of the same blocks.
 
     Args:
         path: a directory of rank directories, or one file.
@@ -257,7 +260,13 @@ def plan_convert(
     """
     path = as_place(path)
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
-    kind = kind or ("distributed checkpoint" if self_described(path) else None)
+    if kind is None and self_described(path):
+        opened = open_checkpoint(path, cipher=cipher)
+        if opened.holders:
+            dropped = globs(drop)
+            target = strategy_of(opened, drop=dropped)
+            return plan(opened, target, format=format, drop=dropped, threads=threads, target_cipher=target_cipher)
+        kind = "distributed checkpoint"
     if kind:
         raise UsageError(f"{path}: is a {kind}; `reshard transform` makes one file of it, in either format")
     files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)

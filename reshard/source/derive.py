@@ -1,4 +1,4 @@
-"""The strategy of a checkpoint that says itself which rank holds which block.
+"""The strategy of a checkpoint that says itself which rank holds which block, and one for its tensors by rules.
 
 Stages are runs of as many ranks as the layout of most devices has. Meshes that make up a stage in order, each with all
 of a tensor, are one with another axis. No strategy can say of a tensor that it lies on other ranks.
@@ -19,10 +19,11 @@ from reshard.strategy.names import is_training_state, ranges_text
 from reshard.strategy.strategy import Placed, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard.layout.layout import Layout
     from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
 
 
 def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
@@ -83,3 +84,35 @@ def _filled(layout: Layout, devices: int) -> tuple[int, ...]:
     """Return the device matrix of a layout for so many devices, among which it is repeated."""
     outer = devices // layout.devices
     return (outer, *layout.dev_matrix) if outer > 1 else layout.dev_matrix
+
+
+def strategy_by_rules(
+    rules: Place, checkpoint: Checkpoint, *, target_names: Mapping[str, str] | None = None, predict: bool = False
+) -> Strategy:
+    """Return the strategy that a rules file makes for the tensors of a checkpoint.
+
+    Args:
+        rules: a YAML file; see `strategy.rules_file`.
+        checkpoint: has names, shapes and dtypes. What it does not say is cut or whole (global_step and the like) is
+            left out unless a rule matches it.
+        target_names: the names that rules and strategy have for its tensors, of those that are meant; by default its
+            own, of all.
+        predict: leave out the states of the optimizer.
+
+    Raises:
+        UsageError: the file cannot be read, or is not a rules file for such tensors; all faults at once.
+        SourceError: the checkpoint seems to have the blocks of one rank.
+    """
+    from reshard.strategy.rules_file import strategy_from_file  # not on every start
+
+    checkpoint.require_whole()
+    every = {name: name for name in checkpoint.tensors} if target_names is None else target_names
+    tensors = {new: one for old, new in every.items() if (one := checkpoint.tensors[old]).text is None}
+    says = checkpoint.strategy is not None or bool(checkpoint.layouts)
+    return strategy_from_file(
+        rules,
+        {name: tensor.spec.shape for name, tensor in tensors.items()},
+        dtypes={name: tensor.spec.dtype for name, tensor in tensors.items()},
+        only_by_rule={name for name, tensor in tensors.items() if says and not tensor.listed},
+        predict=predict,
+    )

@@ -48,10 +48,11 @@ if TYPE_CHECKING:
 AxisEntry = str | tuple[str, ...] | None
 """What splits a dimension: a mesh axis, several (major first), or nothing."""
 
-Rule = Sequence[AxisEntry] | None
+Rule = Sequence[AxisEntry] | Mapping[str, Any] | None
 """An entry for each dimension, the rest not split; None: not in the strategy.
 
-Or PyTorch's placements, one for each axis of the mesh, such as `["shard(0)", "replicate"]` (`layout.placements`).
+Or PyTorch's placements, one for each axis of the mesh, such as `["shard(0)", "replicate"]` (`layout.placements`). Over
+other axes of the same devices, as experts are: `{"mesh": {"dp": 2, "ep": 4}, "layout": ["ep"]}`.
 """
 
 
@@ -105,7 +106,7 @@ def from_rules(
         UsageError: all faults at once, each with its place.
     """
     faults = faults or Faults("rules")
-    extents = _mesh(mesh, faults)
+    extents = _mesh(mesh, "mesh", faults)
     made = {
         glob: _mesh_rule(rule, extents, _at("rules", glob), faults) for glob, rule in _items(rules, "rules", faults)
     }
@@ -171,17 +172,17 @@ def _items(value: object, key: str, faults: Faults) -> list[tuple[str, Any]]:
     return [(name, item) for name, item in value.items() if isinstance(name, str) and name]
 
 
-def _mesh(mesh: object, faults: Faults) -> dict[str, int]:
+def _mesh(mesh: object, key: str, faults: Faults) -> dict[str, int]:
     extents = {}
-    for axis, extent in _items(mesh, "mesh", faults):
+    for axis, extent in _items(mesh, key, faults):
         if type(extent) is not int or not 1 <= extent <= MOST_DEVICES:
-            faults.add(f"$.mesh.{axis}", f"is {extent!r:.60}; expected a number from 1 to {MOST_DEVICES}")
+            faults.add(f"$.{key}.{axis}", f"is {extent!r:.60}; expected a number from 1 to {MOST_DEVICES}")
         else:
             extents[axis] = extent
     try:
         Layout(tuple(extents.values()), ())
     except LayoutError as error:
-        faults.add("$.mesh", str(error).replace("dev_matrix", "mesh"))
+        faults.add(f"$.{key}", str(error).replace("dev_matrix", "mesh"))
     return extents
 
 
@@ -191,8 +192,15 @@ def _mesh_rule(rule: object, mesh: Mapping[str, int], where: str, faults: Faults
         return None
     values = {axis: len(mesh) - 1 - place for place, axis in enumerate(mesh)}
     tensor_map: list[tuple[int, ...]] = []
+    if isinstance(rule, Mapping) and rule.keys() == {"mesh", "layout"}:
+        own = _mesh(rule["mesh"], f"{where.removeprefix('$.')}.mesh", faults)
+        if prod(own.values()) != prod(mesh.values()):
+            devices = f"{prod(own.values())} devices; a stage has {prod(mesh.values())}"
+            faults.add(f"{where}.mesh", f"is of {devices}")
+        return _mesh_rule(rule["layout"], own, f"{where}.layout", faults)
     if isinstance(rule, str) or not isinstance(rule, Sequence):
-        faults.add(where, f"is {rule!r:.60}; expected a list of axes, one entry a dimension, or nothing at all")
+        expected = "a list of axes, one entry a dimension, a mesh and a layout, or nothing at all"
+        faults.add(where, f"is {rule!r:.60}; expected {expected}")
         return None
     if any(is_placement(entry) and entry not in mesh for entry in rule):
         return _placements_rule(rule, mesh, where, faults)

@@ -5,6 +5,7 @@
       "*.wq.weight": [mp]             # dimension 0 by mp, the others whole
       "*.wo.weight": [null, [dp, mp]] # dimension 1 by both, dp major
       "*.wk.weight": [shard(0), replicate]  # PyTorch's placements: what each axis of the mesh does
+      "*.experts.*": {mesh: {edp: 2, ep: 4}, layout: [ep]}  # over other axes of the same devices
       "learning_rate*": null          # not in the strategy: copied as it is
     optimizer_parallel: true
     optimizer_weight_shard_size: -1   # these two are MindSpore's defaults
@@ -22,20 +23,20 @@ Or, instead of mesh and rules, the strategies that the network's operators are g
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, LayoutError, UsageError, names
+from reshard.storage.places import as_place
 from reshard.storage.small import pointed, read_small
 from reshard.strategy.operators import OPERATORS, OperatorStrategy
 from reshard.strategy.rules import OPTIONS, from_operators, from_rules
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
+    from reshard.storage.places import AnyName, Place
     from reshard.strategy.strategy import Strategy
 
 _LARGEST_FILE = 1 << 20  # PyYAML takes some 10 s for so much
@@ -44,7 +45,7 @@ _LONGEST_SCALAR = 2000  # also keeps numbers below 4,300 digits, which is as man
 
 
 def strategy_from_file(
-    path: str | os.PathLike[str],
+    path: AnyName,
     shapes: Mapping[str, Shape],
     *,
     dtypes: Mapping[str, DType | str] | None = None,
@@ -65,7 +66,7 @@ def strategy_from_file(
             place in the file.
     """
     faults = Faults(str(path))
-    top = _load(Path(path), faults)
+    top = _load(as_place(path), faults)
     options = {key: top.pop(key) for key in OPTIONS & top.keys()}
     kinds = [{"mesh", "rules"}, {"devices", "operators"}]
     kind = next((keys for keys in kinds if keys & top.keys()), kinds[0])
@@ -83,7 +84,7 @@ def strategy_from_file(
     return from_operators(shapes, operators, top["devices"], given, faults)
 
 
-def _load(path: Path, faults: Faults) -> dict[str, Any]:
+def _load(path: Place, faults: Faults) -> dict[str, Any]:
     """Return the mapping that a YAML file holds; a key that stands twice is a fault, though YAML takes the last."""
     import yaml  # used by no other command
 

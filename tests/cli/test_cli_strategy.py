@@ -193,6 +193,21 @@ def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
                 "$.opt",
             ],
         ),
+        (
+            "mesh: {a: 2}\nrules: {w: {mesh: {b: 4}, layout: [a]}}",
+            [
+                "$.rules['w'].mesh: is of 4 devices; a stage has 2",
+                "$.rules['w'].layout[0]: names the axis 'a'; the mesh",
+            ],
+        ),
+        (
+            "mesh: {a: 2}\nrules: {w: {mesh: {b: x}, layout: 3}}",
+            [
+                "$.rules['w'].mesh.b: is 'x'; expected a number",
+                "$.rules['w'].layout: is 3; expected a list of axes",
+            ],
+        ),
+        ("mesh: {a: 2}\nrules: {w: {mesh: {b: 2}}}", ["$.rules['w']: is {'mesh': {'b': 2}}; expected a list of axes"]),
         ("devices: 4\noperators: [1]", ["$.operators: is [1]; expected a mapping"]),
         ("devices: 4\noperators: {w: [1]}", ["$.operators['w']: is [1]; expected one of matmul, batch_matmul"]),
         ("devices: 4\noperators: {w: {matmul: 3}}", ["$.operators['w']: is {'matmul': 3}; expected e.g."]),
@@ -222,6 +237,26 @@ def test_a_rule_may_leave_a_tensor_out(tmp_path: Path) -> None:
     assert list(strategy_from_file(rules, SHAPES).tensors) == ["w", "moments.w"]
     operators = written(tmp_path / "operators.yaml", "devices: 2\noperators: {b: null}\n")
     assert list(strategy_from_file(operators, SHAPES, predict=True).tensors) == ["w"]
+
+
+def test_a_rule_with_a_mesh_of_its_own(tmp_path: Path) -> None:
+    text = "mesh: {dp: 2, mp: 4}\nrules: {w: [mp], b: {mesh: {edp: 4, ep: 2}, layout: [ep]}}\n"
+    made = strategy_from_file(written(tmp_path / "rules.yaml", text), SHAPES)
+    assert [str(made.tensors[name][0].layout) for name in ("w", "b")] == ["[2, 4] map [0, -1]", "[4, 2] map [0]"]
+
+
+def test_rules_in_place_of_a_target_strategy(real: Path, tmp_path: Path) -> None:
+    """They are for the names that the tensors get."""
+    names = written(tmp_path / "names.json", '{"net.layer1.*": "model.first.*"}')
+    text = 'mesh: {dp: 2, mp: 2}\nrules: {"model.first.weight": [mp], "*.layer2.weight": [[mp, dp]]}\n'
+    rules = written(tmp_path / "rules.yaml", text)
+    done("transform", *source(real), tmp_path / "out", "--target-strategy", rules, "--name-map", names)
+    made = reshard.open(tmp_path / "out").strategy
+    assert made is not None
+    assert str(made.tensors["model.first.weight"][0].layout) == "[2, 2] map [0, -1]"
+    assert made.tensors["net.layer2.weight"][0].layout.tensor_map == ((0, 1), ())
+    assert "global_step" not in made.tensors
+    done("verify", tmp_path / "out")
 
 
 # diff

@@ -120,6 +120,19 @@ def test_they_are_converted_and_verified(mindspore_data: Path, tmp_path: Path, n
         assert found.against == source.root
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {"graph_1", "pynative_submesh"}])
+def test_each_becomes_rank_files_of_the_same_blocks(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    root = root_of(mindspore_data, name)
+    source = reshard.open(root / "checkpoint")
+    full = {key: value for key, value in np.load(root / "full.npz").items() if key in source}
+    done("convert", root / "checkpoint", tmp_path / "out", "--format", "ckpt")
+    made = reshard.open(tmp_path / "out", strategy=reshard.strategy_of(source))
+    assert_equal(made, full)
+    assert {file.index.format for file in made.files} == {"ckpt"}
+    assert made.ranks == tuple(sorted(set(source.ranks)))
+    assert reshard.verify(tmp_path / "out").equal
+
+
 def test_another_iteration_of_a_run(mindspore_data: Path) -> None:
     root = mindspore_data / "checkpoint2" / "graph_dp4_tp2_weights_two" / "checkpoint"
     assert reshard.open(root).root.endswith("iteration_00000004")
