@@ -12,7 +12,6 @@ from reshard.formats.directories import (
     BLOCKS,
     CHECKPOINT2,
     DCP,
-    ITERATION,
     PARTS,
     RUN_FORMATS,
     is_later_part,
@@ -261,8 +260,8 @@ def made_at(path: AnyName) -> Made | None:
         made = made_of(place)
         if made is None or not root.is_dir() or is_store(root):
             return made
-        if ITERATION.fullmatch(place.absolute().name):
-            found = {0: [file for file in place.files(depth=1) if file.suffix == ".safetensors"]}
+        if self_described(place):
+            found = {0: [file for file in place.files(depth=1) if file.suffix in {".safetensors", ".distcp"}]}
         else:
             unified = read_index(root)
             found = {0: unified[0]} if unified else rank_files(root, RANK_PATTERN, None, [])[0]

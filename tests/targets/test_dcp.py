@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -260,6 +261,16 @@ def test_commands(tmp_path: Path) -> None:
     invoke("plan", root, *target, "-o", tmp_path / "plan.json")
     invoke("run", tmp_path / "plan.json", tmp_path / "three")
     assert (tmp_path / "three" / ".metadata").read_bytes() == (tmp_path / "one" / ".metadata").read_bytes()
+
+
+def test_the_ledger_says_what_it_is_made_from(tmp_path: Path) -> None:
+    made = source(tmp_path)
+    reshard.plan(made, strategy(), format="dcp").run(tmp_path / "out")
+    found = reshard.verify(tmp_path / "out")
+    assert found.equal
+    assert found.against == made.root
+    shutil.copy(tmp_path / "out" / "__0_0.distcp", tmp_path / "out" / "__9_0.distcp")  # which it knows nothing of
+    assert reshard.verify(tmp_path / "out").against is None
 
 
 @pytest.mark.parametrize("options", [["--prefix", "a"], ["--style", "checkpoint2"]])
