@@ -121,7 +121,7 @@ class ZarrGroup:
         return number
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- a group has its own
-        """Return where the group is described; chunks are files of their own, which `ZarrPlanner` numbers."""
+        """Return where the group is described; chunks are files of their own, which `targets.zarr` numbers."""
         return ShardFiles((METADATA,), {tensor.name: 0 for tensor in tensors})
 
     def array(self, shape: Shape, dtype: DType, blocks: Iterable[Block]) -> Array:

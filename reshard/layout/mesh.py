@@ -47,9 +47,14 @@ class Mesh(NamedTuple):
         >>> Mesh(Layout.of([2], [0]), (3, 1), ("a",)).grid((4,)).ranks
         ((3,), (1,))
         """
-        found = grid(shape, ((self.layout, 0),))
-        ranks = tuple(tuple(sorted(self.ranks[device] for device in some)) for some in found.ranks)
-        return Grid(shape, found.blocks, ranks)
+        return _grid(self, shape)
 
 
 _LETTERS = 26
+
+
+@lru_cache(maxsize=4096)
+def _grid(mesh: Mesh, shape: Shape) -> Grid:
+    found = grid(shape, ((mesh.layout, 0),))
+    ranks = tuple(tuple(sorted(mesh.ranks[device] for device in some)) for some in found.ranks)
+    return Grid(shape, found.blocks, ranks)

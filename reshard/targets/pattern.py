@@ -94,8 +94,11 @@ class Pattern:
             grid = mesh.grid(shape)
         except LayoutError as error:
             raise LayoutError(f"tensor {name!r}: {error}") from None
+        others = self.tensors[name].others
+        if not others:
+            return grid
         ranks = [list(some) for some in grid.ranks]
-        for rank, number in self.tensors[name].others:
+        for rank, number in others:
             ranks[number].append(rank)
         return Grid(shape, grid.blocks, tuple(tuple(sorted(some)) for some in ranks))
 

@@ -102,10 +102,13 @@ class Ranks:
         by_rank = {ranks[at.file]: at for at in reversed(replicas)}
         count = max(ranks) + 1
         chosen: dict[Where, list[int]] = {}
+        read_for: dict[int, set[int]] = {}
+        for file, numbers in read.items():
+            read_for.setdefault(self._places[file][0], set()).update(ranks[number] for number in numbers)
+        lowest = min(by_rank)
         for rank in self._written_ranks():
-            files = [number for number, place in enumerate(self._places) if place[0] == rank]
-            near = {ranks[number] for file in files for number in read.get(file, ())} & set(by_rank)
-            at = by_rank[rank % count if rank % count in near else min(near or by_rank)]
+            near = read_for.get(rank, set()) & by_rank.keys()
+            at = by_rank[rank % count if rank % count in near else min(near, default=lowest)]
             chosen.setdefault(at, []).append(self._files[rank, self._shard_files.of[item.name]])
         whole = (Block.whole(item.tensor.spec.shape),)
         return [(at, Wanted(whole, (tuple(files),))) for at, files in sorted(chosen.items())]
@@ -277,11 +280,14 @@ def fitted(target: Arrangement, name: str, shape: Shape, faults: Faults) -> Grid
 def _none_empty(kept: dict[str, Grid], every: Mapping[str, Grid], itemsizes: Mapping[str, int]) -> dict[str, Grid]:
     """Let a rank that would store nothing store its smallest block after all; MindSpore reads no file without any."""
     storing = {rank for grid in kept.values() for ranks in grid.ranks for rank in ranks}
-    smallest: dict[int, tuple[int, str, int]] = {}
+    of_grid: dict[Grid, tuple[int, str]] = {}
     for name, grid in every.items():
+        of_grid[grid] = min(of_grid.get(grid, (itemsizes[name], name)), (itemsizes[name], name))
+    smallest: dict[int, tuple[int, str, int]] = {}
+    for grid, (itemsize, name) in of_grid.items():
         for number, (block, ranks) in enumerate(zip(grid.blocks, grid.ranks, strict=True)):
+            choice = (block.size * itemsize, name, number)
             for rank in set(ranks) - storing:
-                choice = (block.size * itemsizes[name], name, number)
                 smallest[rank] = min(smallest.get(rank, choice), choice)
     for rank, (_, name, number) in sorted(smallest.items()):
         stored = list(kept[name].ranks)
