@@ -63,7 +63,8 @@ _NEWER_KEYS = {"consumed_samples", "ckpt_status"}  # which a training leaves out
 _LARGEST_COMMON = 1 << 20
 _MOST_STEPS = 10**18
 _LARGEST_GROUP = 64
-_PLACE_BYTES = 400  # of the metadata, for a rank that stores a block
+_PLACE_BYTES = 250  # of making the metadata, for a rank that stores a block
+_RANK_BYTES = 20  # and for the number of a rank
 _BREAKING = re.compile("[,()'\"\\\\]")
 
 
@@ -171,6 +172,7 @@ class Checkpoint2Target:
     exclusive = False
     coding: TargetCoding | None = None
     cipher: Cipher | None = None
+    memory: tuple[Share, ...] = ()
 
     def __init__(
         self,
@@ -196,7 +198,7 @@ class Checkpoint2Target:
                 if _BREAKING.search(item.name):
                     expected = "expected no comma, bracket or quote, as mindformers could not read the metadata"
                     faults.add(f"tensor {item.name!r}", f"{expected}; rename it")
-        self.memory: tuple[Share, ...] = (("metadata", _PLACE_BYTES * sum(map(len, self._places()))),)
+            self.memory = (("metadata", sum(self._metadata_bytes(self._target))),)
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file, and write what stands beside them."""
@@ -223,17 +225,23 @@ class Checkpoint2Target:
 
         Of many that all store it each finds its own; to list all of them at each would be a file of gigabytes.
         """
-        alone = ranks == group and len(group) > _LARGEST_GROUP
         for rank in ranks:
             name = self._files.path(rank, part).rpartition("/")[2]
-            yield {"file_name": name, "storage_rank": rank, "rank_group": [rank] if alone else group}
+            group_there = [rank] if _finds_own(ranks, group) else group
+            yield {"file_name": name, "storage_rank": rank, "rank_group": group_there}
 
-    def _places(self) -> Iterator[tuple[int, ...]]:
-        """Yield the ranks that store each block."""
+    def _metadata_bytes(self, target: _Every) -> Iterator[int]:
+        """Yield about how much memory each block takes when the metadata are made: its places, and ranks named there.
+
+        The layout of its tensor names all that hold it twice more: as ranks, and by the numbers of replicas.
+        """
         for item in self._items:
-            if self.cuts(item.name) and item.tensor.text is None:
-                grid = self._files.stored(item.name, item.tensor.spec.shape)
-                yield from grid.ranks if grid else ()
+            name, shape = item.name, item.tensor.spec.shape
+            stored = self._files.stored(name, shape) if self.cuts(name) and item.tensor.text is None else None
+            if stored is not None:
+                for ranks, group in zip(stored.ranks, target.grid(name, shape).ranks, strict=True):
+                    named = len(ranks) if _finds_own(ranks, group) else len(ranks) * len(group)
+                    yield _PLACE_BYTES * len(ranks) + _RANK_BYTES * (named + 2 * len(group))
 
     def _metadata(self, target: _Every) -> bytes:
         """Return the metadata, whose tensors alike share their texts."""
@@ -257,7 +265,12 @@ class Checkpoint2Target:
             for number, text in enumerate(listed[stored, grid, part]):
                 places.write(f"{',' if places.tell() else ''}{_json(str((name, (number,))))}:{text}".encode())
         head = f'{{"state_dict_metadata":{{{",".join(tensors)}}},"storage_data":{{'
-        return head.encode() + places.getvalue() + b"}}"
+        return b"".join((head.encode(), places.getvalue(), b"}}"))
+
+
+def _finds_own(ranks: Sequence[int], group: Sequence[int]) -> bool:
+    """Return whether each rank that holds a block is only said to find it in its own file."""
+    return ranks == group and len(group) > _LARGEST_GROUP
 
 
 class _Every:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from reshard import Checkpoint2, Layout, Strategy
 from reshard.errors import LayoutError, SourceError, TargetError, UsageError
 from reshard.layout.mesh import Mesh
 from reshard.storage.remote import filesystem
+from reshard.targets.checkpoint2 import Checkpoint2Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -304,6 +306,33 @@ def test_tensors_that_the_strategy_does_not_name_are_whole_everywhere(tmp_path: 
     plan.run(tmp_path / "run", fsync=False)
     said = metadata(tmp_path / "run" / "iteration_00000007")["storage_data"]
     assert [place["storage_rank"] for place in said["('norm', (0,))"]] == [0, 1]
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("devices", [256, 1024])
+def test_the_memory_that_the_metadata_of_many_ranks_take_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int, once: bool
+) -> None:
+    found = {}
+
+    def measured(target: Checkpoint2Target, every: Any) -> bytes:
+        tracemalloc.start()
+        content = made(target, every)
+        found["peak"], found["predicted"] = tracemalloc.get_traced_memory()[1], dict(target.memory)["metadata"]
+        tracemalloc.stop()
+        return content
+
+    made = Checkpoint2Target._metadata
+    monkeypatch.setattr(Checkpoint2Target, "_metadata", measured)
+    full = numbers({f"w{number}": (1024, 1) for number in range(20)})
+    layout = Layout.of([devices // 4, 4], [0, -1])
+    reshard.plan(
+        whole_file(tmp_path, full),
+        Strategy.of(dict.fromkeys(full, layout)),
+        files=Checkpoint2(1),
+        remove_redundancy=once,
+    )
+    assert found["peak"] <= found["predicted"] <= 4 * found["peak"]
 
 
 def test_text_is_kept(tmp_path: Path) -> None:
