@@ -161,6 +161,8 @@ def made_plan(
         )
     if style not in {None, CHECKPOINT2}:
         return _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
+    if not style or layouts_of or target_strategy:
+        refuse_options({"--max-shard-size": max_shard_size}, "a set of whole tensors (--style)")
     if layouts_of and target_strategy:
         raise UsageError("--layouts-of and --target-strategy both say how tensors are cut; leave one out")
     if given["format"] == DCP:
@@ -197,7 +199,7 @@ def refuse_options(given: Mapping[str, object], which: str) -> None:
     """
     some = [option for option, value in given.items() if value is not None]
     if some:
-        raise UsageError(f"{', '.join(some)}: only for {which}; give that too, or leave out what is not")
+        raise UsageError(f"{', '.join(some)}: only for {which}; give that too, or leave {', '.join(some)} out")
 
 
 def _unified(

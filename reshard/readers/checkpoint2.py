@@ -96,7 +96,9 @@ def _health(place: Place) -> Iterator[str]:
         content = parse_json(read_small(place / COMMON, COMMON, _LARGEST, SourceError), [])
     except ValueError as error:
         raise SourceError(f"{place / COMMON}: is not JSON: {error}") from None
-    if isinstance(content, dict) and content.get("ckpt_status") == 1:
+    if not isinstance(content, dict):
+        raise SourceError(f"{place / COMMON}: is a JSON {type(content).__name__}; expected an object")
+    if content.get("ckpt_status") == 1:
         yield f"{place}: is of a training that was not healthy when it was saved (ckpt_status 1 in {COMMON})"
 
 

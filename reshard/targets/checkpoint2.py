@@ -17,7 +17,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from io import BytesIO
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, names
@@ -88,7 +88,7 @@ class Checkpoint2:
     def __post_init__(self) -> None:
         check_size(self.max_shard_bytes)
         if self.step is not None and not 0 <= self.step < _MOST_STEPS:
-            raise UsageError(f"step is {self.step}; expected a number from 0 on")
+            raise UsageError(f"step is {self.step}; expected a number from 0 to {_MOST_STEPS - 1}")
         try:
             _said(self.common or "{}")
         except ValueError as error:
@@ -212,12 +212,14 @@ class Checkpoint2Target:
         return (*found, *beside, TargetFile(first, TRACKER, tracker, last=True, pointer=True))
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of tensors that all ranks get whole, and of what `common.json` does not say where it is made here."""
+        """Warn of tensors that all ranks get whole, and of a `common.json` that has another step, or not all."""
         found = copied_whole(self._source, self._arrangement, self._items)
         said = _said(self._way.common or "{}")
         unknown = [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and said.get(key) is None]
         if unknown and self._way.common != _common(self._source):
             found += (f"{COMMON} says null for what is not known: {names(unknown)}",)
+        if said.get("global_step") not in (None, self._way.step):
+            found += (f"{COMMON} has global_step {said['global_step']!r:.60}, and the iteration is {self._way.step}",)
         return found
 
     def _stored_at(self, ranks: Sequence[int], group: Sequence[int], part: int) -> Iterator[dict[str, Any]]:
@@ -386,9 +388,8 @@ def _progress(source: Checkpoint) -> dict[str, Any]:
 
     In names of files steps are counted from the beginning of the epoch.
     """
-    found: dict[str, Any] = {
-        key: _number(source, key) for key in ("epoch_num", "step_num", "global_step", "loss_scale")
-    }
+    found: dict[str, Any] = {key: _number(source, key, int) for key in ("epoch_num", "step_num", "global_step")}
+    found["loss_scale"] = _number(source, "loss_scale", int, float)
     if source.step is not None:
         epoch, step = map(int, source.step.name.split("_"))
         said = {"epoch_num": epoch, "step_num": step} | ({"global_step": step} if epoch == 1 else {})
@@ -397,8 +398,8 @@ def _progress(source: Checkpoint) -> dict[str, Any]:
     return found if iteration is None else found | {"global_step": iteration}
 
 
-def _number(source: Checkpoint, name: str) -> int | float | None:
-    """Return the one number that a tensor has; None where there is none, or several, or one below 0."""
+def _number(source: Checkpoint, name: str, *types: type) -> int | float | None:
+    """Return the one number of some types that a tensor has; None where there is none, or several, or one below 0."""
     tensor = source.tensors.get(name)
     if tensor is None or tensor.text is not None or tensor.varies or prod(tensor.spec.shape) != 1:
         return None
@@ -409,4 +410,4 @@ def _number(source: Checkpoint, name: str) -> int | float | None:
     path = source.files[at.file].path
     store_of(source.coding).read(wants(path, tensor.runs[at.runs], 0, memoryview(content)))
     value = np.frombuffer(content, tensor.spec.dtype.numpy())[0].item()
-    return value if isinstance(value, int | float) and value >= 0 else None
+    return value if type(value) in types and 0 <= value < inf else None

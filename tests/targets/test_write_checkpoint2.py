@@ -240,6 +240,10 @@ def test_axes_of_a_mesh_have_the_names_that_mindspore_gives() -> None:
             "net.safetensors", 105, 105, {"global_batch_size"},
         ),
         ({**FULL, "global_step": np.array([-1])}, "net-1_3.safetensors", None, 3, {"loss_scale", "global_batch_size"}),
+        (
+            {**FULL, "global_step": np.array([7.0]), "epoch_num": np.array([True])},
+            "net-1_3.safetensors", None, 3, {"loss_scale", "global_batch_size"},
+        ),
     ],
 )  # fmt: skip
 def test_the_step_and_what_is_known_of_it(
@@ -270,9 +274,12 @@ def test_a_source_that_does_not_say_its_step(tmp_path: Path) -> None:
 
 
 def test_another_step_than_the_source_says(mindspore_data: Path, tmp_path: Path) -> None:
-    """`common.json` stays what it was: what is in it, the training knows."""
+    """`common.json` stays what it was: what is in it, the training knows. That it has another step is said."""
     source, full = opened(mindspore_data, "graph_dp2_tp4")
-    reshard.plan(source, files=Checkpoint2(12345678901)).run(tmp_path, fsync=False)
+    plan = reshard.plan(source, files=Checkpoint2(12345678901))
+    assert "common.json has global_step 4, and the iteration is 12345678901" in plan.warnings
+    assert not [text for text in reshard.plan(source, files=Checkpoint2()).warnings if "global_step" in text]
+    plan.run(tmp_path, fsync=False)
     place = tmp_path / "iteration_12345678901"
     assert (place / "common.json").read_bytes() == (Path(source.root) / "common.json").read_bytes()
     assert_equal(reshard.open(tmp_path), full)
@@ -285,6 +292,22 @@ def test_a_directory_that_was_renamed(mindspore_data: Path, tmp_path: Path) -> N
     assert (tmp_path / "run" / TRACKER).read_text() == "4"
     place = tmp_path / "run" / "iteration_00000004"
     assert (place / "common.json").read_bytes() == (Path(source.root) / "common.json").read_bytes()
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, -1.0])
+def test_a_number_that_json_does_not_have_is_not_known(tmp_path: Path, value: float) -> None:
+    source = whole_file(tmp_path, {**FULL, "loss_scale": np.array([value], np.float32)})
+    reshard.plan(source, files=Checkpoint2(1)).run(tmp_path / "run", fsync=False)
+    said = json.loads((tmp_path / "run" / "iteration_00000001" / "common.json").read_text(), parse_constant=pytest.fail)
+    assert said["loss_scale"] is None
+
+
+def test_a_common_json_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
+    reshard.plan(whole_file(tmp_path), files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    place = (tmp_path / "run" / "iteration_00000007").rename(tmp_path / "best")
+    (place / "common.json").write_text("[7]")
+    with pytest.raises(SourceError, match=r"common.json: is a JSON list; expected an object"):
+        reshard.open(place)
 
 
 def test_single_values_without_dimensions_are_written_so(tmp_path: Path) -> None:
@@ -392,7 +415,7 @@ def test_what_does_not_go_with_it(tmp_path: Path, mindspore_data: Path) -> None:
     for wrong in ("a/b", ".a", "{rank}", "\n"):
         with pytest.raises(UsageError, match="not the beginning of a file name"):
             Checkpoint2(prefix=wrong)
-    with pytest.raises(UsageError, match="expected a number from 0 on"):
+    with pytest.raises(UsageError, match="expected a number from 0 to 999999999999999999"):
         Checkpoint2(-1)
     for common in ("[]", "{", "[" * 100_000):
         with pytest.raises(UsageError, match="common is not JSON as common.json has it"):
@@ -646,6 +669,11 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
         (("unify", "--prefix", "a", "--style", "hf"), "--prefix: only for --style checkpoint2"),
         (("transform", "--style", "hf"), "`reshard unify` writes it"),
         (("transform", "--style", "checkpoint2", "--ranks", "0"), "a Checkpoint 2.0 has all ranks"),
+        (("plan", "--max-shard-size", "1GB"), "--max-shard-size: only for a set of whole tensors (--style); give that"),
+        (
+            ("plan", "--style", "checkpoint2", "--layouts-of", "x", "--max-shard-size", "1GB"),
+            "leave --max-shard-size out",
+        ),
         (("transform", "--style", "checkpoint2", "--format", "ckpt"), "do not go together"),
         (
             ("transform", "--style", "checkpoint2", "--layouts-of", "x", "--target-strategy", "y"),
