@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, names
 from reshard.formats import safetensors
-from reshard.formats.directories import CHECKPOINT2, ITERATION, TRACKER
+from reshard.formats.directories import CHECKPOINT2, TRACKER
 from reshard.formats.entries import ShardFiles, wants
 from reshard.formats.sets import MAX_SHARD_BYTES, check_size, one_after_the_other
 from reshard.layout.layout import whole
 from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2 import COMMON
 from reshard.readers.checkpoint2_metadata import METADATA
+from reshard.readers.runs import iteration_of
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small
@@ -374,10 +375,9 @@ def _said(common: str) -> dict[str, Any]:
 
 
 def _iteration(source: Checkpoint) -> int | None:
-    """Return how many steps a Checkpoint 2.0 says were done: its directory, or `common.json` where that is renamed."""
-    match = ITERATION.fullmatch(as_place(source.root).absolute().name) if source.described_by else None
-    if match:
-        return int(match[1])
+    """Return how many steps a run says were done: the name of the directory, or `common.json` where that is renamed."""
+    if source.described_by and (number := iteration_of(as_place(source.root))) is not None:
+        return number
     common = _common(source)
     step = _said(common).get("global_step") if common else None
     return step if type(step) is int and 0 <= step < _MOST_STEPS else None

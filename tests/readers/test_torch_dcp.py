@@ -114,6 +114,7 @@ def test_a_run_of_megatron(mindspore_data: Path, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     found = reshard.open(tmp_path)
     assert found.root.endswith("iter_0000010")
+    assert reshard.Checkpoint2().of(found).step == 10
     assert_equal(found, full_of(root))
     assert reshard.open(tmp_path, iteration=5).root.endswith("iter_0000005")
     assert "iteration 10" in done("inspect", tmp_path).stdout
