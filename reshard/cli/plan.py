@@ -161,8 +161,8 @@ def made_plan(
         )
     if style not in {None, CHECKPOINT2}:
         return _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
-    if not style or layouts_of or target_strategy:
-        refuse_options({"--max-shard-size": max_shard_size}, "a set of whole tensors (--style)")
+    if given["format"] != DCP and (not style or layouts_of or target_strategy):
+        refuse_options({"--max-shard-size": max_shard_size}, "a set of whole tensors (--style), or --format dcp")
     if layouts_of and target_strategy:
         raise UsageError("--layouts-of and --target-strategy both say how tensors are cut; leave one out")
     if given["format"] == DCP:

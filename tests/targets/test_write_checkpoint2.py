@@ -669,7 +669,7 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
         (("unify", "--prefix", "a", "--style", "hf"), "--prefix: only for --style checkpoint2"),
         (("transform", "--style", "hf"), "`reshard unify` writes it"),
         (("transform", "--style", "checkpoint2", "--ranks", "0"), "a Checkpoint 2.0 has all ranks"),
-        (("plan", "--max-shard-size", "1GB"), "--max-shard-size: only for a set of whole tensors (--style); give that"),
+        (("plan", "--max-shard-size", "1GB"), "--max-shard-size: only for a set of whole tensors (--style), or"),
         (
             ("plan", "--style", "checkpoint2", "--layouts-of", "x", "--max-shard-size", "1GB"),
             "leave --max-shard-size out",
@@ -687,6 +687,12 @@ def test_options_that_do_not_go_together(tmp_path: Path, words: tuple[str, ...],
     assert refused.exit_code == 2
     assert said in refused.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_the_size_of_files_of_a_plan_for_a_dcp(tmp_path: Path) -> None:
+    write_file(tmp_path / "net.safetensors", EVERYTHING)
+    words = ("plan", tmp_path / "net.safetensors", "--format", "dcp", "--max-shard-size", "300")
+    assert "__0_1.distcp" in done(*words).stdout
 
 
 EXPERTS = numbers({"mlp.experts.weight1": (48, 24), "mlp.experts.weight2": (48, 12), "norm": (12,)})
