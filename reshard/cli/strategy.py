@@ -219,7 +219,7 @@ def strategy_from_checkpoint(
     from reshard.readers.open import files_read, is_made, self_described
 
     refuse_existing(output, overwrite=overwrite)
-    if self_described(checkpoint, iteration) is None and not is_made(checkpoint):
+    if checkpoint.is_dir() and self_described(checkpoint, iteration) is None and not is_made(checkpoint):
         expected = "expected a Checkpoint 2.0, or what reshard wrote with a strategy"
         raise UsageError(f"{checkpoint}: does not say itself which rank holds which block; {expected}")
     opened = reshard.open(checkpoint, iteration=iteration, contents=False)

@@ -63,6 +63,7 @@ _COMMON_KEYS = (
 _NEWER_KEYS = {"consumed_samples", "ckpt_status"}  # which a training leaves out, too
 _LARGEST_COMMON = 1 << 20
 _MOST_STEPS = 10**18
+_LONGEST_PREFIX = 200  # of 255 bytes that a name may have
 _LARGEST_GROUP = 64
 _PLACE_BYTES = 250  # of making the metadata, for a rank that stores a block
 _RANK_BYTES = 20  # and for the number of a rank
@@ -95,8 +96,9 @@ class Checkpoint2:
         except ValueError as error:
             raise UsageError(f"common is not JSON as {COMMON} has it: {error}") from None
         prefix = self.prefix or ""
-        if not prefix.isprintable() or prefix.startswith(".") or any(sign in prefix for sign in "/\\{}"):
-            raise UsageError(f"prefix {prefix!r}: not the beginning of a file name; expected e.g. 'checkpoint'")
+        signs = prefix.startswith(".") or any(sign in prefix for sign in "/\\{}")
+        if not prefix.isprintable() or signs or len(prefix.encode()) > _LONGEST_PREFIX:
+            raise UsageError(f"prefix {prefix!r:.60}: not the beginning of a file name; expected e.g. 'checkpoint'")
 
     def of(self, source: Checkpoint) -> Checkpoint2:
         """Return it with all that it does not say filled in from a source.

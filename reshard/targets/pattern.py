@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import LayoutError, SourceError
+from reshard.errors import Faults, LayoutError, SourceError
 from reshard.layout.layout import Grid, Layout, whole
 from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2_metadata import METADATA, Metadata
@@ -114,16 +114,19 @@ def read_layouts(path: AnyName) -> Pattern:
     """
     place = iteration_at(as_place(path))
     if not (place / METADATA).is_file():
-        raise SourceError(f"{place}: has no {METADATA}; expected a Checkpoint 2.0 whose tensors are cut")
+        found = f"has no {METADATA}" if place.is_dir() else "is not there"
+        raise SourceError(f"{place}: {found}; expected a Checkpoint 2.0 whose tensors are cut")
     said = Metadata(place / METADATA)
     meshes = list(said.meshes)
+    faults = Faults(str(place / METADATA))
     tensors = {}
     for name, one in said.listed.items():
         if one.reason:
-            raise SourceError(f"{place / METADATA}: tensor {name!r}: {one.reason}")
+            faults.add(f"tensor {name!r}", one.reason)
         mesh = None if one.mesh is None else meshes[one.mesh]
         others = _others(mesh, one.shape, said.held(name)) if mesh else ()
         tensors[name] = Arranged(one.mesh, one.shape, others)
+    faults.raise_if_any(SourceError)
     ranks = {rank for mesh in meshes for rank in mesh.ranks}.union(said.ranks, *said.groups)
     if max(ranks, default=0) >= _MOST_RANKS:
         raise SourceError(f"{place / METADATA}: has rank {max(ranks)}, which is taken for a corrupt file")
