@@ -27,6 +27,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
+from reshard.formats.directories import ITERATION
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.sets import HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
@@ -145,7 +146,7 @@ class PlanFile:
         """Open the source and make the plan again.
 
         Args:
-            source: where the source is, if it is not where it was planned.
+            source: where the source is, if it is not where it was planned; of a Checkpoint 2.0 also the run's directory.
             cipher: decrypts the source's files.
             target_cipher: encrypts the target's files, in the mode that was planned.
             threads: the most threads that a run may have here, as for `reshard.plan`.
@@ -168,7 +169,11 @@ class PlanFile:
                 Text(f"{self.path}: the target was planned plain; plan again with the key, or leave it out (",
                      Option("target_cipher"), ")")
             )  # fmt: skip
-        checkpoint = self._opened(Path(source or self.source).absolute(), cipher)
+        root = Path(source or self.source).absolute()
+        iteration = Path(self.source).name
+        if ITERATION.fullmatch(iteration) and (root / iteration).is_dir():
+            root /= iteration
+        checkpoint = self._opened(root, cipher)
         request = _request(content)
         made = make_plan(
             checkpoint,

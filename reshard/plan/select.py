@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
-from reshard.strategy.names import is_training_state, matches, matching, no_match, one_stage_advice, optimizer_states
+from reshard.strategy.names import (
+    is_step,
+    is_training_state,
+    matches,
+    matching,
+    no_match,
+    one_stage_advice,
+    optimizer_states,
+)
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -240,8 +248,9 @@ def select(source: Checkpoint, target: Strategy | Pattern | None, selection: Sel
     else:
         had = {*source.tensors, *source.left_out}
     expected = wanted if target else [*(strategy.tensors if strategy else ()), *sorted(source.elsewhere)]
-    absent = [name for name in expected if name not in had and _may_be_asked_for(name, selection, states)]
-    missing = _missing(source, absent, states, selection, faults)
+    no_weights = {*states, *(name for name in wanted if target and _counts_steps(target, name))}
+    absent = [name for name in expected if name not in had and _may_be_asked_for(name, selection, no_weights)]
+    missing = _missing(source, absent, no_weights, selection, faults)
     faults.raise_if_any(SourceError, advice=_advice(target, set(renamed.values()), states))
     without = set(dropped)
     kept = [
@@ -312,6 +321,12 @@ def _matched(every: Collection[str], patterns: Iterable[str], option: Option, fa
             faults.add(where, f"matches {len(some)} tensors; expected {counted['count']}")
         found.update(some)
     return found
+
+
+def _counts_steps(target: Strategy | Pattern, name: str) -> bool:
+    """Return whether a target has a name for a single number of the training's state, which no source need have."""
+    shape = target.shape_of(name)
+    return shape is not None and is_step(name, shape)
 
 
 def _may_be_asked_for(name: str, selection: Selection, states: Collection[str]) -> bool:

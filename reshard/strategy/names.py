@@ -15,6 +15,7 @@ from reshard.errors import names
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
+    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Tensor
     from reshard.strategy.strategy import Strategy
 
@@ -75,7 +76,12 @@ def is_training_state(name: str, tensor: Tensor | None) -> bool:
     """Return whether a tensor is neither weight nor state of one: text, and single numbers of well-known names."""
     if tensor is None:
         return False
-    return tensor.text is not None or (prod(tensor.spec.shape) == 1 and name.rpartition(".")[2] in TRAINING_STATE)
+    return tensor.text is not None or is_step(name, tensor.spec.shape)
+
+
+def is_step(name: str, shape: Shape) -> bool:
+    """Return whether it is a single number of a well-known name, such as `global_step`."""
+    return prod(shape) == 1 and name.rpartition(".")[2] in TRAINING_STATE
 
 
 def one_stage_advice(strategy: Strategy, known: Collection[str], states: Collection[str]) -> str:

@@ -634,6 +634,33 @@ def test_by_a_saved_plan_and_dry_runs(tmp_path: Path, mindspore_data: Path, cut:
         shutil.rmtree(tmp_path / "there")
 
 
+def test_a_plan_runs_over_a_copy_of_the_run(tmp_path: Path, mindspore_data: Path) -> None:
+    """Its directory serves as that of the iteration does, whatever the tracker names since."""
+    source, full = opened(mindspore_data, CUT[0])
+    reshard.plan(source, files=Checkpoint2()).save(tmp_path / "plan.json")
+    copy = tmp_path / "copy"
+    shutil.copytree(Path(source.root).parent, copy)
+    shutil.copytree(copy / "iteration_00000004", copy / "iteration_00000005")
+    (copy / TRACKER).write_text("5")
+    for number, place in enumerate([copy, copy / "iteration_00000004"]):
+        reshard.read_plan(tmp_path / "plan.json", source=place).run(tmp_path / f"run{number}", fsync=False)
+        assert_equal(reshard.open(tmp_path / f"run{number}"), full)
+
+
+def test_a_source_need_not_count_steps_as_the_pattern_does(tmp_path: Path) -> None:
+    """Trainings of the dynamic graph list `global_step`; it is in `common.json` too."""
+    every = {name: FULL[name] for name in ("emb", "norm")} | {"global_step": np.array([7], np.int32)}
+    layouts = Strategy.of({"emb": Layout.of([2], [0, -1])})
+    reshard.plan(whole_file(tmp_path, every), layouts, files=Checkpoint2()).run(tmp_path / "like", fsync=False)
+    pattern = reshard.read_layouts(tmp_path / "like")
+    assert "global_step" in pattern.tensors
+    some = whole_file(tmp_path, {"emb": FULL["emb"], "norm": FULL["norm"]}, "some.safetensors")
+    plan = reshard.plan(some, pattern, files=Checkpoint2(4))
+    assert plan.missing == ("global_step",)
+    with pytest.raises(SourceError, match=r"tensor 'norm': is in the strategy and in no source file"):
+        reshard.plan(whole_file(tmp_path, {"emb": FULL["emb"]}, "emb.safetensors"), pattern, files=Checkpoint2(4))
+
+
 def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
     root = mindspore_data / "checkpoint2" / "graph_dp2_tp2_pp2_zero" / "checkpoint"
     source, full = opened(mindspore_data, "graph_dp2_tp2_pp2_zero")
