@@ -28,7 +28,7 @@ _KEYS = {
     },
 }  # fmt: skip
 _NOTED = {
-    "group": {"tensors", "texts", "notes", "sources", "strategy", "version"},
+    "group": {"common", "tensors", "texts", "notes", "sources", "strategy", "version"},
     "array": {"dtype", "listed", "layout", "name"},
 }
 

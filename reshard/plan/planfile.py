@@ -146,7 +146,7 @@ class PlanFile:
         """Open the source and make the plan again.
 
         Args:
-            source: where the source is, if it is not where it was planned; of a Checkpoint 2.0 also the run's directory.
+            source: where the source is, if it is not where it was planned; the directory of a run serves, too.
             cipher: decrypts the source's files.
             target_cipher: encrypts the target's files, in the mode that was planned.
             threads: the most threads that a run may have here, as for `reshard.plan`.

@@ -346,6 +346,8 @@ def neighbours(plan: Plan, target: Place) -> tuple[str, ...]:
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)
         hiding += ["a zarr store"] if is_store(target) else []
+        if not any(file.pointer for file in plan.files):
+            hiding += sorted(filter(ITERATION.fullmatch, target.names()))
         read = {file.path for file in plan.source.files}  # is not old
         ranks = [place for place in _other_ranks(plan, target) if str(target.absolute() / place) not in read]
         own = _own(plan)

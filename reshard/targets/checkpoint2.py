@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from math import inf, prod
@@ -25,6 +26,7 @@ from reshard.formats import safetensors
 from reshard.formats.directories import CHECKPOINT2, TRACKER
 from reshard.formats.entries import ShardFiles, wants
 from reshard.formats.sets import MAX_SHARD_BYTES, check_size, one_after_the_other
+from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.layout import whole
 from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2 import COMMON
@@ -117,7 +119,7 @@ class Checkpoint2:
             found = (CHECKPOINT2.files.fullmatch(as_place(file.path).name) for file in source.files)
             prefix = next((match["prefix"].removesuffix("-") for match in found if match), PREFIX)
         if common is None:
-            common = _common(source)
+            common = common_of(source)
         if common is None:
             common = json.dumps(dict.fromkeys(_COMMON_KEYS) | progress | {"global_step": step}, indent=4)
         return replace(self, step=step, prefix=prefix, common=common)
@@ -198,9 +200,11 @@ class Checkpoint2Target:
         self.cuts, self.wanted, self.copies = self._files.cuts, self._files.wanted, self._files.copies
         if self._target is not None:
             for item in items:
-                if _BREAKING.search(item.name):
-                    expected = "expected no comma, bracket or quote, as mindformers could not read the metadata"
-                    faults.add(f"tensor {item.name!r}", f"{expected}; rename it")
+                if _BREAKING.search(item.name) or not item.name.isprintable() or item.name != item.name.strip():
+                    expected = "expected no comma, bracket, quote, control character, or space at an end"
+                    faults.add(
+                        f"tensor {item.name!r}", f"{expected}, as mindformers could not read the metadata; rename it"
+                    )
             self.memory = (("metadata", sum(self._metadata_bytes(self._target))),)
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
@@ -219,7 +223,7 @@ class Checkpoint2Target:
         found = copied_whole(self._source, self._arrangement, self._items)
         said = _said(self._way.common or "{}")
         unknown = [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and said.get(key) is None]
-        if unknown and self._way.common != _common(self._source):
+        if unknown and self._way.common != common_of(self._source):
             found += (f"{COMMON} says null for what is not known: {names(unknown)}",)
         if said.get("global_step") not in (None, self._way.step):
             found += (f"{COMMON} has global_step {said['global_step']!r:.60}, and the iteration is {self._way.step}",)
@@ -360,12 +364,24 @@ def _json(content: object) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
 
-def _common(source: Checkpoint) -> str | None:
-    """Return the contents of the `common.json` of a source; None where it has none."""
+def common_of(source: Checkpoint) -> str | None:
+    """Return the contents of the `common.json` of a source, which a store keeps too; None where it has none."""
+    if source.format == ZARR:
+        from reshard.readers.zarr import noted_provenance  # not on every start
+
+        noted = (noted_provenance(as_place(source.root)) or {}).get("common")
+        with suppress(ValueError):  # whatever wrote it
+            return noted if isinstance(noted, str) and len(noted) <= _LARGEST_COMMON and _said(noted) else None
+        return None
     path = as_place(source.root) / COMMON
     if not source.described_by or not path.is_file():
         return None
-    return read_small(path, COMMON, _LARGEST_COMMON, SourceError).decode()
+    try:
+        text = read_small(path, COMMON, _LARGEST_COMMON, SourceError).decode()
+        _said(text)
+    except ValueError as error:
+        raise SourceError(f"{path}: is not as MindSpore Transformers writes it: {error}") from None
+    return text
 
 
 def _said(common: str) -> dict[str, Any]:
@@ -378,9 +394,9 @@ def _said(common: str) -> dict[str, Any]:
 
 def _iteration(source: Checkpoint) -> int | None:
     """Return how many steps a run says were done: the name of the directory, or `common.json` where that is renamed."""
-    if source.described_by and (number := iteration_of(as_place(source.root))) is not None:
+    if source.described_by and source.format != ZARR and (number := iteration_of(as_place(source.root))) is not None:
         return number
-    common = _common(source)
+    common = common_of(source)
     step = _said(common).get("global_step") if common else None
     return step if type(step) is int and 0 <= step < _MOST_STEPS else None
 

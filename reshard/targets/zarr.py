@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
+from reshard.targets.checkpoint2 import common_of
 from reshard.targets.destination import TargetFile, Wanted, literal, merged_notes
 
 if TYPE_CHECKING:
@@ -82,11 +83,13 @@ class ZarrStore:
             found += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
             metadata = array.metadata(self._attributes(items[name], array))
             found.append(TargetFile(0, f"{directory}/{METADATA}", literal(metadata)))
+        common = common_of(self._source)
         attributes = {
             "tensors": list(items),
             "texts": {item.name: item.tensor.text for item in texts},
             "notes": merged_notes(self._source.files, {}, deduplicated=False),
             **provenance(self._source, times=self._group.times),
+            **({} if common is None else {"common": common}),
         }
         found.append(TargetFile(0, METADATA, literal(group_metadata(attributes)), last=True))
         return tuple(found)

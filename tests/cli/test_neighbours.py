@@ -151,6 +151,17 @@ def test_rank_files_beside_files_of_another_format_or_checkpoint(whole: Path, ou
     assert "notice" not in done("transform", whole, out, "--quiet").stderr
 
 
+def test_rank_files_in_the_directory_of_a_run(whole: Path, out: Path) -> None:
+    """Readers take the iteration: also `verify`, which would say nothing of what is written now."""
+    done("unify", whole, out, "--style", "checkpoint2", "--target-step", "6")
+    (notice,) = told("transform", whole, out)
+    assert notice == (
+        f"{out} has iteration_00000006 too, and readers take that for the checkpoint of {out}; choose another directory"
+    )
+    again = done("unify", whole, out, "--style", "checkpoint2", "--target-step", "7").stderr
+    assert "readers take that" not in again
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_a_set_beside_rank_files_and_rank_files_beside_a_set(
     whole: Path, out: Path, tmp_path: Path, style: str

@@ -393,9 +393,10 @@ def test_blocks_that_the_format_cannot_say(tmp_path: Path) -> None:
         reshard.plan(source, Strategy.of({"norm": Layout.of([2], [0], param_split_shape=[5, 7])}), files=Checkpoint2())
     with pytest.raises(SourceError, match="'norm': .*6 pieces by the optimizer are not along axes"):
         reshard.plan(source, Strategy.of({"norm": Layout.of([4, 3, 3], [-1], 6)}), files=Checkpoint2())
-    odd = whole_file(tmp_path, {"a,b": FULL["norm"]})
-    with pytest.raises(SourceError, match="'a,b': expected no comma"):
-        reshard.plan(odd, Strategy.of({"a,b": Layout.of([2], [0])}), files=Checkpoint2(1))
+    for name in ("a\nb", "a\u2028b", " a", "a,b"):  # mindformers takes escapes as they stand, and spaces off
+        odd = whole_file(tmp_path, {name: FULL["norm"]})
+        with pytest.raises(SourceError, match=r"expected no comma, .* mindformers could not read the metadata"):
+            reshard.plan(odd, Strategy.of({name: Layout.of([2], [0])}), files=Checkpoint2(1))
     reshard.plan(odd, files=Checkpoint2(1))  # where no metadata are
 
 
@@ -659,6 +660,33 @@ def test_a_source_need_not_count_steps_as_the_pattern_does(tmp_path: Path) -> No
     assert plan.missing == ("global_step",)
     with pytest.raises(SourceError, match=r"tensor 'norm': is in the strategy and in no source file"):
         reshard.plan(whole_file(tmp_path, {"emb": FULL["emb"]}, "emb.safetensors"), pattern, files=Checkpoint2(4))
+
+
+@pytest.mark.parametrize("content", [b"[]", b'"4"'])
+def test_a_common_file_that_is_none(tmp_path: Path, mindspore_data: Path, content: bytes) -> None:
+    source, _ = opened(mindspore_data, CUT[0])
+    copy = tmp_path / "renamed"
+    shutil.copytree(source.root, copy)
+    (copy / "common.json").write_bytes(content)
+    with pytest.raises(SourceError, match=r"common.json: is not as MindSpore Transformers writes it"):
+        reshard.plan(reshard.open(copy), files=Checkpoint2(5))
+
+
+def test_by_way_of_a_store_common_is_the_source_s(tmp_path: Path, mindspore_data: Path) -> None:
+    source, full = opened(mindspore_data, CUT[0])
+    done("transform", source.root, tmp_path / "run", "--style", "checkpoint2", "--via-zarr", tmp_path / "a.zarr")
+    found = reshard.open(tmp_path / "run")
+    assert_equal(found, full)
+    assert Path(found.root, "common.json").read_bytes() == Path(source.root, "common.json").read_bytes()
+    text = (tmp_path / "a.zarr" / "zarr.json").read_text()
+    attributes = json.loads(text)["attributes"]["reshard"]
+    for said in ("[]", "{", 7, None):  # by another hand
+        attributes["common"] = said
+        (tmp_path / "a.zarr" / "zarr.json").write_text(
+            json.dumps(json.loads(text) | {"attributes": {"reshard": attributes}})
+        )
+        plan = reshard.plan(reshard.open(tmp_path / "a.zarr"), files=Checkpoint2(4))
+        assert any("says null for what is not known" in warning for warning in plan.warnings)
 
 
 def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
