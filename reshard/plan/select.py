@@ -286,11 +286,12 @@ def has_no_place(source: Checkpoint, target: Strategy | Pattern, name: str) -> b
     """Return whether a tensor that the target strategy does not name is dropped, not copied whole to every rank.
 
     Of whole tensors nothing says which are split in training. But of those that the file of one stage does not name,
-    the weights are most likely other stages'.
+    the weights are most likely other stages', and a training whose metadata do not list a weight does not load it.
     """
     tensor = source.tensors[name]
     one_stage = target.others and len(target.stages) == 1 and source.strategy is None
-    return tensor.listed or (one_stage and not is_training_state(name, tensor))
+    every = not isinstance(target, Strategy)
+    return tensor.listed or ((one_stage or every) and not is_training_state(name, tensor))
 
 
 def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -> set[str]:

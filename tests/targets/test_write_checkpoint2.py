@@ -672,6 +672,16 @@ def test_a_common_file_that_is_none(tmp_path: Path, mindspore_data: Path, conten
         reshard.plan(reshard.open(copy), files=Checkpoint2(5))
 
 
+def test_a_whole_weight_that_the_pattern_lacks_is_not_hidden_in_files(tmp_path: Path) -> None:
+    """Nothing would load it: the metadata of a pattern's training do not list it."""
+    some = {name: FULL[name] for name in ("emb", "norm")}
+    layouts = Strategy.of({"emb": Layout.of([2], [0, -1])})
+    reshard.plan(whole_file(tmp_path, {"emb": FULL["emb"]}), layouts, files=Checkpoint2(4)).run(tmp_path / "like")
+    pattern, source = reshard.read_layouts(tmp_path / "like"), whole_file(tmp_path, some, "more.safetensors")
+    with pytest.raises(SourceError, match=r"tensor 'norm': is not in the target strategy"):
+        reshard.plan(source, pattern, files=Checkpoint2(4))
+
+
 def test_by_way_of_a_store_common_is_the_source_s(tmp_path: Path, mindspore_data: Path) -> None:
     source, full = opened(mindspore_data, CUT[0])
     done("transform", source.root, tmp_path / "run", "--style", "checkpoint2", "--via-zarr", tmp_path / "a.zarr")
