@@ -662,16 +662,6 @@ def test_a_source_need_not_count_steps_as_the_pattern_does(tmp_path: Path) -> No
         reshard.plan(whole_file(tmp_path, {"emb": FULL["emb"]}, "emb.safetensors"), pattern, files=Checkpoint2(4))
 
 
-@pytest.mark.parametrize("content", [b"[]", b'"4"'])
-def test_a_common_file_that_is_none(tmp_path: Path, mindspore_data: Path, content: bytes) -> None:
-    source, _ = opened(mindspore_data, CUT[0])
-    copy = tmp_path / "renamed"
-    shutil.copytree(source.root, copy)
-    (copy / "common.json").write_bytes(content)
-    with pytest.raises(SourceError, match=r"common.json: is not as MindSpore Transformers writes it"):
-        reshard.plan(reshard.open(copy), files=Checkpoint2(5))
-
-
 def test_a_whole_weight_that_the_pattern_lacks_is_not_hidden_in_files(tmp_path: Path) -> None:
     """Nothing would load it: the metadata of a pattern's training do not list it."""
     some = {name: FULL[name] for name in ("emb", "norm")}
