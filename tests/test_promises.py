@@ -63,7 +63,13 @@ PROMISES = {
         "mindspore/test_mindspore_cases.py::test_every_recorded_case_converts_to_slices_and_back",
         "fuzz/test_fuzz_differential.py::test_fuzz_differential",
     ],
-    "MindSpore `.ckpt` and safetensors, from either to either; zarr v3 stores; unified sets": [
+    "Checkpoint 2.0; distributed checkpoints (DCP) of PyTorch, also to be written, and of Megatron-Core and": [
+        "targets/test_write_checkpoint2.py::test_to_another_mesh_and_back_is_what_mindformers_writes",
+        "readers/test_torch_dcp.py::test_real_ones_are_their_whole_tensors",
+        "readers/test_dcp.py::test_they_are_converted_and_verified",
+        "targets/test_write_dcp_torch.py::test_fsdp_and_tensor_parallel_meshes",
+    ],
+    "zarr v3 stores; unified sets, MindSpore's and Hugging Face's": [
         "formats/test_formats_byte_for_byte.py::test_ckpt_files_come_out_byte_for_byte_as_mindspore_wrote_them",
         "formats/test_formats_byte_for_byte.py::test_safetensors_are_written_byte_for_byte_as_the_library_does",
         "formats/test_zarr_foreign.py::test_stores_that_zarr_wrote",
@@ -228,7 +234,7 @@ PROMISES = {
     "another format, file by file, without a strategy": [
         "cli/test_cli_convert.py::test_convert_there_and_back",
     ],
-    "every block once, on one of the ranks that share it": [
+    "every block once in each stage, on one of the ranks that share it": [
         "layout/test_redundancy.py::test_every_block_is_stored_once_in_each_stage_by_a_rank_that_holds_it",
         "run/test_run.py::test_replicas_stored_once",
     ],
