@@ -20,7 +20,7 @@ _HOMES = {
     "Checkpoint": "source.checkpoint",
     "Checkpoint2": "targets.checkpoint2",
     "Cipher": "storage.cipher",
-    "DCP": "targets.dcp",
+    "DCP": "formats.sets",
     "HuggingFaceSet": "formats.sets",
     "Layout": "layout.layout",
     "make_manifest": "verify.verify",
@@ -77,7 +77,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from reshard.errors import ReshardError
-    from reshard.formats.sets import HuggingFaceSet, MindSporeSet
+    from reshard.formats.sets import DCP, HuggingFaceSet, MindSporeSet
     from reshard.formats.zarr import ZarrGroup
     from reshard.layout.block import Block
     from reshard.layout.layout import Layout
@@ -92,7 +92,6 @@ if TYPE_CHECKING:
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
     from reshard.targets.checkpoint2 import Checkpoint2
-    from reshard.targets.dcp import DCP
     from reshard.targets.pattern import read_layouts
     from reshard.verify.manifest import Manifest, read_manifest, write_manifest
     from reshard.verify.verify import Verification, make_manifest, verify

@@ -17,6 +17,7 @@ import reshard
 from reshard.cli.commands import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS
 from reshard.dtypes import by_name
 from reshard.errors import Faults, ReshardError, SourceError, UsageError
+from reshard.formats.sets import DCP_NAME
 from reshard.layout.block import LONGEST_NAME
 from reshard.storage.cipher import Cipher, read_key
 from reshard.storage.places import as_place, is_url
@@ -194,7 +195,7 @@ class PathType(click.Path):
 CHECKPOINT2 = "checkpoint2"
 """The style of MindSpore Transformers, which is that of whole tensors and of blocks."""
 
-DCP = "dcp"
+DCP = DCP_NAME
 """The format of PyTorch's distributed checkpoints, which is likewise that of both."""
 
 

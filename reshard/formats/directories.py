@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.entries import RangeReader
-from reshard.formats.sets import SET_FILES, SET_INDEXES, files_beside
+from reshard.formats.sets import DCP_INDEX, SET_FILES, SET_INDEXES, files_beside
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -113,7 +113,7 @@ DCP = DirectoryFormat(
     re.compile(r"__\d+_\d+\.distcp|(?:__)?\d+\.metadata|\.rank\d+_metadata|_rank\d+_\.safetensors"),
     "is of a distributed checkpoint (DCP) of PyTorch, Megatron or hyper-parallel",
     "expected all of its files; open their directory",
-    {".metadata": re.compile(rb"\A\x80[\x02-\x05]")},  # a pickle
+    {DCP_INDEX: re.compile(rb"\A\x80[\x02-\x05]")},  # a pickle
 )
 
 BLOCKS = DirectoryFormat(

@@ -57,6 +57,15 @@ def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
     return found
 
 
+def part_of(runs: Runs, begin: int, nbytes: int) -> Runs:
+    """Return where a range of contents lies in a file; arguments as for `ranges`.
+
+    >>> part_of(((100, 10), (200, 10)), 8, 4)
+    ((108, 2), (200, 2))
+    """
+    return tuple((offset, stop - start) for offset, start, stop in ranges(runs, begin, nbytes))
+
+
 def wants(path: str, runs: Runs, begin: int, buffer: memoryview) -> list[Want]:
     """Return what fills a buffer with contents from a byte on, wherever they lie in a file."""
     if len(runs) == 1:

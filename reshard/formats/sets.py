@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 4_000_000_000
 """How large a file of a unified set may grow, unless one tensor is larger."""
 
+DCP_NAME = "dcp"
+
+DCP_INDEX = ".metadata"
+"""What lists the blocks of a distributed checkpoint."""
+
+DCP_FILE_BYTES = 1 << 30
+"""How large a file of one may grow, unless one block is larger: each is written by one thread."""
+
 _MINDSPORE_INDEX = "param_name_map.json"
 _HUGGING_FACE_INDEX = "model.safetensors.index.json"
 _HYPER_PARAMETERS = "hyper_param"
@@ -113,6 +121,27 @@ class HuggingFaceSet:
         index = json.dumps(content, indent=2).encode() + b"\n"
         # transformers refuses files of any other `format` than those it knows.
         return ShardFiles(paths, of, (_HUGGING_FACE_INDEX, index), {"format": "pt"})
+
+
+@dataclass(frozen=True, slots=True)
+class DCP:
+    """A distributed checkpoint of PyTorch: `__RANK_NUMBER.distcp`, in the tensors' order, and `.metadata`.
+
+    Attributes:
+        max_shard_bytes: how many bytes of tensors a file may hold, unless one block has more.
+
+    Raises:
+        UsageError: a size below 1.
+    """
+
+    max_shard_bytes: int = DCP_FILE_BYTES
+
+    def __post_init__(self) -> None:
+        check_size(self.max_shard_bytes)
+
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- it has its own
+        """Say where all is listed; the files depend on the blocks."""
+        return ShardFiles((DCP_INDEX,), {tensor.name: 0 for tensor in tensors})
 
 
 def one_after_the_other(tensors: Iterable[Stored], max_shard_bytes: int) -> dict[str, int]:

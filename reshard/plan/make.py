@@ -9,7 +9,7 @@ from reshard.errors import Faults, Option, StrategyError, Text, UsageError
 from reshard.formats import by_name, formats
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
-from reshard.formats.sets import read_index
+from reshard.formats.sets import DCP, DCP_NAME, read_index
 from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import ZarrGroup
 from reshard.formats.zarr_files import is_store
@@ -28,8 +28,6 @@ from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
 from reshard.targets.checkpoint2 import Checkpoint2, Checkpoint2Target
-from reshard.targets.dcp import DCP, DCPTarget
-from reshard.targets.dcp import NAME as DCP_NAME
 from reshard.targets.destination import Item
 from reshard.targets.pattern import Pattern
 from reshard.targets.ranks import Ranks
@@ -140,6 +138,8 @@ def plan(
             faults=faults,
         )  # fmt: skip
     elif isinstance(files, DCP):
+        from reshard.targets.dcp import DCPTarget  # likewise
+
         destination = DCPTarget(asked, items, files=files, faults=faults)
     else:
         destination = Ranks(

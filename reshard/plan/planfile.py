@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.directories import ITERATION
 from reshard.formats.entries import NamedFile, RankFiles
-from reshard.formats.sets import HuggingFaceSet, MindSporeSet
+from reshard.formats.sets import DCP, HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.layout import MOST_DEVICES
@@ -46,7 +46,6 @@ from reshard.storage.small import read_small, refuse_existing, refuse_inputs, wr
 from reshard.strategy.schema import ANY, COUNT, FLAG, INNER_PATH, LINE, TEXT, Maybe, check, is_inner_path, parse
 from reshard.strategy.strategy import Strategy
 from reshard.targets.checkpoint2 import Checkpoint2
-from reshard.targets.dcp import DCP
 from reshard.targets.pattern import PATTERN, Pattern, pattern_data, read_pattern
 
 if TYPE_CHECKING:

@@ -116,7 +116,7 @@ def newer(root: Place, there: Sequence[str], run: RunFormat, place: Place) -> li
     if not later:
         return []
     what = f"newer than {last}, which {run.tracker} names: was saving it interrupted, or is it not done?"
-    return [f"{root}: has iteration {names(later)}, {what}"]
+    return [f"{root}: has iteration{'s' * (len(later) > 1)} {names(later)}, {what}"]
 
 
 def _checkpoints(root: Place, there: Sequence[str], run: RunFormat) -> list[tuple[int, Place]]:

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import names
-from reshard.formats.entries import Extent, ranges
+from reshard.formats.entries import Extent, part_of
 from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Shard, Tensor
 
@@ -45,7 +45,7 @@ def stacked(tensor: Tensor, shape: Shape) -> Tensor | None:
         begin = 0
         for piece in pieces(block, rows):
             nbytes = piece.size * tensor.spec.dtype.itemsize
-            found = (Extent(file, _part(runs, begin, nbytes)) for file, runs in replicas)
+            found = (Extent(file, part_of(runs, begin, nbytes)) for file, runs in replicas)
             shards.append(Shard(piece, tuple(found)))
             begin += nbytes
     shards.sort(key=lambda shard: shard.block.start)
@@ -72,10 +72,6 @@ def with_shapes(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> tuple[Ch
         f"stacked otherwise in the target, {before} as {after} and so on, over the same bytes: {names(found, most=3)}"
     )
     return replace(checkpoint, tensors={**checkpoint.tensors, **found}), (warning,)
-
-
-def _part(runs: tuple[tuple[int, int], ...], begin: int, nbytes: int) -> tuple[tuple[int, int], ...]:
-    return tuple((offset, stop - start) for offset, start, stop in ranges(runs, begin, nbytes))
 
 
 def _planes(block: Block, rows: int) -> Iterator[Block]:

@@ -36,23 +36,20 @@ from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
-from reshard.targets.destination import TargetFile, literal
+from reshard.targets.destination import Destination, TargetFile, literal
 from reshard.targets.pattern import Pattern
 from reshard.targets.ranks import Ranks, copied_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.errors import Faults
-    from reshard.formats.entries import Stored
+    from reshard.formats.entries import Stored, Where
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
-    from reshard.plan.budget import Share
     from reshard.plan.build import Routed
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.base import TargetCoding
-    from reshard.storage.cipher import Cipher
-    from reshard.targets.destination import Arrangement, Item
+    from reshard.targets.destination import Arrangement, Item, Wanted
 
 PREFIX = "checkpoint"
 """What names of files begin with where nothing else is known, as in mindformers' dynamic-graph mode."""
@@ -171,13 +168,8 @@ def _kinds(tensors: Sequence[Stored]) -> list[tuple[str, list[Stored]]]:
     return [(kind, some) for kind, some in of.items() if some]
 
 
-class Checkpoint2Target:
-    """The files of an iteration, and what stands beside it: `Destination`."""
-
-    exclusive = False
-    coding: TargetCoding | None = None
-    cipher: Cipher | None = None
-    memory: tuple[Share, ...] = ()
+class Checkpoint2Target(Destination):
+    """The files of an iteration, and what stands beside it."""
 
     def __init__(
         self,
@@ -197,7 +189,6 @@ class Checkpoint2Target:
             ranks=None, remove_redundancy=remove_redundancy, link_replicas=link_replicas, cipher=None, faults=faults,
         )  # fmt: skip
         self.format, self.ranks = self._files.format, self._files.ranks
-        self.cuts, self.wanted, self.copies = self._files.cuts, self._files.wanted, self._files.copies
         if self._target is not None:
             for item in items:
                 if _BREAKING.search(item.name) or not item.name.isprintable() or item.name != item.name.strip():
@@ -206,6 +197,18 @@ class Checkpoint2Target:
                         f"tensor {item.name!r}", f"{expected}, as mindformers could not read the metadata; rename it"
                     )
             self.memory = (("metadata", sum(self._metadata_bytes(self._target))),)
+
+    def cuts(self, name: str) -> bool:
+        """Return whether the target names a tensor."""
+        return self._files.cuts(name)
+
+    def wanted(self, item: Item) -> Wanted | None:
+        """Return the blocks that the ranks get, with their files; None where the layout does not fit."""
+        return self._files.wanted(item)
+
+    def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:
+        """Return, for each copy that some target rank gets, where it is and the files of those ranks."""
+        return self._files.copies(item, read)
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file, and write what stands beside them."""

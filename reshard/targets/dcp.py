@@ -13,17 +13,17 @@ Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem,planner_helpe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.formats.entries import Content, Crc, FileLayout, ShardFiles
-from reshard.formats.sets import check_size
+from reshard.formats.entries import Content, Crc, FileLayout
+from reshard.formats.sets import DCP_INDEX, DCP_NAME
 from reshard.layout.block import Block
 from reshard.layout.layout import Grid
 from reshard.layout.replicas import by_size
-from reshard.targets.destination import TargetFile, Wanted, literal
-from reshard.targets.pickles import Call, Global, Instance, Pairs, pickled
+from reshard.readers.pickles import Name
+from reshard.targets.destination import Destination, TargetFile, Wanted, literal
+from reshard.targets.pickles import Call, Instance, Items, pickled
 from reshard.targets.ranks import fitted
 from reshard.targets.torch_save import saved_tensor, saved_text, torch_dtype
 
@@ -31,45 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.errors import Faults
-    from reshard.formats.entries import Stored, Where
+    from reshard.formats.entries import Where
+    from reshard.formats.sets import DCP
     from reshard.layout.block import Shape
     from reshard.plan.budget import Share
     from reshard.plan.build import Routed
-    from reshard.storage.base import TargetCoding
-    from reshard.storage.cipher import Cipher
     from reshard.targets.destination import Arrangement, Item
     from reshard.targets.torch_save import Saved
 
-NAME = "dcp"
-
-METADATA = ".metadata"
-
-MAX_SHARD_BYTES = 1 << 30
-"""How large a file may grow, unless one block is larger: each is written by one thread."""
-
 _ITEM_BYTES = 1500  # resident memory of a block: its part of a file's layout, and of the metadata; measured
 _VERSION = "1.0.0"
-
-
-@dataclass(frozen=True, slots=True)
-class DCP:
-    """`__RANK_NUMBER.distcp`, filled in the tensors' order, and `.metadata`.
-
-    Attributes:
-        max_shard_bytes: how many bytes of tensors a file may hold, unless one block has more.
-
-    Raises:
-        UsageError: a size below 1.
-    """
-
-    max_shard_bytes: int = MAX_SHARD_BYTES
-
-    def __post_init__(self) -> None:
-        check_size(self.max_shard_bytes)
-
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- it has its own
-        """Say where all is listed; the files depend on the blocks."""
-        return ShardFiles((METADATA,), {tensor.name: 0 for tensor in tensors})
 
 
 class _Place(NamedTuple):
@@ -83,13 +54,10 @@ class _Place(NamedTuple):
         return f"__{self.rank}_{self.part}.distcp"
 
 
-class DCPTarget:
-    """The files of a distributed checkpoint: `Destination`."""
+class DCPTarget(Destination):
+    """The files of a distributed checkpoint."""
 
-    format = NAME
-    exclusive = False
-    coding: TargetCoding | None = None
-    cipher: Cipher | None = None
+    format = DCP_NAME
 
     def __init__(self, target: Arrangement | None, items: Sequence[Item], *, files: DCP, faults: Faults) -> None:
         self.ranks = (0,) if target is None else tuple(target.ranks)
@@ -129,10 +97,6 @@ class DCPTarget:
         wanted = self.wanted(item)
         return [(item.tensor.sharding.replicas[0][0], wanted)] if wanted else []
 
-    def warnings(self) -> tuple[str, ...]:
-        """Return nothing: there is nothing to be said."""
-        return ()
-
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file, and list what is in which."""
         files = [_File() for _ in self._places]
@@ -153,7 +117,7 @@ class DCPTarget:
         found = [
             TargetFile(place.rank, place.path, file.layout()) for place, file in zip(self._places, files, strict=True)
         ]
-        return (*found, TargetFile(self.ranks[0], METADATA, metadata, last=True))
+        return (*found, TargetFile(self.ranks[0], DCP_INDEX, metadata, last=True))
 
     def _placed(self, max_shard_bytes: int) -> dict[str, list[_Place]]:
         """Return the file of each block, in the order of the blocks."""
@@ -227,9 +191,9 @@ def _held(grid: Grid) -> list[tuple[Block, tuple[int, ...]]]:
 def _metadata(listed: Sequence[tuple[Item, Sequence[_Part]]]) -> bytes:
     """Return the pickle that says what is where."""
     state = {
-        "state_dict_metadata": Pairs((item.name, _described(item, parts)) for item, parts in listed),
-        "planner_data": Pairs((item.name, (item.name,)) for item, _ in listed),
-        "storage_data": Pairs(stored for item, parts in listed for stored in _stored(item.name, parts)),
+        "state_dict_metadata": Items((item.name, _described(item, parts)) for item, parts in listed),
+        "planner_data": Items((item.name, (item.name,)) for item, _ in listed),
+        "storage_data": Items(stored for item, parts in listed for stored in _stored(item.name, parts)),
         "storage_meta": None,
         "version": _VERSION,
     }
@@ -260,16 +224,16 @@ def _size(extents: Shape) -> Call:
     return Call(_SIZE, (extents,))
 
 
-def _of_metadata(name: str) -> Global:
-    return Global("torch.distributed.checkpoint.metadata", name)
+def _of_metadata(name: str) -> Name:
+    return Name("torch.distributed.checkpoint.metadata", name)
 
 
-_SIZE = Global("torch", "Size")
-_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_SIZE = Name("torch", "Size")
+_INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _INDEX = _of_metadata("MetadataIndex")
 _CHUNK = _of_metadata("ChunkStorageMetadata")
 _TENSOR = _of_metadata("TensorStorageMetadata")
 _OBJECT = _of_metadata("BytesStorageMetadata")
 _PROPERTIES = _of_metadata("TensorProperties")
-_STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+_STRIDED = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
 _CONTIGUOUS = Call(_of_metadata("_MEM_FORMAT_ENCODING"), (0,))

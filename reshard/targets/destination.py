@@ -111,10 +111,10 @@ class Destination(Protocol):
 
     format: str
     ranks: tuple[int, ...]
-    exclusive: bool
-    coding: TargetCoding | None
-    cipher: Cipher | None
-    memory: tuple[Share, ...]
+    exclusive: bool = False
+    coding: TargetCoding | None = None
+    cipher: Cipher | None = None
+    memory: tuple[Share, ...] = ()
 
     def wanted(self, item: Item) -> Wanted | None:
         """Return which blocks of a tensor are wanted and where; None where a fault was found, which is kept."""
@@ -134,7 +134,8 @@ class Destination(Protocol):
         """Lay out every file; those with equal contents share a layout."""
 
     def warnings(self) -> tuple[str, ...]:
-        """Return what a user should know of what is written."""
+        """Return what a user should know of what is written; nothing as a rule."""
+        return ()
 
 
 def literal(content: bytes) -> FileLayout:

@@ -10,30 +10,25 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.readers.pickles import Name
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 _BATCH = 1000  # as Python's: a reader has so many items on its stack
 
 
-class Global(NamedTuple):
-    """What a module has under a name."""
-
-    module: str
-    name: str
-
-
 class Call(NamedTuple):
     """What a function makes of arguments, which are hashable."""
 
-    function: Global
+    function: Name
     arguments: tuple[object, ...]
 
 
 class Instance(NamedTuple):
     """An object of a class: made without arguments, then given its state; None for no state."""
 
-    kind: Global
+    kind: Name
     state: object
 
 
@@ -43,7 +38,7 @@ class Persistent(NamedTuple):
     key: object
 
 
-class Pairs(NamedTuple):
+class Items(NamedTuple):
     """A dict, whose items come one by one."""
 
     items: Iterable[tuple[object, object]]
@@ -52,10 +47,10 @@ class Pairs(NamedTuple):
 def pickled(value: object, protocol: int) -> bytes:
     r"""Return a pickle of a value: of the classes above, dicts, lists, tuples, text, integers, booleans and None.
 
-    >>> pickled(("a", Global("torch", "Size"), 300), 2)
+    >>> pickled(("a", Name("torch", "Size"), 300), 2)
     b'\x80\x02X\x01\x00\x00\x00aq\x00ctorch\nSize\nq\x01M,\x01\x87q\x02.'
     >>> import pickle
-    >>> pickle.loads(pickled({"a": [1, -1, 1 << 40, Call(Global("builtins", "complex"), (2, 3))]}, 4))
+    >>> pickle.loads(pickled({"a": [1, -1, 1 << 40, Call(Name("builtins", "complex"), (2, 3))]}, 4))
     {'a': [1, -1, 1099511627776, (2+3j)]}
     """
     writer = _Writer(protocol)
@@ -98,7 +93,7 @@ class _Writer:
             self.content += encoded
             self._memoize(value)
 
-    def named(self, value: Global) -> None:
+    def named(self, value: Name) -> None:
         if not self._again(value):
             if self._framed:
                 self.text(value.module)
@@ -142,9 +137,9 @@ class _Writer:
         self._batches(iter(value), b"e", _BATCH)
 
     def dict(self, value: Mapping[object, object]) -> None:
-        self.pairs(Pairs(value.items()))
+        self.pairs(Items(value.items()))
 
-    def pairs(self, value: Pairs) -> None:
+    def pairs(self, value: Items) -> None:
         self.content += b"}"
         self._memoize()
         self._batches((one for pair in value.items for one in pair), b"u", 2 * _BATCH)
@@ -181,11 +176,11 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     bool: _Writer.constant,
     int: _Writer.integer,
     str: _Writer.text,
-    Global: _Writer.named,
+    Name: _Writer.named,
     Call: _Writer.call,
     Instance: _Writer.instance,
     Persistent: _Writer.persistent,
-    Pairs: _Writer.pairs,
+    Items: _Writer.pairs,
     tuple: _Writer.items,
     list: _Writer.list,
     dict: _Writer.dict,

@@ -13,7 +13,7 @@ from reshard.formats.entries import Content, FileLayout, Stored
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
 from reshard.strategy.names import is_training_state, ranks_text
-from reshard.targets.destination import TargetFile, Wanted, literal, merged_notes
+from reshard.targets.destination import Destination, TargetFile, Wanted, literal, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,20 +22,14 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Format, TargetFiles, Where
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
-    from reshard.plan.budget import Share
     from reshard.plan.build import Routed
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
     from reshard.targets.destination import Arrangement, Item
 
 
-class Ranks:
-    """The files of the ranks of a target: `Destination`."""
-
-    exclusive = False
-    coding: TargetCoding | None = None
-    memory: tuple[Share, ...] = ()
+class Ranks(Destination):
+    """The files of the ranks of a target."""
 
     def __init__(
         self,

@@ -6,31 +6,25 @@ from typing import TYPE_CHECKING
 
 from reshard.formats.entries import Content, FileLayout
 from reshard.layout.block import Block
-from reshard.targets.destination import TargetFile, Wanted, merged_notes
+from reshard.targets.destination import Destination, TargetFile, Wanted, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.formats.entries import Format, Where
     from reshard.layout.block import Shape
-    from reshard.plan.budget import Share
     from reshard.plan.build import Routed
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher
     from reshard.targets.destination import Item
 
 
-class SameFiles:
+class SameFiles(Destination):
     """For each file of the source one with the same tensors, in another format: `Destination`.
 
     Names are those of each file, so that tensors of several files may have the same; the tensors of the n-th file are
     in `items[n]`, and go to `paths[n]`.
     """
-
-    exclusive = False
-    coding: TargetCoding | None = None
-    memory: tuple[Share, ...] = ()
 
     def __init__(
         self,
@@ -62,10 +56,6 @@ class SameFiles:
     def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:  # noqa: ARG002 -- likewise
         """Return nothing: it is never asked."""
         return []
-
-    def warnings(self) -> tuple[str, ...]:
-        """Return nothing: there is nothing to be said."""
-        return ()
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
         """Lay out every file; those with equal contents share a layout."""

@@ -19,16 +19,15 @@ from struct import pack
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import UsageError
-from reshard.targets.pickles import Call, Global, Persistent, pickled
+from reshard.readers.dcp.torch_save import STORAGES
+from reshard.readers.pickles import Name
+from reshard.targets.pickles import Call, Persistent, pickled
 
 if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
 
-_STORAGES = {
-    "float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int",
-    "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool", "complex64": "ComplexFloat",
-}  # fmt: skip
+_STORAGES = {dtype: storage for storage, dtype in STORAGES.items()}
 _UNTYPED = {
     "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
     "float8_e8m0fnu",
@@ -55,7 +54,7 @@ class Saved(NamedTuple):
     crcs: tuple[int, ...] = ()
 
 
-def torch_dtype(name: str, dtype: DType) -> Global:
+def torch_dtype(name: str, dtype: DType) -> Name:
     """Return what PyTorch calls a dtype.
 
     Raises:
@@ -63,7 +62,7 @@ def torch_dtype(name: str, dtype: DType) -> Global:
     """
     if dtype.name not in _UNTYPED and dtype.name not in _STORAGES:
         raise UsageError(f"tensor {name!r}: PyTorch has no dtype {dtype}; cast the tensor, or leave it out")
-    return Global("torch", dtype.name)
+    return Name("torch", dtype.name)
 
 
 @lru_cache(maxsize=4096)
@@ -72,13 +71,11 @@ def saved_tensor(dtype: DType, shape: Shape) -> Saved:
     numel = prod(shape)
     strides = tuple(accumulate((max(extent, 1) for extent in shape[:0:-1]), lambda a, b: a * b, initial=1))[::-1]
     is_untyped = dtype.name in _UNTYPED
-    kind = (
-        Global("torch.storage", "UntypedStorage") if is_untyped else Global("torch", f"{_STORAGES[dtype.name]}Storage")
-    )
+    kind = Name("torch.storage", "UntypedStorage") if is_untyped else Name("torch", f"{_STORAGES[dtype.name]}Storage")
     storage = Persistent(("storage", kind, "0", "cpu", numel * dtype.itemsize if is_untyped else numel))
-    hooks = Call(Global("collections", "OrderedDict"), ())
-    more = (Global("torch", dtype.name),) if is_untyped else ()
-    function = Global("torch._utils", "_rebuild_tensor_v3" if is_untyped else "_rebuild_tensor_v2")
+    hooks = Call(Name("collections", "OrderedDict"), ())
+    more = (Name("torch", dtype.name),) if is_untyped else ()
+    function = Name("torch._utils", "_rebuild_tensor_v3" if is_untyped else "_rebuild_tensor_v2")
     arguments = (storage, 0, shape, strides if shape else (), False, hooks, *more)
     return _zip(pickled(Call(function, arguments), 2), numel * dtype.itemsize)
 

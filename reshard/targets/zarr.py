@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
 from reshard.targets.checkpoint2 import common_of
-from reshard.targets.destination import TargetFile, Wanted, literal, merged_notes
+from reshard.targets.destination import Destination, TargetFile, Wanted, literal, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from reshard.plan.build import Routed
     from reshard.source.checkpoint import Checkpoint, Sharding
     from reshard.storage.base import TargetCoding
-    from reshard.storage.cipher import Cipher
     from reshard.targets.destination import Item
 
 
@@ -35,13 +34,12 @@ FILE_BYTES = 1000
 """Resident memory of a file of chunks in a plan; measured."""
 
 
-class ZarrStore:
-    """The files of one zarr store: `Destination`."""
+class ZarrStore(Destination):
+    """The files of one zarr store."""
 
     format = NAME
     ranks: tuple[int, ...] = (0,)
     exclusive = True
-    cipher: Cipher | None = None
 
     def __init__(self, source: Checkpoint, items: Sequence[Item], group: ZarrGroup) -> None:
         self._source, self._items, self._group = source, items, group
@@ -68,10 +66,6 @@ class ZarrStore:
     def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:  # noqa: ARG002 -- as in Destination
         """Return the copy of the lowest rank: there is one of each tensor."""
         return [(item.tensor.sharding.replicas[0][0], self.wanted(item))]
-
-    def warnings(self) -> tuple[str, ...]:
-        """Return nothing: there is nothing to be said."""
-        return ()
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
         """Lay out every file of chunks, and write the metadata."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.formats import safetensors
-from reshard.formats.entries import Extent, FileIndex, RangeReader, ranges
+from reshard.formats.entries import Extent, FileIndex, RangeReader, part_of
 from reshard.layout.block import Block, flat_boxes, shape_text
 from reshard.readers.dcp.metadata import FILES, Metadata
 from reshard.readers.dcp.torch_save import Span, read_items
@@ -196,8 +196,7 @@ def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: Liste
         begin = 0
         for part in _unflattened(one.shape, said.flat[name], block):
             nbytes = part.size * entry.dtype.itemsize
-            runs = tuple((offset, stop - start) for offset, start, stop in ranges(entry.runs, begin, nbytes))
-            held.append((part, Extent(number, runs)))
+            held.append((part, Extent(number, part_of(entry.runs, begin, nbytes))))
             begin += nbytes
     if len(dtypes) != 1:
         raise SourceError(f"is {' and '.join(sorted(dtypes)) or 'in no file'}, as {said.described_by} and files say")

@@ -9,6 +9,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, names
 from reshard.formats.directories import DCP
 from reshard.formats.entries import RangeReader
+from reshard.formats.sets import DCP_INDEX
 from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
 from reshard.readers.pickles import Name, Pairs, Record, numbers, shown, unpickled
 from reshard.storage.small import is_text
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from reshard.layout.block import Shape
     from reshard.storage.places import Place
-
-METADATA = ".metadata"
 
 _WHAT = "the metadata of a distributed checkpoint (DCP)"
 _MOST_BOXES = 1 << 21
@@ -184,12 +183,12 @@ class Metadata:
 
 def _files(place: Place, there: Sequence[str]) -> list[str]:
     """Return the names of the metadata: one file, or one a rank."""
-    if METADATA in there:
-        return [METADATA]
+    if DCP_INDEX in there:
+        return [DCP_INDEX]
     by_rank = {int(match[1]): name for name in there if (match := _OF_RANK.fullmatch(name))}
     if not by_rank:
         shown = f"{DCP.shown_by(place, sorted(there))} {DCP.problem}"
-        raise SourceError(f"{place}: {shown}, and has no {METADATA}, which comes last; was saving it interrupted?")
+        raise SourceError(f"{place}: {shown}, and has no {DCP_INDEX}, which comes last; was saving it interrupted?")
     absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
     if absent:
         raise SourceError(f"{place}: has no metadata of rank {names(absent)}, and some of rank {max(by_rank)}")

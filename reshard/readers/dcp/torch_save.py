@@ -39,10 +39,11 @@ _MOST_RUNS_OF_ALL = 1 << 21
 _LOCAL = struct.Struct("<4s10xIIIHH")
 _DESCRIPTOR = b"PK\x07\x08"
 
-_STORAGES = {
+STORAGES = {
     "BFloat16": "bfloat16", "Bool": "bool", "Byte": "uint8", "Char": "int8", "ComplexFloat": "complex64",
     "Double": "float64", "Float": "float32", "Half": "float16", "Int": "int32", "Long": "int64", "Short": "int16",
 }  # fmt: skip
+"""The dtype of each typed storage of PyTorch, by what its name begins with."""
 
 
 class Span(NamedTuple):
@@ -205,7 +206,7 @@ def _rebuilt(pickled: bytes, span: Span) -> _Rebuilt:
     _, kind, key, _, elements = outside
     stated = arguments[6] if version == 7 else kind
     text = stated.name if isinstance(stated, Name) else ""
-    dtype = BY_NAME.get(text if version == 7 else _STORAGES.get(text.removesuffix("Storage"), ""))
+    dtype = BY_NAME.get(text if version == 7 else STORAGES.get(text.removesuffix("Storage"), ""))
     if dtype is None:
         raise SourceError(f"is of PyTorch's dtype {text.removesuffix('Storage')!r:.60}, which no other format has")
     shape, strides, (first, count) = numbers(arguments[2]), numbers(arguments[3]), numbers((arguments[1], elements))
