@@ -23,6 +23,8 @@ _HOMES = {
     "DCP": "formats.sets",
     "HuggingFaceSet": "formats.sets",
     "Layout": "layout.layout",
+    "LinkedDCP": "formats.sets",
+    "LoRA": "rules.lora",
     "make_manifest": "verify.verify",
     "Manifest": "verify.manifest",
     "merge_strategies": "strategy.files",
@@ -32,12 +34,14 @@ _HOMES = {
     "Plan": "plan.plan",
     "read_layouts": "targets.pattern",
     "read_manifest": "verify.manifest",
+    "read_object": "readers.dcp.objects",
     "read_plan": "plan.planfile",
     "read_strategy": "strategy.files",
     "ReshardError": "errors",
+    "Rules": "rules.rules",
     "Selection": "plan.select",
     "Strategy": "strategy.strategy",
-    "strategy_of": "source.derive",
+    "strategy_of": "source.strategies",
     "Verification": "verify.verify",
     "verify": "verify.verify",
     "write_manifest": "verify.manifest",
@@ -53,10 +57,13 @@ __all__ = [
     "Cipher",
     "HuggingFaceSet",
     "Layout",
+    "LinkedDCP",
+    "LoRA",
     "Manifest",
     "MindSporeSet",
     "Plan",
     "ReshardError",
+    "Rules",
     "Selection",
     "Strategy",
     "Verification",
@@ -67,6 +74,7 @@ __all__ = [
     "plan",
     "read_layouts",
     "read_manifest",
+    "read_object",
     "read_plan",
     "read_strategy",
     "strategy_of",
@@ -77,7 +85,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from reshard.errors import ReshardError
-    from reshard.formats.sets import DCP, HuggingFaceSet, MindSporeSet
+    from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
     from reshard.formats.zarr import ZarrGroup
     from reshard.layout.block import Block
     from reshard.layout.layout import Layout
@@ -85,9 +93,12 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan
     from reshard.plan.planfile import read_plan
     from reshard.plan.select import Selection
+    from reshard.readers.dcp.objects import read_object
     from reshard.readers.open import open  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.rules.lora import LoRA
+    from reshard.rules.rules import Rules
     from reshard.source.checkpoint import Checkpoint
-    from reshard.source.derive import strategy_of
+    from reshard.source.strategies import strategy_of
     from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy

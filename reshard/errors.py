@@ -31,6 +31,7 @@ PYTHON: Words = {
     "iteration": ("iteration=...", "iteration={}"),
     "key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
     "layout": ("layouts={{{!r}: {!r}}}",),
+    "lora_alpha": ("alpha=... to reshard.LoRA",),
     "memory": ("memory=...", "memory={:_}"),
     "name_map": ("names=...",),
     "overwrite": ("overwrite=True",),

@@ -11,22 +11,25 @@ import pytest
 from commands import case  # noqa: F401 -- a fixture of several test files
 from compared import sides  # noqa: F401 -- likewise
 from faulty import faults  # noqa: F401 -- likewise
+from forked import forked  # noqa: F401 -- likewise
 from hypothesis import HealthCheck, settings
 from remotes import asked, bucket, root, server, several_groups  # noqa: F401 -- likewise; they have one server
+from samples import PROFILE, SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 # Deterministic and without deadlines by default, so that a run says the same on a slow machine and a fast
-# one; HYPOTHESIS_PROFILE=search looks for new examples.
+# one; HYPOTHESIS_PROFILE=thorough tries all examples, of which the default tries some, and =search looks for new ones.
 _COMMON = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }
-settings.register_profile("default", derandomize=True, max_examples=100, database=None, **_COMMON)
+settings.register_profile("default", derandomize=True, max_examples=100 // SHARE, database=None, **_COMMON)
+settings.register_profile("thorough", derandomize=True, max_examples=100, database=None, **_COMMON)
 settings.register_profile("search", max_examples=2000, print_blob=True, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.load_profile(PROFILE)
 
 
 @pytest.fixture(scope="session")

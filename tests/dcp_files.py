@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from checkpoints import dtype_name, write_file
+from numcodecs import zstd
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -225,6 +226,26 @@ def item(
     return found.getvalue()
 
 
+ZSTD = ["stream.zstd/1"]
+
+
+def stream(content: bytes, *, checksum: bool = False) -> bytes:
+    """A zstd stream that does not say how long it is."""
+    found = zstd.compress(content, 1, checksum)
+    flags = found[4]
+    begin = 5 + (not flags >> 5 & 1) + ((flags >> 5 & 1, 2, 4, 8)[flags >> 6])
+    return found[:4] + bytes([flags & 4, 0x78]) + found[begin:]
+
+
+def saved(value: object) -> bytes:
+    """What `torch.save` makes of an object, by Python's pickler and zip writer."""
+    found = io.BytesIO()
+    with zipfile.ZipFile(found, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(value, 2))
+        archive.writestr("archive/version", "3\n")
+    return found.getvalue()
+
+
 @contextmanager
 def _torch() -> Iterator[Any]:
     """PyTorch's names, in modules that can be imported for the time being."""
@@ -257,6 +278,8 @@ def write_torch(
     items: Mapping[int, Iterable[tuple[str, Box, bytes]]],
     *,
     boxes: Mapping[str, list[Box]] | None = None,
+    objects: Mapping[str, bytes] | None = None,
+    apart: bool = False,
     **more: object,
 ) -> Path:
     """Write a checkpoint of PyTorch: of each rank the name, box and bytes of its items.
@@ -266,7 +289,9 @@ def write_torch(
         tensors: whole ones, of which the metadata say dtype and shape.
         items: what the files have.
         boxes: what the metadata list, where that is something else.
-        more: in the metadata, besides what is usual; `transform_descriptors` of every item.
+        objects: the bytes of objects, which the first file has behind its items.
+        apart: each object has a file of its own.
+        more: in the metadata, besides what is usual; `transform_descriptors` of every item, `coded` of objects.
     """
     root.mkdir(parents=True, exist_ok=True)
     every: dict[str, list[Box]] = {}
@@ -278,6 +303,11 @@ def write_torch(
             places.append((name, box[0], f"__{rank}_0.distcp", len(content), len(made)))
             content += made
         (root / f"__{rank}_0.distcp").write_bytes(content)
+    own = []
+    for number, content in enumerate((objects or {}).values(), 1):
+        path = root / f"__0_{number if apart else 0}.distcp"
+        with path.open("ab") as file:
+            own.append((path.name, file.tell(), file.write(content)))
     with _torch() as kinds:
         listed = {}
         for name, some_boxes in (boxes or every).items():
@@ -292,6 +322,7 @@ def write_torch(
                     for at, extents in some_boxes
                 ],
             )
+        listed |= {name: kinds.BytesStorageMetadata() for name in objects or {}}
         encoding = {key: more.pop(key) for key in ("transform_descriptors",) if key in more}
         stored = {
             filled(kinds.MetadataIndex, fqn=name, offset=_Made(kinds.Size, at), index=number): filled(
@@ -299,11 +330,15 @@ def write_torch(
             )
             for number, (name, at, file, begin, nbytes) in enumerate(places)
         }  # fmt: skip
+        coded: dict[str, Any] = {"transform_descriptors": more.pop("coded")} if "coded" in more else {}
+        for name, (path_name, begin, nbytes) in zip(objects or (), own, strict=True):
+            place = filled(kinds._StorageInfo, relative_path=path_name, offset=begin, length=nbytes, **coded)
+            stored[filled(kinds.MetadataIndex, fqn=name, offset=None, index=None)] = place
         pickled = pickle.dumps(
             filled(
                 kinds.Metadata,
                 state_dict_metadata=listed,
-                planner_data={},
+                planner_data=more.pop("planner_data", {}),
                 storage_data=stored,
                 version="1.0.0",
                 **more,

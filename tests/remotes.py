@@ -12,13 +12,14 @@ import fsspec
 import pytest
 from checkpoints import numbers, tree
 from fsspec.implementations.memory import MemoryFileSystem
+from samples import sampled
 
 from reshard import Layout, Strategy
 from reshard.plan import partition
 from reshard.source.records import DIRECTORY, known
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 ROWS = Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
@@ -116,6 +117,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
 def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams in groups of one, so that a run has several groups."""
     monkeypatch.setattr(partition, "STREAMS_AT_ONCE", 1)
+
+
+def at_urls(name: str, cases: Iterable[Any], every: int) -> pytest.MarkDecorator:
+    """Give a test `root` and a case: each case in memory, and of so many one, when it is slow every one, at S3 too."""
+    cases = list(cases)
+    at_s3 = sampled([("s3", case) for case in cases], every)
+    return pytest.mark.parametrize(("root", name), [*(("memory", case) for case in cases), *at_s3], indirect=["root"])
 
 
 def put(local: Path, url: str) -> str:

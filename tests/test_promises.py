@@ -63,11 +63,52 @@ PROMISES = {
         "mindspore/test_mindspore_cases.py::test_every_recorded_case_converts_to_slices_and_back",
         "fuzz/test_fuzz_differential.py::test_fuzz_differential",
     ],
-    "Checkpoint 2.0; distributed checkpoints (DCP) of PyTorch, also to be written, and of Megatron-Core and": [
+    "Checkpoint 2.0; distributed checkpoints (DCP) of PyTorch and Megatron-Core, also to be written, and of": [
         "targets/test_write_checkpoint2.py::test_to_another_mesh_and_back_is_what_mindformers_writes",
         "readers/test_torch_dcp.py::test_real_ones_are_their_whole_tensors",
         "readers/test_dcp.py::test_they_are_converted_and_verified",
         "targets/test_write_dcp_torch.py::test_fsdp_and_tensor_parallel_meshes",
+    ],
+    "what `torch.save` made of whole tensors, or of DTensors on each rank": [
+        "readers/test_saves.py",
+        "readers/test_saves_torch.py",
+    ],
+    "Objects (learning rates and the like) and Megatron's `common.pt` are shown by `inspect`, given by"
+    " `reshard.read_object`, and carried byte for byte from one DCP to another": [
+        "readers/test_dcp_objects.py",
+        "targets/test_write_dcp_objects.py",
+    ],
+    "`--link` writes new metadata and links the data files, in the same time for any size": [
+        "targets/test_link_dcp.py::test_time_does_not_depend_on_size",
+        "targets/test_link_dcp.py::test_every_real_one_is_renamed_and_back",
+        "targets/test_link_dcp.py::test_stopped_halfway",
+    ],
+    "Tensors in any strides are read: transposed, channels last, expanded": ["readers/test_strides.py"],
+    "go to another DCP as they are, whatever the cast": ["targets/test_write_dcp_objects.py"],
+    "what has tensors in it and cannot be read is refused by name": ["readers/test_saves.py"],
+    "`verify` alone looks at the CRC-32 of every record, which PyTorch writes and never reads (in items that are zstd"
+    " streams, too), at headers against each other, coverage, overlaps and replicas": [
+        "verify/test_carried_streams.py",
+        "verify/test_carried.py::test_any_bit_of_any_item_is_seen_and_its_name_said",
+        "verify/test_carried.py::test_every_byte_of_real_ones_is_under_a_checksum",
+        "verify/test_carried.py::test_boxes_that_lack_and_overlap",
+        "verify/test_carried.py::test_replicas_are_compared_byte_by_byte",
+    ],
+    "in one YAML file for both ways": ["rules/test_verbs.py::test_both_ways", "rules/test_recorded.py"],
+    "States of optimizers and scales of quantised weights follow their weights": [
+        "rules/test_verbs.py::test_what_follows_a_weight",
+        "rules/test_verbs.py::test_scales_whose_blocks_would_be_cut",
+    ],
+    "each tensor must be in one rule or dropped by name, each number without a hole, each size must add up": [
+        "rules/test_verbs.py::test_what_does_not_add_up",
+        "rules/test_verbs.py::test_rules_that_are_in_each_others_way",
+        "rules/test_rules_file.py::test_a_rule_that_is_refused",
+    ],
+    "Shipped as examples, each with a test": ["rules/test_examples.py::test_as_numpy_does_it_both_ways"],
+    "`W + alpha / r · B A` in float32, rounded once": [
+        "rules/test_lora.py::test_ranks_to_ranks",
+        "rules/test_lora.py::test_an_element_is_the_same_however_it_is_read",
+        "rules/test_lora.py::test_alpha_is_never_guessed",
     ],
     "zarr v3 stores; unified sets, MindSpore's and Hugging Face's": [
         "formats/test_formats_byte_for_byte.py::test_ckpt_files_come_out_byte_for_byte_as_mindspore_wrote_them",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 import helpers
 import pytest
+from samples import slow
 from transcript import Typed, check, typed
 
 from reshard.cli.main import cli
@@ -41,13 +42,18 @@ def test_the_two_commands_that_set_up_are_there_and_run_by_ci() -> None:
     assert ci.count("eval") == 2
 
 
-def test_every_other_block_prints_what_is_printed_there(tmp_path: Path) -> None:
-    check([Typed("reshard demo", ["..."])], tmp_path)
+@pytest.mark.parametrize("start", ["forked", slow(None)])
+def test_every_other_block_prints_what_is_printed_there(
+    tmp_path: Path, start: str | None, request: pytest.FixtureRequest
+) -> None:
+    """With a `reshard` that starts at once, and when it is slow with the real one."""
+    first = [request.getfixturevalue(start)] if start else []
+    check([Typed("reshard demo", ["..."])], tmp_path, *first)
     folder = tmp_path / "reshard-demo"
     assert README.count("```") == 2 * (len(SET_UP) + sum(2 if text else 1 for _, _, text in BLOCKS))  # none is left out
     for language, block, text in BLOCKS:
         if language == "console":
-            check([command._replace(lines=[*command.lines, "..."]) for command in typed(block)], folder)
+            check([command._replace(lines=[*command.lines, "..."]) for command in typed(block)], folder, *first)
         else:
             assert text
             check([Typed(f"{shlex.quote(sys.executable)} -c {shlex.quote(block)}", text.splitlines())], folder)

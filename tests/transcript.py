@@ -47,11 +47,15 @@ def pattern(lines: list[str]) -> str:
     return "".join(parts)
 
 
-def check(commands: Iterable[Typed], folder: Path) -> None:
-    """Type commands in a folder, one after the other, and compare what comes with what is to come."""
+def check(commands: Iterable[Typed], folder: Path, *first: Path) -> None:
+    """Type commands in a folder, one after the other, and compare what comes with what is to come.
+
+    Commands are looked for in some directories first, then in that of this Python.
+    """
+    places = [*map(str, first), str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("RESHARD_", "AWS_"))},
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(places),
         "COLUMNS": "80",
     }
     for command, lines, code in commands:

@@ -20,6 +20,7 @@ import click
 import reshard
 from reshard.cli.commands import Border, option
 from reshard.cli.options import OPENING, json_option, source_options
+from reshard.cli.selection import rules_options
 from reshard.cli.terminal import called_as, print_csv, print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, TARGET
 from reshard.errors import UsageError
@@ -27,6 +28,7 @@ from reshard.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.rules.rules import Rules
     from reshard.storage.places import Place
 
 
@@ -34,15 +36,16 @@ _HOMES = {
     "convert": "reshard.cli.write:convert",
     "plan": "reshard.cli.plan:plan",
     "run": "reshard.cli.plan:run",
-    "strategy": "reshard.cli.strategy:strategy",
+    "rules": "reshard.cli.groups.rules:rules",
+    "strategy": "reshard.cli.groups.strategy:strategy",
     "transform": "reshard.cli.write:transform",
     "unify": "reshard.cli.write:unify",
     "verify": "reshard.cli.verify:verify",
 }
 
 _RUNS_ON = (
-    "click", "cryptography", "dask", "distributed", "fsspec", "gcsfs", "google-crc32c", "ml_dtypes", "numpy",
-    "protobuf", "PyYAML", "rich", "s3fs", "safetensors", "zarr",
+    "click", "cryptography", "dask", "distributed", "fsspec", "gcsfs", "google-crc32c", "isal", "ml_dtypes",
+    "numcodecs", "numpy", "protobuf", "PyYAML", "rich", "s3fs", "safetensors", "zarr",
 )  # fmt: skip
 
 
@@ -103,12 +106,14 @@ Example:
 The object of --json has the keys source, step (of several checkpoints the
 newest is read: name, and which are older), ranks, files (rank, path, format,
 nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
-of_copies: what was looked at), unreadable, objects, totals (kind, dtype,
-tensors, parameters, nbytes), iterations (of a run's directory: number, root,
-nbytes, is_last, problem, warnings), and tensors: name, dtype, shape, nbytes,
-layouts, shards. For the files of ranks without a strategy it has source, step,
-ranks, files, warnings, and groups of ranks that hold the same: ranks, totals,
-unreadable, tensors.
+of_copies: what was looked at), unreadable, bound (only a checkpoint of the
+same format can have them), objects (the beginning of each), training (what
+Megatron says: iteration, optimizer and others), totals (kind, dtype, tensors,
+parameters, nbytes), iterations (of a run's directory: number, root, nbytes,
+is_last, problem, warnings), and tensors: name, dtype, shape, nbytes, stacked
+(what the first dimensions count), layouts, shards. For the files of ranks
+without a strategy it has source, step, ranks, files, warnings, and groups of
+ranks that hold the same: ranks, totals, unreadable, tensors.
 
 The rows of --csv have name, kind (weights, a prefix of the optimizer's states,
 other), dtype, shape, parameters (the numbers in it), nbytes, layout, blocks,
@@ -119,6 +124,7 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
 )
 @click.argument("source", type=READ_PLACE)
 @source_options
+@rules_options
 @option(
     "--match",
     under="Tensors",
@@ -139,6 +145,7 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
 def inspect(
     source: Place,
     source_strategy: Place | None,
+    rules: Rules | None,
     match: tuple[str, ...],
     sort: str | None,
     as_json: bool,
@@ -147,7 +154,7 @@ def inspect(
 ) -> None:
     """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts, and sums.
 
-    Only headers are read, and with a strategy samples of the contents, to check that it can be right.
+    Headers are read, objects of a DCP, and with a strategy samples of the contents, to check that it can be right.
 
     Repeated layers share one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors,
     summed over the row. Without a strategy, files of ranks are shown as they are.
@@ -173,12 +180,13 @@ def inspect(
     found_by: dict[str, Any] = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
     known = found_by == {name: OPENING[name] for name in found_by} and is_made(source)
-    if unruled and not known and has_several_ranks(source, **found_by):
+    if rules is None and unruled and not known and has_several_ranks(source, **found_by):
         files, ranks, warnings, step, _ = read_headers(source, **found_by, cipher=reading["cipher"])
         warnings.append("shapes are those in the files of each rank; --source-strategy shows whole tensors")
         parts, whole = rank_parts(str(source), files, ranks, step), False
     else:
         checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+        checkpoint = checkpoint.derive(rules) if rules else checkpoint
         warnings, whole = list(checkpoint.warnings), not checkpoint.lone_rank
         place = None if whole else rank_of(source)
         ranks = (place.rank,) * len(checkpoint.files) if place else checkpoint.ranks

@@ -17,15 +17,12 @@ from reshard.cli.values import (
     WRITE_PLACE,
     StyleType,
     cluster_address,
-    dtype_casts,
     layout_rules,
     rank_list,
     read_cipher,
-    read_name_map,
     size,
 )
 from reshard.errors import UsageError
-from reshard.plan.select import Selection
 from reshard.storage.cipher import MODE, MODES
 
 if TYPE_CHECKING:
@@ -35,8 +32,8 @@ if TYPE_CHECKING:
     from reshard.storage.places import Place
 
 _PLANNING = (
-    "style", "prefix", "target_step", "layouts_of", "format", "ranks", "remove_redundancy", "link_replicas", "memory",
-    "target_cipher",
+    "style", "prefix", "target_step", "layouts_of", "format", "link", "ranks", "remove_redundancy", "link_replicas",
+    "memory", "target_cipher",
 )  # fmt: skip
 
 OPENING: dict[str, Any] = {
@@ -125,7 +122,8 @@ target_step_option = option(
     type=click.IntRange(min=0),
     metavar="N",
     help="--style checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker "
-    "names it.  [default: what the source says]",
+    "names it.  [default: what the source says]  With --format dcp likewise TARGET/iter_N, as Megatron has it.  "
+    "[default: TARGET itself]",
 )
 
 
@@ -343,6 +341,13 @@ def _with_target_options(style: str, command: Callable[..., Any]) -> Callable[..
             help="Format of the files. That of a DCP, a distributed checkpoint of PyTorch, means .metadata and "
             "__0_0.distcp and so on; without --target-strategy whole tensors.  [default: the source's]",
         ),
+        option(
+            "--link",
+            under="Target",
+            is_flag=True,
+            help="--format dcp: link the files of SOURCE, a DCP or the directory of several, and write .metadata "
+            "alone: to rename, leave out or merge takes no time and no space.",
+        ),
         target_step_option,
         prefix_option,
         option(
@@ -355,80 +360,6 @@ def _with_target_options(style: str, command: Callable[..., Any]) -> Callable[..
         ),
         style_option(style),
         target_strategy_option,
-    ):
-        wrapped = add(wrapped)
-    return wrapped
-
-
-def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say which tensors are wanted, and pass them as one `selection`."""
-
-    @functools.wraps(command)
-    def selecting(
-        *args: Any,
-        include: tuple[str, ...],
-        exclude: tuple[str, ...],
-        weights_only: bool,
-        name_map: dict[str, str],
-        casts: dict[str, str],
-        drop: tuple[str, ...],
-        allow_missing: tuple[str, ...],
-        **others: Any,
-    ) -> Any:
-        selection = Selection(include, exclude, weights_only, name_map, casts, drop, allow_missing)
-        return command(*args, selection=selection, **others)
-
-    wrapped: Callable[..., Any] = selecting
-    for add in (
-        option(
-            "--allow-missing",
-            under="Tensors",
-            multiple=True,
-            metavar="GLOB",
-            help="Weights that the source may lack. May be repeated.",
-        ),
-        drop_option("Weights that the target may lack. May be repeated."),
-        option(
-            "--cast",
-            "casts",
-            under="Tensors",
-            first=True,
-            multiple=True,
-            callback=dtype_casts,
-            metavar="OLD=NEW",
-            help="Convert a dtype, such as float32=bfloat16. Values are rounded to nearest. May be repeated.",
-        ),
-        option(
-            "--name-map",
-            under="Tensors",
-            first=True,
-            type=READ,
-            callback=read_name_map,
-            metavar="FILE",
-            help='JSON object of old to new names: {"layers.*.wq": "model.*.q_proj"}. Optimizer states follow.',
-        ),
-        option(
-            "--exclude",
-            under="Tensors",
-            multiple=True,
-            metavar="GLOB[@COUNT]",
-            help="No tensors of these names. May be repeated.",
-        ),
-        option(
-            "--include",
-            under="Tensors",
-            first=True,
-            multiple=True,
-            metavar="GLOB[@COUNT]",
-            help="Only tensors of these names. With @COUNT, exactly that many. May be repeated.",
-        ),
-        option(
-            "--weights-only",
-            under="Tensors",
-            first=True,
-            is_flag=True,
-            help="No optimizer states, global_step and the like.",
-        ),
     ):
         wrapped = add(wrapped)
     return wrapped

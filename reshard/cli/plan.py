@@ -20,11 +20,11 @@ from reshard.cli.options import (
     overwrite_file_option,
     quiet_option,
     run_options,
-    selection_options,
     source_options,
     target_key_option,
     target_options,
 )
+from reshard.cli.selection import selection_options
 from reshard.cli.terminal import called_as, cluster_client, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import CHECKPOINT2, DCP, READ, TARGET, WRITE, noting_swap
 from reshard.errors import ReshardError, SourceError, UsageError
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from reshard.formats.entries import TargetFiles
     from reshard.plan.plan import Plan
     from reshard.plan.select import Selection
     from reshard.run.run import Report
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
+    from reshard.targets.kinds import AnyFiles
     from reshard.targets.pattern import Pattern
 
 
@@ -153,12 +153,11 @@ def made_plan(
 ) -> Plan:
     """Plan what the options of a target ask for (`target_options`)."""
     given = dict(planning)
-    style, prefix, step, layouts_of = (given.pop(key) for key in ("style", "prefix", "target_step", "layouts_of"))
-    if style != CHECKPOINT2:
-        refuse_options({"--target-step": step}, "--style checkpoint2")
-        refuse_options(
-            {} if given["format"] == DCP else {"--layouts-of": layouts_of}, "--style checkpoint2 or --format dcp"
-        )
+    style, prefix, step, layouts_of, link = map(given.pop, ("style", "prefix", "target_step", "layouts_of", "link"))
+    if link:
+        return _linked(checkpoint, target_strategy, selection, planning, max_shard_size)
+    if style != CHECKPOINT2 and given["format"] != DCP:
+        refuse_options({"--target-step": step, "--layouts-of": layouts_of}, "--style checkpoint2 or --format dcp")
     if style not in {None, CHECKPOINT2}:
         return _unified(checkpoint, style, max_shard_size, selection, target_strategy, planning)
     if given["format"] != DCP and (not style or layouts_of or target_strategy):
@@ -167,7 +166,7 @@ def made_plan(
         raise UsageError("--layouts-of and --target-strategy both say how tensors are cut; leave one out")
     if given["format"] == DCP:
         refuse_options({"--prefix": prefix, "--style": style}, "--format ckpt or safetensors")
-        given["files"] = set_files(DCP, max_shard_size, None, None)
+        given["files"] = set_files(DCP, max_shard_size, None, step)
     elif style:
         given["files"] = set_files(style, max_shard_size, prefix, step)
     elif prefix is not None:
@@ -180,13 +179,31 @@ def made_plan(
     return reshard.plan(checkpoint, wanted, selection=selection, threads=threads, **given)
 
 
+def _linked(
+    checkpoint: reshard.Checkpoint,
+    target_strategy: Path | Place | None,
+    selection: Selection,
+    planning: dict[str, Any],
+    max_shard_size: int | None,
+) -> Plan:
+    """Plan a DCP of links, for which other options of targets mean nothing."""
+    if planning["format"] != DCP:
+        raise UsageError("--link: only for --format dcp; give that too, or leave --link out")
+    given = {**planning, "target_strategy": target_strategy, "max_shard_size": max_shard_size}
+    others = [f"--{key.replace('_', '-')}" for key, value in given.items() if value and key not in {"format", "link"}]
+    if others:
+        raise UsageError(f"--link keeps files and blocks as they are; leave {', '.join(others)} out, or --link")
+    return reshard.plan(checkpoint, files=reshard.LinkedDCP(), selection=selection)
+
+
 def _wanted(strategy: Place, checkpoint: reshard.Checkpoint, selection: Selection) -> Strategy:
     """Return the strategy of a target, read or made by rules for the tensors that it gets."""
     if strategy.suffix not in {".yaml", ".yml"}:
         return reshard.read_strategy(strategy)
-    from reshard.plan.select import select
-    from reshard.source.derive import strategy_by_rules
+    from reshard.plan.select import derived, select
+    from reshard.source.strategies import strategy_by_rules
 
+    checkpoint = derived(checkpoint, selection)
     kept = select(checkpoint, None, selection).kept
     return strategy_by_rules(strategy, checkpoint, target_names=dict(kept))
 
@@ -223,11 +240,11 @@ def _unified(
     return reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, **some)
 
 
-def set_files(style: str | None, max_shard_size: int | None, prefix: str | None, step: int | None) -> TargetFiles:
+def set_files(style: str | None, max_shard_size: int | None, prefix: str | None, step: int | None) -> AnyFiles:
     """Return the files of a style or a format, as the options ask for them."""
     some: dict[str, Any] = {} if max_shard_size is None else {"max_shard_bytes": max_shard_size}
     if style == DCP:
-        return reshard.DCP(**some)
+        return reshard.DCP(step=step, **some)
     if style == CHECKPOINT2:
         return reshard.Checkpoint2(step, prefix, **some)
     return reshard.HuggingFaceSet(**some) if style == "huggingface" else reshard.MindSporeSet(**some)
@@ -440,8 +457,8 @@ def _check_manifest(path: Place | None, plan: Plan, target: Place) -> None:
     """
     if path is None:
         return
-    if plan.exclusive or plan.cipher:
-        what = "becomes a zarr store" if plan.exclusive else "is encrypted"
+    if plan.exclusive or plan.cipher or plan.linked:
+        what = "becomes a zarr store" if plan.exclusive else "is encrypted" if plan.cipher else "gets links"
         raise UsageError(
             f"--write-manifest is only for plain checkpoint files, and {target} {what}; leave it out, and compare "
             f"{target} with its source by `reshard verify --against`"

@@ -44,6 +44,7 @@ OPTIONS: Words = {
     "iteration": ("--iteration", "--iteration {}"),
     "key": (_KEY, "--key-file FILE"),
     "layout": ("--layout '{}={}'",),
+    "lora_alpha": ("--lora-alpha N",),
     "memory": ("--memory", "--memory {1}"),
     "name_map": ("--name-map",),
     "overwrite": ("--overwrite",),

@@ -77,6 +77,17 @@ def dtype_casts(_ctx: click.Context, param: click.Parameter, values: Sequence[st
     return found
 
 
+def numbers(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, int]:
+    """Return the numbers of texts such as `heads=32`."""
+    found: dict[str, int] = {}
+    for value in values:
+        word, _, number = value.partition("=")
+        if not word.isidentifier() or not number.isascii() or not number.isdigit():
+            raise click.BadParameter(f"{value!r}: expected WORD=N, e.g. heads=32", param=param)
+        found[word] = int(number)
+    return found
+
+
 def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means, as dask reads it."""
     if value is None:

@@ -16,10 +16,10 @@ from reshard.cli.options import (
     opening_flag,
     overwrite_file_option,
     quiet_option,
-    selection_options,
     source_options,
     threads_option,
 )
+from reshard.cli.selection import selection_options
 from reshard.cli.terminal import OPTIONS, cluster_client, print_json, say, say_warnings, wrote
 from reshard.cli.values import READ_PLACE, WRITE_PLACE, noting_swap, share
 from reshard.errors import UsageError, VerifyError
@@ -48,9 +48,12 @@ Examples:
   reshard verify dst_checkpoints --manifest dst.json
 """,
     details="""
-Without a ledger, --against or --manifest only headers are read: every rank is
-there and has what the strategy gives it, every block is there and covers its
-tensor once, names and shapes are those of the strategy. With --against SOURCE
+Without a ledger, --against or --manifest headers are read: every rank is there
+and has what the strategy gives it, every block is there and covers its tensor
+once, names and shapes are those of the strategy. Contents are read where files
+carry checksums of them: the items of PyTorch's distributed checkpoints, objects
+too, and .ckpt files with a CRC. Of the former replicas are compared with each
+other. Files that no metadata name are warned of. With --against SOURCE
 every rank of TARGET is compared with what a conversion with the same options
 would make, whatever the two layouts and formats, and replicas with each other.
 The metadata of a Checkpoint 2.0 are compared with the headers: that no block is
@@ -153,7 +156,8 @@ def verify(
     """Check the checkpoint TARGET: that it is complete, that every bit is that of SOURCE, that its files are unchanged.
 
     Without other options, what reshard wrote is compared bit for bit with the source that the ledger in TARGET names;
-    if that is gone, with the sizes and checksums in the ledger.
+    if that is gone, with the sizes and checksums in the ledger. What others wrote is compared with the checksums that
+    its files carry.
     """
     from reshard.verify.verify import opened
     from reshard.verify.verify import verify as verified

@@ -19,7 +19,6 @@ from reshard.cli.options import (
     rank_pattern_option,
     refused_target_key_option,
     run_options,
-    selection_options,
     source_options,
     style_option,
     suffix_option,
@@ -27,6 +26,7 @@ from reshard.cli.options import (
     target_step_option,
 )
 from reshard.cli.plan import KEYS, carry_out, check_manifest_place, made_plan, refuse_options, set_files
+from reshard.cli.selection import rules_options, selection_options
 from reshard.cli.terminal import say_warnings
 from reshard.cli.values import CHECKPOINT2, DCP, READ_PLACE, TARGET_PLACE, noting_swap, size
 from reshard.errors import TargetError, UsageError
@@ -34,9 +34,10 @@ from reshard.plan.select import Selection
 from reshard.storage.small import is_within
 
 if TYPE_CHECKING:
-    from reshard.formats.entries import TargetFiles
+    from reshard.rules.rules import Rules
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
+    from reshard.targets.kinds import AnyFiles
 
 
 @click.command(
@@ -188,8 +189,9 @@ def unify(
     if format != "safetensors":
         refuse_options({"--style": style}, "--format safetensors")
     if style != CHECKPOINT2:
-        refuse_options({"--prefix": prefix, "--target-step": target_step}, "--style checkpoint2")
-    files: TargetFiles
+        refuse_options({"--prefix": prefix}, "--style checkpoint2")
+        refuse_options({} if format == DCP else {"--target-step": target_step}, "--style checkpoint2 or --format dcp")
+    files: AnyFiles
     if format == "zarr":
         files = reshard.ZarrGroup(chunk_size, shard_size, compression)
     else:
@@ -228,6 +230,7 @@ Example:
 @key_option
 @encryption_options
 @drop_option("Entries that may be left out because they cannot be converted. May be repeated.")
+@rules_options
 @run_options
 def convert(
     source: Place,
@@ -238,6 +241,7 @@ def convert(
     cipher: Cipher | None,
     target_cipher: Cipher | None,
     drop: tuple[str, ...],
+    rules: Rules | None,
     running: Running,
 ) -> None:
     """Convert every file of the checkpoint SOURCE to another format, below TARGET; nothing is cut or joined.
@@ -254,7 +258,7 @@ def convert(
         directory, name = target.parent, target.name
     plan = plan_convert(
         source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop, threads=running.threads,
-        cipher=cipher, target_cipher=target_cipher,
+        cipher=cipher, target_cipher=target_cipher, rules=rules,
     )  # fmt: skip
     carry_out(plan, directory, running, result=target)
 

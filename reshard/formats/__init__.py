@@ -46,6 +46,13 @@ def by_name(name: str) -> Format:
     raise UsageError(f"unknown format {name!r}; known are {', '.join(known.NAME for known in formats())}")
 
 
+def is_known(path: str) -> bool:
+    """Return whether a file begins as one of a known format does, whatever its name."""
+    reader = RangeReader(path, window=0)
+    start = reader.upto(0, 64)
+    return any(known.recognizes(start, reader.size) for known in formats())
+
+
 def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
     """Return what a checkpoint file holds; its content decides the format, not its name.
 

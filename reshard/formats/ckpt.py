@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.dtypes import BY_MINDSPORE, STR
 from reshard.errors import EncryptedError, Option, SourceError, Text, UsageError
-from reshard.formats.entries import Entry, FileIndex, FileLayout
+from reshard.formats.entries import Entry, FileIndex, FileLayout, Summed
 from reshard.layout.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
 from reshard.storage.cipher import MAGICS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.formats.entries import Content, RangeReader, Runs
     from reshard.layout.block import Shape
+    from reshard.storage.base import ReadStore
 
 NAME = "ckpt"
 EXTENSION = ".ckpt"
@@ -92,7 +93,24 @@ def index(reader: RangeReader) -> FileIndex:
             raise _unknown_field(reader, position, number, "checkpoint")
         position = stop
     entries = {name: _entry(reader, name, some) for name, some in parts.items()}
-    return FileIndex(NAME, entries, crc=crc, unreadable=tuple(unreadable.items()))
+    sums = None if crc is None else Trailer(reader.size, crc)
+    return FileIndex(NAME, entries, crc=crc, unreadable=tuple(unreadable.items()), sums=sums)
+
+
+class Trailer(NamedTuple):
+    """The CRC-32 at the end of a file, of all before it.
+
+    Attributes:
+        nbytes: the size of the file.
+        crc: as the file carries it.
+    """
+
+    nbytes: int
+    crc: int
+
+    def read(self, path: str, store: ReadStore) -> Iterator[Summed]:  # noqa: ARG002 -- as `Sums` has it
+        """Yield the whole file."""
+        yield Summed("", (0, self.nbytes), (("all before crc_num", ((0, self.nbytes - _TRAILER_BYTES),), self.crc),))
 
 
 class _Value(NamedTuple):

@@ -34,7 +34,9 @@ SHARDING_INFO = "DCP_SHARDING_INFO"
 """In the notes of a safetensors file: where its blocks lie in their tensors, as PyTorch writes it."""
 
 _MARK_BYTES = 4096  # a mark is in the first bytes; the file may be as long as a model has tensors
-_STAGE = re.compile(r"(?P<name>.*)_part(?P<stage>\d+)(?P<extension>\.\w+)", re.DOTALL)
+_NUMBERED = re.compile(
+    r"(?P<before>.*_part(?=\d+\.\w+\Z)|(?:.*_)?mp_rank_|consolidated\.)(?P<number>\d+)(?P<after>.*)", re.DOTALL
+)
 
 
 class DirectoryFormat(NamedTuple):
@@ -71,10 +73,7 @@ PARTS = DirectoryFormat(
 """Told by short names, which the only file of a rank may have too."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Names the last complete iteration of a run that saves Checkpoint 2.0."""
-
-ITERATION = re.compile(r"iteration_(\d{8,18})")
-"""The directory of a Checkpoint 2.0 in that of a run."""
+"""Names the last complete iteration of a run that saves Checkpoint 2.0, or of Megatron-LM."""
 
 
 class RunFormat(NamedTuple):
@@ -90,10 +89,16 @@ class RunFormat(NamedTuple):
 
 
 RUN_FORMATS = (
-    RunFormat(TRACKER, ITERATION),  # MindSpore Transformers
+    RunFormat(TRACKER, re.compile(r"iteration_(\d{8,18})")),  # MindSpore Transformers
     RunFormat("latest_checkpoint_iteration.txt", re.compile(r"global_step_(\d{1,18})")),  # hyper-parallel
-    RunFormat("latest_checkpointed_iteration.txt", re.compile(r"iter_(\d{7,18})")),  # Megatron-LM
+    RunFormat(TRACKER, re.compile(r"iter_(\d{7,18})")),  # Megatron-LM
 )
+
+
+def is_iteration(name: str) -> bool:
+    """Return whether the name of a directory is that of a checkpoint in the directory of a run."""
+    return any(run.directory.fullmatch(name) for run in RUN_FORMATS)
+
 
 RUNS = DirectoryFormat(
     re.compile("|".join(re.escape(run.tracker) for run in RUN_FORMATS)),
@@ -109,21 +114,60 @@ CHECKPOINT2 = DirectoryFormat(
     {"metadata.json": re.compile(rb'"state_dict_metadata"\s*:')},
 )
 
+DCP_FILES = {
+    "StorageInfo": re.compile(r"_rank(\d{1,9})_\.safetensors"),
+    "_StorageInfo": re.compile(r"(?:[^/\\]*__(\d{1,9})_\d+|[^/\\]+)\.distcp", re.DOTALL),
+}
+"""The names of files of tensors, with the rank, by the class that says which has a box: hyper-parallel's, PyTorch's."""
+
+DCP_OF_RANK = re.compile(r"((?:__)?(?=\d+\.)|\.rank(?=\d+_))(0|[1-9]\d{0,8})[._]metadata")
+"""The names of metadata that ranks write for themselves, PyTorch's and two of hyper-parallel's: the kind, the rank."""
+
 DCP = DirectoryFormat(
-    re.compile(r"__\d+_\d+\.distcp|(?:__)?\d+\.metadata|\.rank\d+_metadata|_rank\d+_\.safetensors"),
+    re.compile("|".join(known.pattern for known in (*DCP_FILES.values(), DCP_OF_RANK)), re.DOTALL),
     "is of a distributed checkpoint (DCP) of PyTorch, Megatron or hyper-parallel",
     "expected all of its files; open their directory",
     {DCP_INDEX: re.compile(rb"\A\x80[\x02-\x05]")},  # a pickle
 )
 
+SAVES = DirectoryFormat(
+    re.compile(r"(?P<kind>.+)_world_size_(?P<count>[1-9]\d{0,8})_rank_(?P<rank>0|[1-9]\d{0,8})\.pt", re.DOTALL),
+    "is what one rank saved of its tensors (torch.save)",
+    "expected the files of all ranks; open their directory",
+)
+
+SAVE_EXTENSIONS = {".pt", ".pth", ".bin"}
+"""Of a file that has all of a state dict, as `torch.save` makes it."""
+
 BLOCKS = DirectoryFormat(
-    re.compile(r"shard-(?P<shard>\d{5,9})-.+-\d{5,}-of-(?P<count>\d{5,9})\.safetensors", re.DOTALL),
+    re.compile(r"shard-(?P<shard>\d{5,9})-.+-(?P<number>\d{5,9})-of-(?P<count>\d{5,9})\.safetensors", re.DOTALL),
     "has blocks that PyTorch saved for Hugging Face",
     "expected all of its files; open their directory",
 )
 
+_SAVED = "expected whole tensors; load all of them with the program that wrote them, and save the model in one"
+SAVED_PARTS = (
+    DirectoryFormat(
+        re.compile(r"(?:.+[-_.])?\d{5,}-of-(?!0*1\.)\d{5,}\.(?:bin|pt|pth)", re.DOTALL),
+        "is one of several files that torch.save made of one model",
+        _SAVED,
+    ),
+    DirectoryFormat(
+        re.compile(
+            r"(?:.*_)?(?:zero_pp_rank_\d+_|mp_rank_(?!0+[_.])\d+).*\.pt|layer_\d+-model_\d+.*\.pt"
+            r"|consolidated\.(?!0+\.)\d+\.pth",
+            re.DOTALL,
+        ),
+        "is what one rank of several saved of a model (torch.save)",
+        _SAVED,
+    ),
+)
+"""Files of `torch.save` that are not put together; next to others that can be read they do no harm. Shards, as those of
+Hugging Face's `pytorch_model`; ranks, as those of DeepSpeed, Megatron-LM and Llama."""
+
 DIRECTORY_FORMATS = (
     DCP,
+    SAVES,
     BLOCKS,
     CHECKPOINT2,
     RUNS,
@@ -133,8 +177,30 @@ DIRECTORY_FORMATS = (
         f"{_SET}get what is not there",
     ),
     PARTS,
+    *SAVED_PARTS,
 )
 """Every one that is recognised, the surest first."""
+
+
+_MOST_PARTS = 16
+_OTHERS = re.compile(r"rank_\d+|.*\.(?:safetensors|ckpt)", re.DOTALL)
+
+
+def parts_below(directory: Place, names: Collection[str]) -> list[str]:
+    """Return the paths of all that is in directories below one, two at least, that each have a DCP; else none.
+
+    Programs that save the model and the optimizer apart make such. Next to another checkpoint they are not looked for.
+
+    Args:
+        directory: where they are.
+        names: of what is in it.
+    """
+    asked = sorted(name for name in names if "." not in name)
+    if len(asked) > _MOST_PARTS or any(map(_OTHERS.fullmatch, names)):
+        return []
+    below = {name: (directory / name).names() for name in asked}
+    parts = {name: there for name, there in below.items() if DCP.shown_by(directory / name, there)}
+    return [f"{name}/{file}" for name, there in parts.items() for file in there] if len(parts) > 1 else []
 
 
 _OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|model\.safetensors")
@@ -156,8 +222,8 @@ def is_later_part(path: str) -> bool:
     >>> is_later_part("rank_0/net_part1.ckpt"), is_later_part("rank_0/net_part0.ckpt"), is_later_part("net.ckpt")
     (True, False, False)
     """
-    match = _STAGE.fullmatch(PurePath(path).name)
-    return match is not None and int(match["stage"]) > 0
+    match = _NUMBERED.fullmatch(PurePath(path).name)
+    return match is not None and match["before"].endswith("_part") and int(match["number"]) > 0
 
 
 def refuse_directory(directory: Place, names: Iterable[str], *, besides: Collection[DirectoryFormat] = ()) -> None:
@@ -202,22 +268,30 @@ def _refuse_one_of_several(path: Place) -> None:
                 f"open {directory}"
             )
         return
+    others = _numbered_alike(path.name, beside)
     for known in DIRECTORY_FORMATS:
-        if name := known.shown_by(directory, [path.name, *set(known.marks).intersection(beside)]):
+        if name := known.shown_by(directory, [path.name, *others, *set(known.marks).intersection(beside)]):
             found = "" if name == path.name else f"{name} next to it "
             raise SourceError(f"{path}: {found}{known.problem}; {known.advice}")
-    match = _STAGE.fullmatch(path.name)
-    if match:
-        others = [
-            name
-            for name in beside
-            if name != path.name and (other := _STAGE.fullmatch(name)) and other.group(1, 3) == match.group(1, 3)
-        ]
-        if others or int(match["stage"]):
+    numbered = [(path.name, others)]
+    if directory.name.startswith("mp_rank_"):  # as Megatron-LM has them
+        with suppress(SourceError, OSError):
+            above = (other.name for other in directory.parent.iterdir())
+            numbered.append((directory.name, _numbered_alike(directory.name, above)))
+    for name, some in numbered:
+        match = _NUMBERED.fullmatch(name)
+        if match and (some or int(match["number"])):
             raise SourceError(
                 f"{path}: is one of several parts of a checkpoint by its name; expected all of them; open {directory}, "
                 "or rename a file that has all of it"
             )
+
+
+def _numbered_alike(name: str, beside: Iterable[str]) -> list[str]:
+    """Return the names that have another number at the place where one has the number of a part or a rank."""
+    match = _NUMBERED.fullmatch(name)
+    found = [other for one in beside if one != name and (other := _NUMBERED.fullmatch(one))]
+    return sorted(other[0] for other in found if match and other.group(1, 3) == match.group(1, 3))
 
 
 def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:

@@ -10,21 +10,29 @@ from reshard.errors import SourceError, UsageError
 from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
-    from reshard.storage.base import Readable, Want
+    from reshard.storage.base import Readable, ReadStore, Want
 
 Runs = tuple[tuple[int, int], ...]
 """Byte ranges of a file that hold one block in row-major order: (offset, number of bytes), one after the other."""
 
 
 class Extent(NamedTuple):
-    """Where the bytes of one block lie: a file, by its number, and byte ranges in it."""
+    """Where the bytes of one block lie.
+
+    Attributes:
+        file: the number of the file.
+        runs: byte ranges in it; none of a block of zeros, which is in no file.
+        strides: how many elements of what the runs hold it is from one element of the block to the next, along each
+            dimension; none where the runs hold just the block, in row-major order.
+    """
 
     file: int
     runs: Runs
+    strides: Shape = ()
 
 
 class Where(NamedTuple):
@@ -32,6 +40,7 @@ class Where(NamedTuple):
 
     file: int
     runs: int
+    strides: Shape = ()
 
 
 def ranges(runs: Runs, begin: int, nbytes: int) -> list[tuple[int, int, int]]:
@@ -81,17 +90,44 @@ class Entry(NamedTuple):
         shape: of the part that this file holds.
         runs: where its bytes lie in the file.
         text: the value of a `str` entry, which is small and read with the header; else None.
+        strides: how its elements lie in those bytes, as in an `Extent`.
     """
 
     dtype: DType
     shape: Shape
     runs: Runs
     text: str | None = None
+    strides: Shape = ()
 
     @property
     def nbytes(self) -> int:
-        """The size of the part in bytes."""
+        """How many bytes of the file hold the part, with what is between its elements."""
         return sum(nbytes for _, nbytes in self.runs)
+
+
+class Summed(NamedTuple):
+    """A part of a file that carries CRC-32 sums of itself, and what is known of it once its headers are read.
+
+    Attributes:
+        name: the tensor or object that it is; empty where it is the file.
+        run: where it lies.
+        left: what is to be read for its sum: what that is called, its bytes, and the sum that the file carries.
+        faults: what is wrong already, in words.
+        carries: it has sums; a program may have left them out.
+    """
+
+    name: str
+    run: tuple[int, int]
+    left: tuple[tuple[str, Runs, int], ...] = ()
+    faults: tuple[str, ...] = ()
+    carries: bool = True
+
+
+class Sums(Protocol):
+    """What says which CRC-32 sums a file carries."""
+
+    def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
+        """Yield the parts that carry sums; raise `SourceError` where the file cannot be read."""
 
 
 class FileIndex(NamedTuple):
@@ -105,6 +141,7 @@ class FileIndex(NamedTuple):
         deduplicated: the file says that replicas are stored once in its set (`remove_redundancy`).
         unreadable: entries that cannot be converted, with the reason.
         header: files that were opened together and have the same number have equal entries.
+        sums: which CRC-32 sums the file carries of its own bytes; None if it has none that are known.
     """
 
     format: str
@@ -114,6 +151,7 @@ class FileIndex(NamedTuple):
     deduplicated: bool = False
     unreadable: tuple[tuple[str, str], ...] = ()
     header: int = 0
+    sums: Sums | None = None
 
 
 class Content(NamedTuple):
@@ -251,7 +289,7 @@ class ShardFiles:
 
 
 class TargetFiles(Protocol):
-    """A way to lay out the files of a target."""
+    """A way to lay out the files of ranks; formats of whole directories have others (`targets.kinds`)."""
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Share the tensors out to files."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard.errors import Option, SourceError, Text, names
-from reshard.formats.directories import PARTS, RUNS, refuse_directory, refuse_one_of_several
+from reshard.formats.directories import PARTS, RUNS, SAVED_PARTS, refuse_directory, refuse_one_of_several
 from reshard.storage.base import reading
 from reshard.strategy.names import ranks_text
 
@@ -154,7 +154,7 @@ def _refuse_directory_formats(root: Place, found: Mapping[int, Sequence[Place]],
     if not found or root in inside:
         inside[root] = [path.name for path in root.iterdir()]
     for directory, file_names in inside.items():
-        besides = ([RUNS] if found else []) + ([PARTS] if by_rank and len(file_names) == 1 else [])
+        besides = ([RUNS, *SAVED_PARTS] if found else []) + ([PARTS] if by_rank and len(file_names) == 1 else [])
         refuse_directory(directory, file_names, besides=besides)
 
 

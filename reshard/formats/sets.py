@@ -31,11 +31,17 @@ MAX_SHARD_BYTES = 4_000_000_000
 
 DCP_NAME = "dcp"
 
+DCP_ITEMS = "distcp"
+"""The format of files of such items as PyTorch's `torch.save` makes."""
+
 DCP_INDEX = ".metadata"
 """What lists the blocks of a distributed checkpoint."""
 
 DCP_FILE_BYTES = 1 << 30
 """How large a file of one may grow, unless one block is larger: each is written by one thread."""
+
+MOST_STEPS = 10**18
+"""More than any training does."""
 
 _MINDSPORE_INDEX = "param_name_map.json"
 _HUGGING_FACE_INDEX = "model.safetensors.index.json"
@@ -129,19 +135,27 @@ class DCP:
 
     Attributes:
         max_shard_bytes: how many bytes of tensors a file may hold, unless one block has more.
+        step: how many steps a training has done, to have the files where Megatron-Core looks for them: in `iter_STEP`
+            of the directory of a run, whose tracker names it. By default they are in the directory itself.
 
     Raises:
-        UsageError: a size below 1.
+        UsageError: a size below 1, or a number of steps below 0.
     """
 
     max_shard_bytes: int = DCP_FILE_BYTES
+    step: int | None = None
 
     def __post_init__(self) -> None:
         check_size(self.max_shard_bytes)
+        check_step(self.step)
 
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- it has its own
-        """Say where all is listed; the files depend on the blocks."""
-        return ShardFiles((DCP_INDEX,), {tensor.name: 0 for tensor in tensors})
+
+@dataclass(frozen=True, slots=True)
+class LinkedDCP:
+    """Links to the data files of a DCP, or of several, and a `.metadata` of their own: no bytes of tensors are copied.
+
+    Tensors and objects may be left out and get other names; dtypes and blocks stay as they are.
+    """
 
 
 def one_after_the_other(tensors: Iterable[Stored], max_shard_bytes: int) -> dict[str, int]:
@@ -188,6 +202,12 @@ def check_size(max_shard_bytes: int) -> None:
     """Raise `UsageError` where files would have no room for anything."""
     if max_shard_bytes < 1:
         raise UsageError(f"the largest file of a set is to have {max_shard_bytes} bytes; expected at least 1")
+
+
+def check_step(step: int | None) -> None:
+    """Raise `UsageError` where a training cannot have done so many steps; None stands for any."""
+    if step is not None and not 0 <= step < MOST_STEPS:
+        raise UsageError(f"step is {step}; expected a number from 0 to {MOST_STEPS - 1}")
 
 
 @reading(SourceError)

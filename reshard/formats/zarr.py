@@ -28,15 +28,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import INT4
 from reshard.errors import Option, Text, UsageError
-from reshard.formats.entries import Content, FileLayout, ShardFiles
+from reshard.formats.entries import Content, FileLayout
 from reshard.layout.block import Block
 from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import Stored
     from reshard.layout.block import Shape
 
 NAME = "zarr"
@@ -119,10 +118,6 @@ class ZarrGroup:
         if kind != "zstd" or number not in _LEVELS:
             raise UsageError(f"unknown compression {self.compression!r}; expected zstd or zstd:LEVEL, at most 22")
         return number
-
-    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:  # noqa: ARG002 -- a group has its own
-        """Return where the group is described; chunks are files of their own, which `targets.zarr` numbers."""
-        return ShardFiles((METADATA,), {tensor.name: 0 for tensor in tensors})
 
     def array(self, shape: Shape, dtype: DType, blocks: Iterable[Block]) -> Array:
         """Choose chunks and shards for a tensor whose source has these blocks."""

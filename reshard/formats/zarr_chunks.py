@@ -49,6 +49,18 @@ class Compressed:
     chunk_bytes: int
     spans: tuple[tuple[int, int], ...]
 
+    def decoded(self, encoded: bytearray) -> bytes | bytearray:
+        """Return the bytes of a chunk; raise `ValueError` or `RuntimeError` where it has others."""
+        from numcodecs import zstd  # with the first that is read
+
+        content = bytearray(self.chunk_bytes)
+        # A frame says how long its contents are; given where they go, zstd takes no memory for more.
+        zstd.decompress(encoded, content)
+        stated = _frame_bytes(encoded)
+        if stated not in {None, self.chunk_bytes}:
+            raise ValueError(f"it has {stated} bytes; the metadata says {self.chunk_bytes}")
+        return content
+
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
@@ -184,18 +196,10 @@ class DecodingStore(Around):
             offset, length = unit.spans[number]
             encoded = bytearray(length)
             self.inner.read_into(path, offset, memoryview(encoded))
-        from numcodecs import zstd
-
-        content = bytearray(unit.chunk_bytes)
         try:
-            # A frame says how long its contents are; given where they go, zstd takes no memory for more.
-            zstd.decompress(encoded, content)
+            return memoryview(unit.decoded(encoded))
         except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
             raise _not_decoded(path, number, error) from None
-        stated = _frame_bytes(encoded)
-        if stated is not None and stated != unit.chunk_bytes:
-            raise _not_decoded(path, number, f"it has {stated} bytes; the metadata says {unit.chunk_bytes}")
-        return memoryview(content)
 
     def close(self) -> None:
         """Close every file that nobody uses, and forget this thread's chunks."""

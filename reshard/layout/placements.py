@@ -19,7 +19,7 @@ from reshard.errors import LayoutError
 from reshard.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from reshard.layout.block import Shape
 
@@ -90,8 +90,7 @@ def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Lay
     for axis, one in reversed(list(enumerate(placements))):
         if one is None:
             continue
-        if not -len(shape) <= one.dim < len(shape):
-            raise LayoutError(f"shards dimension {one.dim}; a tensor that it is for has {len(shape)} dimensions")
+        _check_dim(one, shape)
         axes = axes_of[one.dim]
         before = prod(extents[other] for other in axes)
         if one.factor not in {None, before}:
@@ -113,6 +112,65 @@ def placed(extents: Shape, placements: Sequence[Placement], shape: Shape) -> Lay
     return Layout(
         tuple(extents), tuple(tuple(last - axis for axis in axes) for axes in axes_of), param_split_shape=sizes
     )
+
+
+_MOST_PIECES = 1 << 8  # of a dimension; a rank has as many ranges of it as it was cut into before, or one
+
+
+def held(extents: Shape, placements: Sequence[Placement], shape: Shape, place: Shape) -> list[list[tuple[int, int]]]:
+    """Return what a device holds of each dimension: ranges, one behind the other in its memory.
+
+    Unlike a layout, these have no limits: any dimension can be cut into pieces of several sizes, and strided pieces
+    need not be those of later axes.
+
+    Args:
+        extents: as for `placed`, as the next two are.
+        placements: likewise.
+        shape: likewise.
+        place: of the device in the mesh, along each axis.
+
+    Raises:
+        LayoutError: there is no such dimension, or it is cut into too many pieces.
+
+    >>> held((2, 3), [Shard(0), Shard(1)], (4, 8), (1, 2))
+    [[(2, 4)], [(6, 8)]]
+    >>> held((2,), [Shard(0, 3)], (9,), (1,)), held((2, 2), [Shard(0, 2), Shard(0)], (8,), (1, 0))
+    ([[(2, 3), (5, 6), (8, 9)]], [[(2, 4)]])
+    """
+    found = [[(0, extent)] for extent in shape]
+    for count, one, number in zip(extents, placements, place, strict=True):
+        if one is None:
+            continue
+        _check_dim(one, shape)
+        some, kept = found[one.dim], list[tuple[int, int]]()
+        size = sum(stop - start for start, stop in some)
+        length = -(-size // (one.factor or 1)) or 1
+        if size > length * _MOST_PIECES:
+            raise LayoutError(f"has the split_factor {one.factor}; at most {_MOST_PIECES} are read")
+        for begin in range(0, size, length):
+            piece = min(length, size - begin)
+            step = -(-piece // count)
+            first, last = (begin + min(at * step, piece) for at in (number, number + 1))
+            for start, stop in _within(some, first, last):
+                joined = kept.pop()[0] if kept and kept[-1][1] == start else start
+                kept.append((joined, stop))
+        found[one.dim] = kept
+    return found
+
+
+def _within(ranges: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield what is between two places of ranges that are one behind the other."""
+    position = 0
+    for start, stop in ranges:
+        first, last = max(begin - position, 0) + start, min(end - position + start, stop)
+        if first < last:
+            yield first, last
+        position += stop - start
+
+
+def _check_dim(one: Shard, shape: Shape) -> None:
+    if not -len(shape) <= one.dim < len(shape):
+        raise LayoutError(f"shards dimension {one.dim}; a tensor that it is for has {len(shape)} dimensions")
 
 
 def _chunks(extent: int, count: int) -> list[int]:

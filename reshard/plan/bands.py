@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 VIEWS = 0.25
 """What a thread may keep of bands that it has worked out, with views of its buffers: so much of the bytes of a band."""
 
+AHEAD = 12
+"""How many bands a thread may hold of elements that are wanted in another order than they lie in."""
+
 _ROWS = slice(None)  # all rows of a band
 
 

@@ -10,19 +10,25 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.errors import BudgetError, Option, Text, bytes_text
+from reshard.formats.sets import DCP_ITEMS
 from reshard.formats.zarr import NAME as ZARR
-from reshard.plan.bands import VIEWS
+from reshard.layout.strided import SCRATCH
+from reshard.plan.bands import AHEAD, VIEWS
 from reshard.storage.places import can
 from reshard.storage.remote import fetched_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.targets.destination import Destination, Item
 
 BAND_BYTES = 4 << 20
 """The most bytes of a tensor that a thread reads at once; measured best between 1 and 16 MB."""
+
+STRIDED_BAND_BYTES, STRIDED_THREADS = 2 << 20, 2
+"""The same, and how many threads there are at most, where elements lie in strides: what is put together of them stays
+in a processor's own cache, and each thread holds `AHEAD` times as much of what is read."""
 
 LEAST_BAND_BYTES = 64 << 10
 """The least; below it a run is mostly calls."""
@@ -41,7 +47,7 @@ IMPORTED_BYTES = 53 << 20
 CAST_BYTES = 4 << 20
 """What the import of ml_dtypes adds, which only a cast needs."""
 
-TENSOR_BYTES = 1400
+TENSOR_BYTES = 1750
 """A tensor in a checkpoint and in a plan, with a name of 35 letters; so are the next two."""
 
 ENTRY_BYTES = 700
@@ -55,6 +61,9 @@ CHUNK_BYTES = 650
 
 PLACE_BYTES = 100
 """A place of a block in the metadata of a Checkpoint 2.0, when they are read."""
+
+DCP_ITEM_BYTES = 800
+"""An item of a distributed checkpoint, when the metadata are read as PyTorch's own pickler wrote them."""
 
 Share = tuple[str, int]
 """A part of a prediction: what it is for, and its bytes."""
@@ -107,8 +116,8 @@ class Budget(NamedTuple):
         plain = sum(nbytes for _, nbytes in self.fixed)
         for fewer in range(self.threads, 0, -1):
             taken = plain + self.coding_bytes(fewer)
-            band = min(BAND_BYTES, int((memory - taken) / ((self.buffers + VIEWS) * fewer)))
-            if band >= (BAND_BYTES if fewer > 1 else LEAST_BAND_BYTES):
+            band = min(self.band_bytes, int((memory - taken) / ((self.buffers + VIEWS) * fewer)))
+            if band >= (self.band_bytes if fewer > 1 else LEAST_BAND_BYTES):
                 return self._replace(threads=fewer, band_bytes=band)
         megabytes = ceil((taken + thread_bytes(LEAST_BAND_BYTES, self.buffers)) / 1e6)
         raise BudgetError(
@@ -132,6 +141,11 @@ class Budget(NamedTuple):
 def thread_bytes(band: int, buffers: int) -> int:
     """Return the memory that a thread takes for bands of so many bytes: its buffers, and what it keeps of bands."""
     return ceil((buffers + VIEWS) * band)
+
+
+def band_buffers(*, casts: bool, strided: bool) -> int:
+    """Return how many bands a thread holds of a run: as read, as put together, as cast, and as elements lie apart."""
+    return 2 + casts + (AHEAD if strided else 0)
 
 
 def _fixed_shares(source: Checkpoint, items: Sequence[Item], ranks: int, more: Sequence[Share]) -> tuple[Share, ...]:
@@ -174,11 +188,14 @@ def budget(
     Raises:
         BudgetError: it is too little; the least that works is in the error.
     """
-    coders = (source.coding, destination.coding, destination.cipher)
+    strided = _strided([item.tensor for item in items])
+    coders = (source.coding, destination.coding, destination.cipher, *strided)
     every = tuple(coder for coder in coders if coder is not None)
     fixed = _fixed_shares(source, items, len(destination.ranks), destination.memory)
     remote = any(can(file.path).waits for file in source.files)
-    found = Budget(fixed, every, 3 if _casts(items) else 2, remote, threads or THREADS, BAND_BYTES)
+    buffers = band_buffers(casts=_casts(items), strided=bool(strided))
+    most, band = (STRIDED_THREADS, STRIDED_BAND_BYTES) if strided else (THREADS, BAND_BYTES)
+    found = Budget(fixed, every, buffers, remote, threads or most, band)
     largest = max(((t.spec.nbytes, t.spec.name) for t in source.tensors.values()), default=(0, ""))[1]
     what = f"the program and its plan of {len(source.tensors)} tensors"
     return found.within(memory, what, f"tensor {largest!r}")
@@ -200,11 +217,27 @@ def comparison_budget(
     """
     held = sum(_checkpoint_bytes(side, list(side.tensors.values())) for side in sides)
     held += sum(TENSOR_BYTES * len(file.index.entries) for side in sides if not side.tensors for file in side.files)
-    coders = tuple(side.coding for side in sides if side.coding is not None)
+    strided = [coder for side in sides for coder in _strided(side.tensors.values())]
+    coders = tuple(coder for coder in (*(side.coding for side in sides), *strided) if coder is not None)
     remote = any(can(file.path).waits for side in sides for file in side.files)
-    buffers = 3 + casts  # as read, and cast; what a copy has, and which elements differ
-    found = Budget((_program(casts=casts), ("checkpoints", held)), coders, buffers, remote, threads, BAND_BYTES)
+    # What a copy has, and which elements differ; and either side may be read ahead.
+    buffers = 1 + band_buffers(casts=casts, strided=False) + AHEAD * len(strided)
+    most, band = (min(threads, STRIDED_THREADS), STRIDED_BAND_BYTES) if strided else (threads, BAND_BYTES)
+    found = Budget((_program(casts=casts), ("checkpoints", held)), coders, buffers, remote, most, band)
     return found.within(memory, "the program and what the headers say", "either side")
+
+
+class _Strided(NamedTuple):
+    """What reads elements that lie in strides."""
+
+    def nbytes(self, threads: int) -> int:
+        """Return the memory that so many threads take to read what is between them, too."""
+        return threads * SCRATCH
+
+
+def _strided(tensors: Iterable[Tensor]) -> list[Coder]:
+    """Return what reads tensors of which blocks lie in strides, if there are any."""
+    return [_Strided()] if any(one.is_strided for one in {tensor.sharding for tensor in tensors}) else []
 
 
 def _program(*, casts: bool) -> Share:
@@ -218,7 +251,8 @@ def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
     listed = [tensor.sharding for tensor in tensors] if checkpoint.holders else []
     sizes = {sharding: sum(map(len, sharding.replicas)) for sharding in set(listed)}
     places = PLACE_BYTES * sum(sizes[sharding] for sharding in listed)
-    return TENSOR_BYTES * len(tensors) + ENTRY_BYTES * sum(indexes.values()) + CHUNK_BYTES * chunks + places
+    entry = ENTRY_BYTES + (DCP_ITEM_BYTES if checkpoint.format == DCP_ITEMS else 0)
+    return TENSOR_BYTES * len(tensors) + entry * sum(indexes.values()) + CHUNK_BYTES * chunks + places
 
 
 def _casts(items: Sequence[Item]) -> bool:

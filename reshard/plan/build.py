@@ -17,7 +17,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, SourceError
-from reshard.formats.entries import Where
+from reshard.formats.entries import Where, part_of
+from reshard.layout.axes import boxes
 from reshard.plan.bands import Recipe, is_grid
 from reshard.plan.partition import share_out
 from reshard.plan.plan import Label, Move, Plan, Stats, Way
@@ -42,6 +43,8 @@ class Route:
         recipe: see `Way`.
         reads: likewise.
         wanted: the target blocks and their files.
+        pieces: where the recipe's targets are parts of these blocks: of each which block it is of, the element of that
+            which it begins with, and how many it has, one after the other.
         written: elements to be written, replicas included.
         shapes: the distinct shapes of target blocks, with all files that get a block of that shape.
     """
@@ -51,6 +54,7 @@ class Route:
     wanted: Wanted
     written: int
     shapes: tuple[tuple[Shape, tuple[int, ...]], ...]
+    pieces: tuple[tuple[int, int, int], ...] = ()
 
 
 Routed = tuple[Item, Route]
@@ -123,11 +127,11 @@ class _Routes:
 
     def __init__(self, source: Checkpoint, faults: Faults) -> None:
         self._source, self._faults = source, faults
-        self._known: dict[tuple[Sharding, Wanted, Where | None], Route | None] = {}
+        self._known: dict[tuple[Sharding, Wanted, Where | None, Shape | None], Route | None] = {}
 
     def to(self, tensor: Tensor, wanted: Wanted, *, only: Where | None = None) -> Route | None:
         """Return the route to wanted blocks, from one replica where copies differ; None where a block is in no file."""
-        key = (tensor.sharding, wanted, only)
+        key = (tensor.sharding, wanted, only, tensor.space)
         if key not in self._known:
             self._known[key] = _route(tensor, wanted, only)
         route = self._known[key]
@@ -151,16 +155,21 @@ class _Routes:
 
 def _route(tensor: Tensor, wanted: Wanted, only: Where | None) -> Route | None:
     """Return the route from a tensor's shards to wanted blocks; None where a shard that is needed is in no file."""
-    shape, sharding = tensor.spec.shape, tensor.sharding
+    shape, sharding = tensor.space or tensor.spec.shape, tensor.sharding
     shards = list(zip(sharding.blocks, sharding.replicas, strict=True))
     if only is not None:
         shards = [(block, (only,)) for block, _ in shards]
+    targets, pieces = wanted.blocks, tuple[tuple[int, int, int], ...]()
+    if tensor.space is not None:
+        found = [(box, n, at) for n, block in enumerate(targets) for box, at in boxes(block, tensor.axes)]
+        found.sort(key=lambda piece: piece[1:])  # as they are written where files are made from first byte to last
+        targets, pieces = tuple(box for box, _, _ in found), tuple((n, at, box.size) for box, n, at in found)
     # Of some ranks only, or with blocks that are empty: take the shards that are needed.
-    if not (is_grid(shape, wanted.blocks) and tensor.is_complete):
-        shards = [(source, some) for source, some in shards if any(source & block for block in wanted.blocks)]
+    if not (is_grid(shape, targets) and tensor.is_complete):
+        shards = [(source, some) for source, some in shards if any(source & block for block in targets)]
     if not all(replicas for _, replicas in shards):
         return None
-    recipe = Recipe.of(shape, [block for block, _ in shards], wanted.blocks)
+    recipe = Recipe.of(shape, [block for block, _ in shards], targets)
     written = 0
     shapes: dict[Shape, list[int]] = {}
     for block, files in zip(wanted.blocks, wanted.files, strict=True):
@@ -172,6 +181,7 @@ def _route(tensor: Tensor, wanted: Wanted, only: Where | None) -> Route | None:
         wanted,
         written,
         tuple((extent, tuple(files)) for extent, files in shapes.items()),
+        pieces,
     )
 
 
@@ -179,22 +189,27 @@ def _files_read(routes: Iterable[Route]) -> dict[int, set[int]]:
     """Return, for each target file, the source files that are read for it."""
     found: dict[int, set[int]] = {}
     for route in routes:
-        for target, files in zip(route.recipe.targets, route.wanted.files, strict=True):
+        for target, files in zip(route.recipe.targets, _files_of(route), strict=True):
             read = {at.file for block, at in zip(route.recipe.sources, route.reads, strict=True) if block & target}
             for file in files:
                 found.setdefault(file, set()).update(read)
     return found
 
 
+def _files_of(route: Route) -> Sequence[tuple[int, ...]]:
+    """Return the files that get each target of a route's recipe."""
+    return [route.wanted.files[number] for number, _, _ in route.pieces] if route.pieces else route.wanted.files
+
+
 def _moves(routed: Sequence[Routed], files: Sequence[TargetFile], band_bytes: int) -> tuple[Move, ...]:
     """Return one move for each tensor, on ways that it shares with others."""
-    writes: dict[Route, tuple[tuple[tuple[Where, ...], ...], list[tuple[FileLayout, int]]]] = {}
+    writes: dict[Route, tuple[tuple[tuple[Where, ...], ...], list[_Laid]]] = {}
     ways: dict[tuple[Route, int], Way] = {}
     runs: dict[FileLayout, dict[str, list[Runs]]] = {}
     moves = []
     for item, route in routed:
         if route not in writes:
-            writes[route] = _writes(route.wanted, files)
+            writes[route] = _writes(route, files)
         places, laid_out = writes[route]
         dtype = item.tensor.spec.dtype
         axis = route.recipe.axis(band_bytes // max(dtype.itemsize, item.dtype.itemsize))
@@ -202,30 +217,38 @@ def _moves(routed: Sequence[Routed], files: Sequence[TargetFile], band_bytes: in
         if way is None:
             row = prod(route.recipe.shape[1 : axis + 1])
             multiple = row * route.wanted.unit_rows or 1
-            way = ways[route, axis] = Way(route.recipe, axis, route.reads, places, multiple)
+            held = tuple(route.wanted.blocks[number] for number, _, _ in route.pieces)
+            way = ways[route, axis] = Way(route.recipe, axis, route.reads, places, multiple, held)
         write_runs = []
-        for layout, number in laid_out:
+        for layout, number, piece in laid_out:
             if layout not in runs:
                 runs[layout] = _runs_of(layout)
-            write_runs.append(runs[layout][item.name][number])
+            whole = runs[layout][item.name][number]
+            begin, count = (n * item.dtype.itemsize for n in piece) if piece else (0, 0)
+            write_runs.append(part_of(whole, begin, count) if piece else whole)
         moves.append(Move(way, dtype, item.dtype, item.tensor.runs, tuple(write_runs)))
     return tuple(moves)
 
 
-def _writes(
-    wanted: Wanted, files: Sequence[TargetFile]
-) -> tuple[tuple[tuple[Where, ...], ...], list[tuple[FileLayout, int]]]:
-    """Return where each wanted block goes; and which block of a tensor in which layout has the runs of each number."""
-    numbers: dict[tuple[FileLayout, int], int] = {}
+_Laid = tuple["FileLayout", int, tuple[int, int] | None]
+"""Runs in a file: its layout, the number of a tensor's block in it, and the first element and count of a part of it."""
+
+
+def _writes(route: Route, files: Sequence[TargetFile]) -> tuple[tuple[tuple[Where, ...], ...], list[_Laid]]:
+    """Return where each target of a recipe goes; and what has the runs of each number."""
     count: dict[int, int] = {}  # of the tensor's blocks in a file, so far
-    places = []
-    for some in wanted.files:
-        here = []
+    blocks = []
+    for some in route.wanted.files:
+        blocks.append([(file, count.get(file, 0)) for file in some])
         for file in some:
-            key = (files[file].layout, count.get(file, 0))
-            count[file] = key[1] + 1
-            here.append(Where(file, numbers.setdefault(key, len(numbers))))
-        places.append(tuple(here))
+            count[file] = count.get(file, 0) + 1
+    every = route.pieces or [(number, 0, 0) for number in range(len(blocks))]
+    numbers: dict[_Laid, int] = {}
+    places = []
+    for block, begin, elements in every:
+        piece = (begin, elements) if route.pieces else None
+        laid = [(file, (files[file].layout, number, piece)) for file, number in blocks[block]]
+        places.append(tuple(Where(file, numbers.setdefault(key, len(numbers))) for file, key in laid))
     return tuple(places), list(numbers)
 
 

@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from glob import escape
 from typing import TYPE_CHECKING
 
 from reshard.errors import Faults, Option, StrategyError, Text, UsageError
 from reshard.formats import by_name, formats
 from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
-from reshard.formats.sets import DCP, DCP_NAME, read_index
-from reshard.formats.zarr import NAME as ZARR
-from reshard.formats.zarr import ZarrGroup
+from reshard.formats.sets import read_index
 from reshard.formats.zarr_files import is_store
-from reshard.plan.budget import budget
+from reshard.plan.budget import IMPORTED_BYTES, budget
 from reshard.plan.build import build
-from reshard.plan.plan import Plan, Request
-from reshard.plan.select import Selection, globs, select
+from reshard.plan.plan import Plan, Request, Stats
+from reshard.plan.select import Selection, derived, globs, select, select_listed
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers, self_described
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
-from reshard.source.derive import strategy_of
-from reshard.source.stacked import with_shapes
+from reshard.source.reshape import with_shapes
+from reshard.source.strategies import strategy_of
 from reshard.storage.cipher import MODE
 from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
-from reshard.targets.checkpoint2 import Checkpoint2, Checkpoint2Target
 from reshard.targets.destination import Item
+from reshard.targets.kinds import OF_FORMATS, destination_of
 from reshard.targets.pattern import Pattern
-from reshard.targets.ranks import Ranks
 from reshard.targets.same_files import SameFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from reshard.formats.entries import TargetFiles
+    from reshard.rules.rules import Rules
     from reshard.source.checkpoint import SourceFile
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import Destination
+    from reshard.targets.kinds import AnyFiles
 
 
 def plan(
@@ -49,7 +48,7 @@ def plan(
     *,
     format: str | None = None,  # noqa: A002 -- the word of every such tool
     prefix: str = "checkpoint_",
-    files: TargetFiles | None = None,
+    files: AnyFiles | None = None,
     ranks: Iterable[int] | None = None,
     stage: int | None = None,
     selection: Selection | None = None,
@@ -71,7 +70,7 @@ def plan(
             for one group of whole tensors, without a target strategy; `dcp` for a distributed checkpoint of PyTorch.
         prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank where the source
             is one stage of a pipeline.
-        files: another way to lay out the target's files (see `formats.entries.TargetFiles`), such as a unified set or a
+        files: another way to lay out the target's files (see `targets.kinds.AnyFiles`), such as a unified set or a
             `ZarrGroup`.
         ranks: only these ranks of the target; by default all.
         stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it,
@@ -104,86 +103,82 @@ def plan(
         raise UsageError(f"target is {target!r}; expected a Strategy: read the file with reshard.read_strategy")
     source.require_whole()
     selection = selection or Selection()
+    source = derived(source, selection)
     lacks = selection.allow_missing + globs(allow_missing)
     selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=lacks)
     ranks = None if ranks is None else tuple(ranks)
     part = "" if source.part is None else f"_part{source.part}"
-    own = {ZARR: ZarrGroup, DCP_NAME: DCP}
-    files = files or (own[format]() if format in own else RankFiles(prefix, part))
-    _check_target(files, target, some=bool(ranks or stage is not None), once=remove_redundancy or link_replicas)
-    if isinstance(files, Checkpoint2):
-        files = files.of(source)
-    written = _format_of(source, files, format)
-    cipher = _to_write(target_cipher, written)
+    files = files or (OF_FORMATS[format]() if format in OF_FORMATS else RankFiles(prefix, part))
+    kind = destination_of(files)
+    written = _format_of(source, files, kind.format, format)
+    request = Request(
+        target, written, files, ranks, _asked(source, selection), remove_redundancy, link_replicas, memory, stage,
+        _to_write(target_cipher, written),
+    )  # fmt: skip
+    request = kind.settled(request, source)
+    if kind.links:
+        return _linked(source, request, kind)
     asked, wanted = _of_stage(target, stage, ranks)
-    selected = select(source, asked, selection)
+    request = replace(request, target=asked)
+    source = source if kind.carries else source.unbound()
+    selected = select(source, asked, selection, carries=kind.carries)
     restacked: tuple[str, ...] = ()
     if isinstance(target, Pattern):
         source, restacked = with_shapes(
             source, {old: target.shape_of(new) for old, new in selected.kept if new in target.tensors}
         )
     tensors = source.tensors
-    items = [Item(new, tensors[old], selection.target_dtype(tensors[old].spec.dtype)) for old, new in selected.kept]
+    items = [Item(new, tensors[old], selection.target_dtype(source, old)) for old, new in selected.kept]
     faults = Faults(source.root)
-    held = {tensors[old].spec.dtype.name for old, _ in selected.kept}
+    held = {tensors[old].spec.dtype.name for old, _ in selected.kept if old not in source.bound}
     idle = [f"no tensor is {old}, so that none becomes {new}" for old, new in selection.cast.items() if old not in held]
-    destination: Destination
-    if isinstance(files, ZarrGroup):
-        from reshard.targets.zarr import ZarrStore  # not on every start
-
-        destination = ZarrStore(source, items, files)
-    elif isinstance(files, Checkpoint2):
-        destination = Checkpoint2Target(
-            source, asked, items, files=files, remove_redundancy=remove_redundancy, link_replicas=link_replicas,
-            faults=faults,
-        )  # fmt: skip
-    elif isinstance(files, DCP):
-        from reshard.targets.dcp import DCPTarget  # likewise
-
-        destination = DCPTarget(asked, items, files=files, faults=faults)
-    else:
-        destination = Ranks(
-            source, asked, items, format=by_name(written), files=files, ranks=wanted, faults=faults, cipher=cipher,
-            remove_redundancy=remove_redundancy, link_replicas=link_replicas,
-        )  # fmt: skip
+    destination = kind(source, replace(request, ranks=wanted), items, dict(selected.objects), faults)
     limit = budget(source, items, destination, memory=memory, threads=threads)
     made = build(source, items, destination, limit, faults)
+    others = (*(name for name, _ in selected.objects), *source.beside)
     return replace(
         made,
-        dropped=selected.dropped,
+        dropped=(*selected.dropped, *(name for name in others if name not in destination.carried)),
         missing=selected.missing,
         left_out=selected.left_out,
         warnings=(*source.warnings, *selected.warnings, *restacked, *destination.warnings(), *idle),
-        request=Request(asked, made.format, files, ranks, selection, remove_redundancy, link_replicas, memory, stage),
+        request=request,
     )
 
 
-def _check_target(files: TargetFiles, target: Strategy | Pattern | None, *, some: bool, once: bool) -> None:
-    """Check that what is asked for goes together.
-
-    Args:
-        files: how the files are laid out.
-        target: which rank holds which block.
-        some: some ranks, or those of a stage, are asked for.
-        once: replicas are to be stored once, or linked.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if isinstance(files, ZarrGroup) and (target or some or once):
-        raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
-    if isinstance(files, DCP) and (some or once):
-        raise UsageError("a DCP has the blocks of all ranks, each once: leave ranks, stage, redundancy and links out")
-    if isinstance(files, Checkpoint2) and some:
-        raise UsageError("a Checkpoint 2.0 has all ranks: leave ranks and stage out")
-    if not (target is None or isinstance(target, Strategy) or isinstance(files, (Checkpoint2, DCP))):
-        raise UsageError("the target is a pattern of a Checkpoint 2.0; give files=reshard.Checkpoint2(), or a Strategy")
+def _asked(source: Checkpoint, selection: Selection) -> Selection:
+    """Return what is selected of a source as it was opened: by what made it what it is, and of that some."""
+    if source.origin is None:
+        return selection
+    left_out = source.left_out - source.origin.left_out - source.origin.checkpoint.left_out
+    exclude = (*selection.exclude, *map(escape, sorted(left_out)))
+    return replace(selection, rules=source.origin.rules, lora=source.lora, exclude=exclude)
 
 
-def _format_of(source: Checkpoint, files: TargetFiles, asked: str | None) -> str:
-    """Return the format of a target's files: the only one that they may have, the one asked for, or the source's."""
-    own = {ZarrGroup: ZARR, Checkpoint2: "safetensors", DCP: DCP_NAME}.get(type(files))
-    if asked not in {None, own} and (own or asked in {ZARR, DCP_NAME}):
+def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Plan:
+    """Plan a target of links to the files of another."""
+    renamed, left_out = select_listed(source, request.selection)
+    made = kind(source, request, (), renamed, Faults(source.root))
+    files = made.files((), ())
+    memory = (("program", IMPORTED_BYTES), *made.memory)
+    stats = Stats(
+        tensors=len(source.tensors.keys() & renamed.keys() - set(made.dropped)),
+        bytes_needed=0, bytes_read=0, bytes_written=0,
+        target_bytes=sum(file.layout.size for file in files if not file.link),
+        source_files=sum(file.link is not None for file in files), target_files=len(files), tasks=0,
+        peak_memory=sum(nbytes for _, nbytes in memory),
+    )  # fmt: skip
+    # A link changes the time of change of its file, which is then no sign that somebody else wrote into it.
+    lasting = replace(source, files=tuple(replace(file, change=(0, 0)) for file in source.files))
+    return Plan(
+        lasting, files, (), (), (), stats, made.format, made.ranks, 0, 1, dropped=made.dropped, left_out=left_out,
+        warnings=(*source.warnings, *made.warnings()), memory=memory, request=request,
+    )  # fmt: skip
+
+
+def _format_of(source: Checkpoint, files: AnyFiles, own: str, asked: str | None) -> str:
+    """Return the format of a target's files: their own, the only one, or the one asked for, or the source's."""
+    if asked not in {None, own} and (own or asked in OF_FORMATS):
         raise UsageError(f"format {asked} and {type(files).__name__} do not go together")
     before = source.format if source.format in {known.NAME for known in formats()} else "safetensors"
     return own or by_name(asked or str(before)).NAME
@@ -234,6 +229,7 @@ def plan_convert(
     threads: int | None = None,
     cipher: Cipher | None = None,
     target_cipher: Cipher | None = None,
+    rules: Rules | None = None,
 ) -> Plan:
     """Plan how every file of a checkpoint is written again in another format.
 
@@ -250,6 +246,7 @@ def plan_convert(
         threads: the most threads that a run may have.
         cipher: decrypts the files.
         target_cipher: as for `plan`.
+        rules: between the names and shapes of its tensors and those of the target's, which is one file then.
 
     Returns:
         a plan to be run. It has no arrays of ranks: which tensors are parts of one is not known.
@@ -259,6 +256,15 @@ def plan_convert(
         UsageError: a unified set, whose index goes by the names of its files.
     """
     path = as_place(path)
+    if rules is not None:
+        if path.is_dir():
+            why = "rules make tensors of those of several files; unify it, or transform it"
+            raise UsageError(f"{path}: is a directory, and {why}")
+        selection = Selection(drop=globs(drop), rules=rules)
+        return plan(
+            open_checkpoint(path, cipher=cipher), format=format, files=NamedFile(name or path.name),
+            selection=selection, threads=threads, target_cipher=target_cipher,
+        )  # fmt: skip
     kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
     if kind is None and self_described(path):
         opened = open_checkpoint(path, cipher=cipher)

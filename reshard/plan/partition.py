@@ -31,7 +31,7 @@ from reshard.errors import UsageError
 from reshard.formats.entries import ranges
 from reshard.plan import budget
 from reshard.plan.bands import Recipe
-from reshard.plan.budget import thread_bytes
+from reshard.plan.budget import band_buffers, thread_bytes
 from reshard.plan.plan import Piece, Task, Way
 from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
@@ -126,7 +126,8 @@ def whole_files(plan: Plan, task: Task) -> tuple[Plan, tuple[Piece, ...]]:
         for _, number in stored:
             sorter.add(number)
         for (_, before), (_, number) in pairwise(stored):
-            sorter.add(number, before)
+            if number != before:  # several pieces of a block
+                sorter.add(number, before)
     ordered = [moves[number] for number in sorter.static_order()]
     pieces = tuple(Piece(number, 0, move.rows) for number, (_, move) in enumerate(ordered))
     labels = tuple(plan.labels[number] for number, _ in ordered)
@@ -157,7 +158,8 @@ def _more_bands(plan: Plan, tasks: int) -> int:
     """Return what the bands of threads take that have something to do only now that there are so many tasks."""
     threads = min(plan.threads, tasks) - min(plan.threads, plan.stats.tasks)
     casts = any(move.dtype != move.target_dtype for move in plan.moves)
-    return max(threads, 0) * thread_bytes(plan.band_bytes, 3 if casts else 2)
+    strided = any(at.strides for way in {move.way for move in plan.moves} for at in way.reads)
+    return max(threads, 0) * thread_bytes(plan.band_bytes, band_buffers(casts=casts, strided=strided))
 
 
 def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
@@ -362,7 +364,7 @@ def _is_left(plan: Plan, piece: Piece, written: Mapping[int, Spans]) -> bool:
     width = move.target_dtype.itemsize
     for number, extents in enumerate(move.writes):
         begin, end = (move.recipe.before(number, move.axis, row) * width for row in (piece.start, piece.stop))
-        for file, runs in extents:
+        for file, runs, _ in extents:
             spans = written.get(file, [])
             if not all(covers(spans, at, at + stop - start) for at, start, stop in ranges(runs, begin, end - begin)):
                 return True

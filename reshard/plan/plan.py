@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import FileLayout, Runs, TargetFiles, Where
+    from reshard.formats.entries import FileLayout, Runs, Where
     from reshard.plan.bands import Recipe
     from reshard.plan.budget import Share
     from reshard.plan.select import Selection
@@ -53,6 +53,7 @@ class Way:
         reads: for each source block of the recipe, where it is read.
         writes: for each target block of the recipe, where it is written: replicas of one another.
         row_multiple: how many rows whole files have; tasks are cut at multiples of it where they write whole files.
+        held: for each target block of the recipe the block of the tensor that it is a part of; none where it is that.
     """
 
     recipe: Recipe
@@ -60,6 +61,7 @@ class Way:
     reads: tuple[Where, ...]
     writes: tuple[tuple[Where, ...], ...]
     row_multiple: int = 1
+    held: tuple[Block, ...] = ()
 
 
 class Move(NamedTuple):
@@ -97,12 +99,14 @@ class Move(NamedTuple):
     @property
     def reads(self) -> tuple[Extent, ...]:
         """For each source block, the extent to read."""
-        return tuple(Extent(file, self.read_runs[number]) for file, number in self.way.reads)
+        return tuple(Extent(at.file, self.read_runs[at.runs], at.strides) for at in self.way.reads)
 
     @property
     def writes(self) -> tuple[tuple[Extent, ...], ...]:
         """For each target block, the extents to write."""
-        return tuple(tuple(Extent(file, self.write_runs[number]) for file, number in some) for some in self.way.writes)
+        return tuple(
+            tuple(Extent(at.file, self.write_runs[at.runs], at.strides) for at in some) for some in self.way.writes
+        )
 
 
 class Label(NamedTuple):
@@ -185,13 +189,24 @@ class Request:
 
     target: Strategy | Pattern | None
     format: str
-    files: TargetFiles
+    files: Any  # of `targets.kinds`
     ranks: tuple[int, ...] | None
     selection: Selection
     remove_redundancy: bool
     link_replicas: bool
     memory: int | None
     stage: int | None = None
+    cipher: Cipher | None = None
+
+    @property
+    def of_some(self) -> bool:
+        """Some ranks, or those of a stage, are asked for."""
+        return bool(self.ranks) or self.stage is not None
+
+    @property
+    def once(self) -> bool:
+        """Replicas are to be stored once, or linked."""
+        return self.remove_redundancy or self.link_replicas
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,6 +266,11 @@ class Plan:
         return any(task.files for task in self.tasks)
 
     @property
+    def linked(self) -> set[str]:
+        """The paths of the source files that target files are links to."""
+        return {file.link for file in self.files if file.link}.intersection(file.path for file in self.source.files)
+
+    @property
     def replicas(self) -> int:
         """How many blocks are written for one more rank, beyond the first that gets them; linked files write none."""
         ways = Counter(move.way for move in self.moves)
@@ -274,8 +294,10 @@ class Plan:
         return tuple(sorted({self.source.ranks[number] for number in self.read_files()}))
 
     def read_files(self) -> list[int]:
-        """Return the numbers of the source files that are read, ascending."""
-        return sorted({at.file for way in {move.way for move in self.moves} for at in way.reads})
+        """Return the numbers of the source files that are read, or linked, ascending."""
+        read = {at.file for way in {move.way for move in self.moves} for at in way.reads}
+        linked = self.linked
+        return sorted(read.union(number for number, file in enumerate(self.source.files) if file.path in linked))
 
     def blocks(self, rank: int) -> dict[str, Held]:
         """Return what a target rank will hold, by target name; text is not among it (see `texts`)."""
@@ -283,7 +305,8 @@ class Plan:
         found = {}
         for move, label in zip(self.moves, self.labels, strict=True):
             tensor = self.source.tensors[label.source_name]
-            for block, written in zip(move.recipe.targets, move.way.writes, strict=True):
+            held = dict(zip(move.way.held, move.way.writes, strict=True)) if move.way.held else {}
+            for block, written in held.items() or zip(move.recipe.targets, move.way.writes, strict=True):
                 if any(at.file in numbers for at in written):
                     replica = move.way.reads[0].file if tensor.varies else None
                     several = label.name in found or not tensor.spec.shape  # the chunks of a zarr array
@@ -406,7 +429,8 @@ def file_digests(plan: Plan) -> list[str]:
 
 def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> list[str]:
     """Return a digest for each target file, in which these bytes stand for the source files."""
-    more = (encryption,) if encryption else ()
+    lora = plan.source.lora
+    more = tuple(one for one in (encryption, lora and lora.digest) if one)
     literals: dict[FileLayout, bytes] = {}
     for layout in {file.layout for file in plan.files}:
         found = sha256()
@@ -414,24 +438,24 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
             found.update(b"%d %d:" % (offset, len(content)))
             found.update(content)
         literals[layout] = found.digest()
-    hashes = [
-        sha256(
-            repr((file.path, file.layout.size, file.link, *plan.encoded(file), *more)).encode() + literals[file.layout]
-        )
-        for file in plan.files
-    ]
+    made = dict(zip((file.path for file in plan.source.files), sources, strict=True))
+    hashes = []
+    for file in plan.files:
+        link = None if file.link in made else file.link
+        own = repr((file.path, file.layout.size, link, *plan.encoded(file), *more)).encode()
+        hashes.append(sha256(own + literals[file.layout]))
     known: dict[Way, list[tuple[int, int, bytes]]] = {}  # file, number of runs, what the block is made of
     for move in plan.moves:
         way = move.way
         if way not in known:
             made_of = zip(_made_of(way, sources), way.writes, strict=True)
-            known[way] = [(file, runs, block) for block, written in made_of for file, runs in written]
+            known[way] = [(at.file, at.runs, block) for block, written in made_of for at in written]
         own = repr((move.dtype.name, move.target_dtype.name, move.read_runs)).encode()
         in_files = [sha256(own + repr(runs).encode()).digest() for runs in move.write_runs]
         for number, runs, block in known[way]:
             hashes[number].update(in_files[runs] + block)
     # Of a link no block is written: what makes its bytes is what makes the file that it links to.
-    made = {file.path: found.digest() for file, found in zip(plan.files, hashes, strict=True)}
+    made |= {file.path: found.digest() for file, found in zip(plan.files, hashes, strict=True)}
     for file, found in zip(plan.files, hashes, strict=True):
         if file.link is not None:
             found.update(made[file.link])
@@ -448,7 +472,7 @@ def _made_of(way: Way, sources: Sequence[bytes]) -> list[bytes]:
     for block in recipe.targets:
         near = [some for (start, stop), some in rows.items() if start < block.stop[0] and stop > block.start[0]]
         given = [number for some in near for number in some if recipe.sources[number] & block]
-        read = [(recipe.sources[number], way.reads[number].runs) for number in given]
+        read = [(recipe.sources[number], *way.reads[number][1:]) for number in given]
         found = sha256(repr((recipe.shape, block, read)).encode())
         for number in given:
             found.update(sources[way.reads[number].file])

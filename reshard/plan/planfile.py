@@ -27,9 +27,9 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
-from reshard.formats.directories import ITERATION
+from reshard.formats.directories import is_iteration
 from reshard.formats.entries import NamedFile, RankFiles
-from reshard.formats.sets import DCP, HuggingFaceSet, MindSporeSet
+from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
 from reshard.formats.zarr import METADATA, ZarrGroup
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.layout import MOST_DEVICES
@@ -49,10 +49,10 @@ from reshard.targets.checkpoint2 import Checkpoint2
 from reshard.targets.pattern import PATTERN, Pattern, pattern_data, read_pattern
 
 if TYPE_CHECKING:
-    from reshard.formats.entries import TargetFiles
     from reshard.plan.plan import Plan, Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher
+    from reshard.targets.kinds import AnyFiles
 
 Json = dict[str, Any]
 
@@ -69,7 +69,8 @@ _WAYS: dict[str, tuple[type[Any], tuple[object, ...]]] = {
     "hugging_face_set": (HuggingFaceSet, (COUNT,)),
     "checkpoint2": (Checkpoint2, (Maybe(COUNT), Maybe(TEXT), COUNT, Maybe(TEXT))),
     "zarr_group": (ZarrGroup, (Maybe(COUNT), Maybe(COUNT), Maybe(TEXT), FLAG)),
-    "dcp": (DCP, (COUNT,)),
+    "dcp": (DCP, (COUNT, Maybe(COUNT))),
+    "linked_dcp": (LinkedDCP, ()),
 }
 
 _SOURCE = {
@@ -106,6 +107,8 @@ SELECTION = {
     "cast": {TEXT: TEXT},
     "drop": [TEXT],
     "allow_missing": [TEXT],
+    "rules": Maybe({TEXT: ANY}),  # which `Rules.of` checks
+    "lora": Maybe({"root": LINE, "alpha": ANY, "digest": TEXT}),  # and `LoRA`
 }
 _PLAN = {
     "reshard_plan": COUNT,
@@ -170,7 +173,7 @@ class PlanFile:
             )  # fmt: skip
         root = Path(source or self.source).absolute()
         iteration = Path(self.source).name
-        if ITERATION.fullmatch(iteration) and (root / iteration).is_dir():
+        if is_iteration(iteration) and (root / iteration).is_dir():
             root /= iteration
         checkpoint = self._opened(root, cipher)
         request = _request(content)
@@ -336,7 +339,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> Json:
         "reshard_plan": VERSION,
         "made_by": __version__,
         "digest": plan_digest(plan),
-        "source": _source_data(plan.source),
+        "source": _source_data(plan.source.opened),
         "target": {
             "strategy": small_strategy(request.target if isinstance(request.target, Strategy) else None),
             "pattern": pattern_data(request.target) if isinstance(request.target, Pattern) else None,
@@ -426,7 +429,7 @@ def _listed(source: Checkpoint) -> list[_Listed]:
     return found
 
 
-def _way_data(files: TargetFiles) -> Json:
+def _way_data(files: AnyFiles) -> Json:
     fields: Any = files  # each of the classes below is a tuple or a dataclass
     if isinstance(files, ZarrGroup) and files.times:
         raise UsageError("a plan of a zarr store with the times of its source files cannot be saved; leave them out")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,7 +41,10 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from reshard.rules.lora import LoRA
+    from reshard.rules.rules import Rules
     from reshard.source.checkpoint import Checkpoint
+    from reshard.strategy.names import State
     from reshard.targets.pattern import Pattern
 
 _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
@@ -65,12 +68,18 @@ class Selection:
             nearest, ties to even.
         drop: globs of weights that the target strategy may lack.
         allow_missing: globs of weights that the source may lack.
+        rules: between the source's names and shapes and those of another program; they come before all else, so that
+            the names above are those that they make. Also what `Rules.data` returns.
+        lora: an adapter that is merged into the source's weights, before the rules. Also its fields by name. Weights
+            of 16 bits are not cast then, which would round them twice.
 
     Raises:
         UsageError: an unknown dtype, a cast or a map of names that contradicts itself; all at once.
 
     >>> Selection(names={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
     {'layers.3.wq': 'model.3.q_proj', 'adam_m.layers.3.wq': 'adam_m.model.3.q_proj'}
+    >>> Selection(names={"model.wq": "model.q_proj"}).renamed(["model.wq", "optim.state.wq.exp_avg"])
+    {'model.wq': 'model.q_proj', 'optim.state.wq.exp_avg': 'optim.state.q_proj.exp_avg'}
     """
 
     include: tuple[str, ...] = ()
@@ -80,8 +89,18 @@ class Selection:
     cast: Mapping[str, str] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
     allow_missing: tuple[str, ...] = ()
+    rules: Rules | None = None
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.rules, Mapping):
+            from reshard.rules.rules import Rules  # seldom
+
+            object.__setattr__(self, "rules", Rules.of(self.rules))
+        if isinstance(self.lora, Mapping):
+            from reshard.rules.lora import LoRA  # likewise
+
+            object.__setattr__(self, "lora", LoRA(**self.lora))
         for attribute in ("include", "exclude", "drop", "allow_missing"):
             object.__setattr__(self, attribute, globs(getattr(self, attribute)))
         faults = Faults("selection")
@@ -100,39 +119,65 @@ class Selection:
                 faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty")
         faults.raise_if_any(UsageError)
 
-    def target_dtype(self, dtype: DType) -> DType:
-        """Return what elements of a dtype become."""
-        return by_name(self.cast[dtype.name], UsageError) if dtype.name in self.cast else dtype
+    def target_dtype(self, source: Checkpoint, name: str) -> DType:
+        """Return what the elements of a tensor of a source become; those of one that is bound stay what they are."""
+        dtype = source.tensors[name].spec.dtype
+        cast = dtype.name in self.cast and name not in source.bound
+        return by_name(self.cast[dtype.name], UsageError) if cast else dtype
 
     def renamed(self, chosen: Collection[str], known: Collection[str] | None = None) -> dict[str, str]:
-        """Return the new name of every chosen tensor.
+        """Return the new name of every chosen tensor, or object.
 
         Args:
-            chosen: names of tensors.
+            chosen: their names; one of both is there twice.
             known: names of all tensors of the source, if more are there than are chosen.
 
         Raises:
             UsageError: two tensors would have one name, or an old name is not there; all at once.
         """
         rename = _Renaming(self.names, set(known or chosen))
-        found = {name: rename(name) for name in chosen}
+        found = [(name, rename(name)) for name in chosen]
         faults = Faults("name map")
         for old in rename.unused():
             faults.add(f"name {old!r}", partial(no_match, old, rename.known))
         by_new: dict[str, list[str]] = {}
-        for old, new in found.items():
+        for old, new in found:
             by_new.setdefault(new, []).append(old)
         for new, olds in by_new.items():
             if len(olds) > 1 or not new:
                 faults.add(f"name {new!r}", f"is given to {names(olds)}; every tensor needs a name of its own")
         faults.raise_if_any(UsageError)
-        return found
+        return dict(found)
 
 
 def selection_data(selection: Selection) -> dict[str, object]:
     """Return a selection as JSON has it; `planfile.read_selection` reads it."""
     given = ((one.name, getattr(selection, one.name)) for one in fields(selection))
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in given}
+    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in given}
+    return {
+        **found,
+        "rules": selection.rules and selection.rules.data(),
+        "lora": selection.lora and asdict(selection.lora),
+    }
+
+
+def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
+    """Return a source as a selection has it: an adapter merged, and then in other names and shapes.
+
+    Raises:
+        SourceError, UsageError: as `Checkpoint.merge_lora` and `derive`; or merged weights would be rounded twice.
+    """
+    if selection.lora:
+        source = source.merge_lora(selection.lora)
+    if selection.rules:
+        source = source.derive(selection.rules)
+    twice = [f"{old}={new}" for old, new in selection.cast.items() if old in {"bfloat16", "float16"} - {new}]
+    if source.lora and twice:
+        raise UsageError(
+            f"cast {names(twice)}: would round merged weights twice, as they are rounded to their own dtype; cast in a "
+            "run of its own, before or after"
+        )
+    return source
 
 
 def globs(some: str | Iterable[str]) -> tuple[str, ...]:
@@ -153,13 +198,12 @@ class _Renaming:
     def __call__(self, name: str) -> str:
         if name in self.new_names:
             return self.new_names[name]
-        weight = self.states.get(name)
-        if weight is not None:
-            prefix = name.removesuffix(weight)
-            own = self._by_glob(name, prefix)  # `adam_m.*` is about states, `*.wq` is not
-            followed = self(weight)
-            if own is not None or followed != weight:
-                return own or prefix + followed
+        state = self.states.get(name)
+        if state is not None:
+            own = self._by_glob(name, state.before)  # `adam_m.*` is about states, `*.wq` is not
+            followed = self(state.weight)
+            if own is not None or followed != state.weight:
+                return own or state.of(followed)
         return self._by_glob(name) or name
 
     def _by_glob(self, name: str, beginning: str = "") -> str | None:
@@ -197,6 +241,7 @@ class Selected(NamedTuple):
 
     Attributes:
         kept: source name and target name of the tensors that are converted or copied, in the order of the files.
+        objects: likewise of the objects that are chosen; their own names where the target cannot hold such.
         dropped: source names that the target does not get.
         missing: target names that the source does not have.
         left_out: source names that the selection does not choose.
@@ -204,19 +249,23 @@ class Selected(NamedTuple):
     """
 
     kept: tuple[tuple[str, str], ...]
+    objects: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...]
     missing: tuple[str, ...]
     left_out: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
 
-def select(source: Checkpoint, target: Strategy | Pattern | None, selection: Selection) -> Selected:
+def select(
+    source: Checkpoint, target: Strategy | Pattern | None, selection: Selection, *, carries: bool = False
+) -> Selected:
     """Apply a selection and the table above.
 
     Args:
         source: the checkpoint to convert.
         target: names the tensors wanted; None for all of them, whole.
         selection: what the user asks for.
+        carries: the target can hold objects.
 
     Raises:
         SourceError: weights would be dropped or are missing, and no pattern covers them; all at once.
@@ -226,7 +275,10 @@ def select(source: Checkpoint, target: Strategy | Pattern | None, selection: Sel
     wanted = target.tensors if target else {}
     states = all_states(source, target)
     chosen = _chosen(source, selection, states)
-    renamed = selection.renamed([name for name in source.tensors if name in chosen], source.tensors)
+    held = (*source.tensors, *(source.objects if carries else ()))
+    every = selection.renamed([name for name in held if name in chosen], source.every)
+    renamed = {name: every[name] for name in source.tensors if name in chosen}
+    objects = {name: every.get(name, name) for name in source.objects if name in chosen}
     faults = Faults(source.root)
     dropped = []
     for name, new in renamed.items():
@@ -240,9 +292,8 @@ def select(source: Checkpoint, target: Strategy | Pattern | None, selection: Sel
             dropped.append(name)
             if not matches(name, selection.drop):
                 faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
-    dropped += [name for name in source.objects if name in chosen]
     if target is not None:
-        rename = _Renaming(selection.names, set(source.tensors))
+        rename = _Renaming(selection.names, set(source.every))
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
         had = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:
@@ -262,7 +313,20 @@ def select(source: Checkpoint, target: Strategy | Pattern | None, selection: Sel
         raise UsageError("selection: leaves no tensor for the target; all that is chosen is dropped")
     taken = [name for name in source.tensors if selection.weights_only and name in states and name not in chosen]
     left_out = tuple(name for name in source.every if name not in chosen)
-    return Selected(tuple(kept), tuple(dropped), tuple(missing), left_out, _of_states(taken, states))
+    return Selected(
+        tuple(kept), tuple(objects.items()), tuple(dropped), tuple(missing), left_out, _of_states(taken, states)
+    )
+
+
+def select_listed(source: Checkpoint, selection: Selection) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the new names of all that a selection chooses, be it a tensor or not, and what it does not choose.
+
+    Raises:
+        UsageError: a pattern matches nothing, or not as many as it says; names collide.
+    """
+    chosen = _chosen(source, selection, all_states(source, None))
+    renamed = selection.renamed([name for name in source.every if name in chosen], source.every)
+    return renamed, tuple(name for name in source.every if name not in chosen)
 
 
 def _advice(target: Strategy | Pattern | None, known: Collection[str], states: Collection[str]) -> str:
@@ -274,11 +338,11 @@ def _advice(target: Strategy | Pattern | None, known: Collection[str], states: C
     return one_stage_advice(target, known, states) if isinstance(target, Strategy) else ""
 
 
-def _of_states(taken: Collection[str], states: Mapping[str, str]) -> tuple[str, ...]:
+def _of_states(taken: Collection[str], states: Mapping[str, State]) -> tuple[str, ...]:
     """Return a warning of what was left out by its name, which is all there is to know an optimizer state by."""
     if not taken:
         return ()
-    prefixes = dict.fromkeys(name.removesuffix(states[name]).rstrip(".") for name in taken)
+    prefixes = dict.fromkeys(states[name].kind for name in taken)
     return (f"{len(taken)} tensors are taken for optimizer states, by their prefix, and left out: {names(prefixes)}",)
 
 
@@ -291,7 +355,8 @@ def has_no_place(source: Checkpoint, target: Strategy | Pattern, name: str) -> b
     tensor = source.tensors[name]
     one_stage = target.others and len(target.stages) == 1 and source.strategy is None
     every = not isinstance(target, Strategy)
-    return tensor.listed or ((one_stage or every) and not is_training_state(name, tensor))
+    listed = tensor.listed and name not in source.bound
+    return listed or ((one_stage or every) and not is_training_state(name, tensor))
 
 
 def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -> set[str]:
@@ -303,7 +368,8 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
     faults.raise_if_any(UsageError)
     chosen = included - excluded
     if selection.weights_only:
-        chosen = {n for n in chosen if n not in states and not is_training_state(n, source.tensors.get(n))}
+        no_weights = {*states, *source.objects}
+        chosen = {n for n in chosen if n not in no_weights and not is_training_state(n, source.tensors.get(n))}
     if every and not chosen:
         raise UsageError("selection: leaves no tensor of the source")
     return chosen
@@ -370,8 +436,10 @@ def _in_message_order(source: Checkpoint, wanted: set[str]) -> list[str]:
     return [name for name in kept if name in laid_out] + [name for name in kept if name not in laid_out]
 
 
-def all_states(source: Checkpoint, target: Strategy | Pattern | None, written: Collection[str] = ()) -> dict[str, str]:
-    """Return the optimizer states among all names of a conversion, and the name behind each one's prefix.
+def all_states(
+    source: Checkpoint, target: Strategy | Pattern | None, written: Collection[str] = ()
+) -> dict[str, State]:
+    """Return the optimizer states among all names of a conversion, and what each name consists of.
 
     Args:
         source: what is converted; what its strategy names counts, too.

@@ -21,15 +21,18 @@ from reshard.source.checkpoint import Checkpoint, TensorSpec
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.storage.small import parse_json
+from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import re
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
     from reshard.source.checkpoint import SourceFile, Tensor
     from reshard.storage.places import Place
 
+_MOST_FILES = 100_000
 _NOTES = {SHARDING_INFO, "DCP_VERSION"}
 
 
@@ -50,6 +53,11 @@ def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal[
     counts = sorted({int(match["count"]) for match in matches})
     if len(counts) > 1:
         raise SourceError(f"{place}: has files of sets of {names(counts)} files; move one set to another directory")
+    numbers = {int(match["number"]) for match in matches}
+    if absent := [
+        number for count in counts for number in range(1, min(count, _MOST_FILES) + 1) if number not in numbers
+    ]:
+        raise SourceError(f"{place}: has no file {names(absent)} of {counts[0]} of any rank; were some not copied?")
     by_rank: dict[int, list[Place]] = {}
     for match in matches:
         by_rank.setdefault(int(match["shard"]) - 1, []).append(place / match[0])
@@ -85,11 +93,22 @@ def open_blocks(place: Place, there: Sequence[str], *, contents: bool | Literal[
         tensors,
         tuple(map(without_notes, files)),
         ranks,
-        warnings=(unknown,),
+        warnings=(unknown, *_holes(by_rank, matches)),
         unreadable=unreadable,
         described_by=SHARDING_INFO,
     )
     return compare_contents(checkpoint, {}, contents=contents)
+
+
+def _holes(ranks: Iterable[int], matches: Sequence[re.Match[str]]) -> Iterator[str]:
+    """Yield which ranks and files of ranks are not there, though others are; they may have had nothing to hold."""
+    there = {(int(match["shard"]) - 1, int(match["number"])) for match in matches}
+    numbers = sorted({number for _, number in there})
+    if absent := [rank for rank in range(max(ranks)) if rank not in set(ranks)]:
+        yield f"there is no file of {ranks_text(absent)}, of which nothing says that there was one"
+    lacking = [f"{n} of rank {rank}" for rank in ranks for n in numbers if (rank, n) not in there]
+    if lacking:
+        yield f"there is no file {names(lacking, most=3)}, of which nothing says that there was one"
 
 
 def without_notes(file: SourceFile) -> SourceFile:

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial as applied
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from reshard.errors import Faults, LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
+from reshard.errors import Faults, LayoutError, Option, SourceError, Text, UsageError, names
+from reshard.formats import is_known
 from reshard.formats.directories import (
     BLOCKS,
     CHECKPOINT2,
     DCP,
     PARTS,
     RUN_FORMATS,
-    is_later_part,
+    SAVE_EXTENSIONS,
+    SAVES,
+    parts_below,
     refuse_directory,
     refuse_one_of_several,
 )
-from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files, rank_of
+from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
 from reshard.formats.zarr_files import is_of_store, is_store
-from reshard.layout.layout import Layout
+from reshard.readers.ranks import lone_rank, one_stage, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile
@@ -32,20 +36,17 @@ from reshard.storage.base import reading
 from reshard.storage.cipher import required
 from reshard.storage.places import AnyName, Place, as_place
 from reshard.strategy.files import read_strategy
-from reshard.strategy.names import ALL_STAGES, matching, ranges_text, ranks_text
+from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from reshard.formats.directories import RunFormat
+    from reshard.formats.directories import DirectoryFormat, RunFormat
     from reshard.readers.runs import Iteration
     from reshard.source.checkpoint import Tensor
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
-
-COPY = "copy"
-"""The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
 
 
 def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
@@ -65,8 +66,10 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
     Args:
         path: a directory of rank directories; the files of some ranks by number; a unified set; a zarr store; a
-            Checkpoint 2.0 of MindSpore Transformers, or the directory of a run that saves such; or one file of whole
-            tensors. A local path, or a URL that fsspec knows, such as `s3://bucket/run`.
+            Checkpoint 2.0 of MindSpore Transformers, or the directory of a run that saves such; a DCP of PyTorch, or
+            the directory of several that are one checkpoint, such as of the model and of the optimizer; what
+            `torch.save` made of DTensors on each rank; or one file of whole tensors. A local path, or a URL that fsspec
+            knows, such as `s3://bucket/run`.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the source is one rank of whole tensors.
         rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
@@ -107,12 +110,12 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
-    lone_rank = ""
+    alone = ""
     if not layouts and len(set(ranks)) == 1:
-        lone_rank = _lone_rank(path, strategy, files, ranks[0], warnings)
-    strategy, ruled = _with_rules(strategy, layouts or {}, files, ranks)
+        alone = lone_rank(path, strategy, files, ranks[0], warnings)
+    strategy, ruled = with_rules(strategy, layouts or {}, files, ranks)
     every = strategy
-    strategy, part = _one_stage(root, strategy, stage, files, ranks, warnings)
+    strategy, part = one_stage(root, strategy, stage, files, ranks, warnings)
     elsewhere: set[str] = set()
     if strategy is not None and part is not None:
         inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
@@ -140,7 +143,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         unreadable,
         cipher,
         partial,
-        lone_rank=lone_rank,
+        lone_rank=alone,
         elsewhere=frozenset(elsewhere),
         step=step,
     )
@@ -158,7 +161,7 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
     """Return what opens a directory that says itself which block is where; None for any other.
 
     Args:
-        root: a zarr store, a distributed checkpoint, or the directory of a run that saves such.
+        root: a zarr store, a distributed checkpoint, or the directory of a run that saves such; what `torch.save` made.
         iteration: which checkpoint of a run; by default that which the run names as the last.
     """
     there = root.names()
@@ -169,26 +172,38 @@ def self_described(root: Place, iteration: int | None = None) -> _Opener | None:
     run = run_at(there)
     if run is not None:
         return applied(_open_iteration, root, there, run, iteration)
+    if not there and root.suffix in SAVE_EXTENSIONS and root.is_file() and not is_known(str(root)):
+        from reshard.readers.dcp.saves import open_save  # likewise
+
+        refuse_one_of_several(root)
+        return applied(open_save, root)
     opener = _described(root, there)
     if opener is not None and iteration not in {None, iteration_of(root)}:
         raise SourceError(f"{root}: is one checkpoint; expected a run that has iteration {iteration}; open that")
     return opener
 
 
+def _shown(known: DirectoryFormat, place: Place, there: Sequence[str], without: Sequence[str] = ()) -> Sequence[str]:
+    """Return the names in a directory of a format, which has nothing of some names; of any other directory none."""
+    return there if known.shown_by(place, there) and not {*without}.intersection(there) else ()
+
+
+_OPENERS = (
+    (applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2"),
+    (applied(_shown, DCP), "dcp", "open_dcp"),
+    (applied(_shown, SAVES), "dcp.saves", "open_saves"),
+    (applied(_shown, BLOCKS, without=SET_INDEXES), "huggingface", "open_blocks"),
+    (parts_below, "dcp", "open_dcp"),
+)
+"""Of each distributed checkpoint what finds the names of its files, and the module of this shelf and what opens it."""
+
+
 def _described(place: Place, there: Sequence[str]) -> _Opener | None:
     """Return what opens a distributed checkpoint, from the names in its directory; None for any other."""
-    if CHECKPOINT2.shown_by(place, there):
-        from reshard.readers.checkpoint2 import open_checkpoint2  # not on every start
-
-        return applied(open_checkpoint2, place)
-    if DCP.shown_by(place, there):
-        from reshard.readers.dcp import open_dcp  # likewise
-
-        return applied(open_dcp, place, there)
-    if BLOCKS.shown_by(place, there) and not set(SET_INDEXES).intersection(there):
-        from reshard.readers.huggingface import open_blocks  # likewise
-
-        return applied(open_blocks, place, there)
+    for finds, module, name in _OPENERS:
+        if found := finds(place, there):
+            opener = getattr(import_module(f"reshard.readers.{module}"), name)  # not all of them on every start
+            return applied(opener, place, found)
     return None
 
 
@@ -428,160 +443,3 @@ def _read(
     """Return what the files of each rank are, read with the key if they are encrypted."""
     cipher = key_of([path.absolute() for some in of_ranks.values() for path in some], cipher)
     return IndexedFiles(*indexed(of_ranks, cipher), warnings, step, cipher)
-
-
-def _lone_rank(
-    path: AnyName | Mapping[int, AnyName],
-    strategy: Strategy | None,
-    files: Sequence[SourceFile],
-    rank: int,
-    warnings: list[str],
-) -> str:
-    """Return why files of one rank, opened as whole tensors, seem to be of one rank of several; empty if they do not.
-
-    Args:
-        path: what was opened.
-        strategy: says which block the rank holds; None for whole tensors.
-        files: what was found.
-        rank: whose they are taken to be.
-        warnings: gets the reason, or what else their place says.
-
-    Raises:
-        SourceError: by their place they are of another rank than the strategy would take them for.
-    """
-    place = None if isinstance(path, Mapping) else rank_of(as_place(path))
-    own, others = (place.rank, place.others) if place else (rank, [])
-    if strategy is not None:
-        if own != rank and len(strategy.ranks) > 1:
-            raise SourceError(
-                Text(
-                    f"{path}: is of rank {own} by its place, and would be taken for rank {rank}; expected the "
-                    "directory above it; open that, with ",
-                    Option("partial"),
-                    " if other ranks are not there",
-                )
-            )
-        return ""
-    shared = next((file.path for file in files if file.index.deduplicated), None)
-    alone = len(files) == 1 and is_later_part(files[0].path)
-    reason: str
-    if place and _is_in_ledger(place.above, files):
-        reason = (
-            f"{path}: is of rank {own}, as the ledger of the directory above says; expected whole tensors, found what "
-            "this rank holds; open the directory above, which needs no strategy"
-        )
-    elif others:
-        lies = f"{ranks_text(others)} {'lies' if len(others) == 1 else 'lie'}"
-        reason = Text(
-            f"{path}: is of rank {own} by its place, and {lies} next to it; expected whole tensors, found its blocks, "
-            "or replicas if none is cut; open the directory above with ",
-            Option("strategy"),
-        )
-    elif alone:
-        reason = (
-            f"{files[0].path}: is one of several parts of a checkpoint by its name, and the others are not there; "
-            "expected whole tensors, as no strategy is given; open the directory of all parts"
-        )
-    elif shared:
-        reason = (
-            f"{shared}: is de-duplicated, as its header says (remove_redundancy), and other ranks have what it lacks; "
-            "expected whole tensors, as no strategy is given; open the directory of all ranks with its strategy"
-        )
-    else:
-        if own:
-            warnings.append(f"{path}: is of rank {own} by its place; its tensors are taken for whole ones")
-        return ""
-    advised = Text(reason, ", or give ", Option("layout", "*", "whole"), " if it lacks nothing")
-    warnings.append(advised)
-    return advised
-
-
-def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
-    """Return whether the ledger of the directory of all ranks knows files, as they are, of a target with a strategy."""
-    made = made_of(above)
-    if made is None or not made.content["target"]["strategy"]:
-        return False
-    noted = {f"{made.root}/{file}": record.ready for file, record in made.records.items()}
-    return all(noted.get(file.path) == file.status[:2] for file in files)
-
-
-def _one_stage(
-    root: str,
-    strategy: Strategy | None,
-    stage: int | Literal["own"] | None,
-    files: Sequence[SourceFile],
-    ranks: Sequence[int],
-    warnings: list[str],
-) -> tuple[Strategy | None, int | None]:
-    """Return the strategy of the stage that the source is of a longer pipeline, and its number; None of a whole one.
-
-    Raises:
-        StrategyError: it is one stage and none is asked for, or the strategy does not have the one that is.
-    """
-    if not (stage in {None, "own"} or isinstance(stage, int)):
-        raise UsageError(f"stage is {stage!r}; expected the number of one, or 'own'")
-    if strategy is None:
-        if isinstance(stage, int):
-            raise UsageError(f"stage {stage} is asked for, and no strategy says which ranks it has")
-        return None, None
-    if isinstance(stage, int):
-        return strategy.of_stage(stage), stage
-    beside = _has_other_stages(strategy, files, ranks)
-    if not (beside or strategy.stages.start or (strategy.others and stage is None)):
-        return strategy, None
-    number = strategy.stages.start
-    if stage is None:
-        others = ", and files of other stages are there" if beside else ", which has others"
-        raise StrategyError(
-            Text(
-                f"{root}: the strategy is that of stage {number} of a pipeline{others}; give {ALL_STAGES}, or ",
-                Option("stage", number),
-                " if only this one is meant",
-            )
-        )
-    warnings.append(
-        f"the strategy is that of stage {number} of a pipeline: of {len(set(ranks))} ranks only "
-        f"{ranges_text(strategy.ranks)} are read, and only the tensors of that stage are converted"
-    )
-    return strategy, number
-
-
-def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Sequence[int]) -> bool:
-    """Return whether files are there of other stages than the one that a strategy is of.
-
-    The file of the first stage does not say that there are others. Their ranks have other tensors; ranks that have the
-    same ones mean that the strategy is another.
-    """
-    outside = [number for number, rank in enumerate(ranks) if rank not in strategy.ranks]
-    if strategy.merged or len(strategy.stages) > 1 or not outside:
-        return False
-    inside = {n for file, rank in zip(files, ranks, strict=True) if rank in strategy.ranks for n in file.index.entries}
-    own = inside & set(strategy.tensors)
-    return not any(own <= set(files[number].index.entries) for number in outside)
-
-
-def _with_rules(
-    strategy: Strategy | None, rules: Mapping[str, str], files: Sequence[SourceFile], ranks: Sequence[int]
-) -> tuple[Strategy | None, dict[str, str]]:
-    """Apply layouts given by hand; return the strategy, and the rule of each tensor that has one."""
-    if not rules:
-        return strategy, {}
-    shapes = {name: entry.shape for file in files for name, entry in file.index.entries.items()}
-    devices = strategy.devices if strategy else max(ranks) + 1
-    result = strategy or Strategy({}, range(1), devices)
-    ruled: dict[str, str] = {}
-    for pattern, rule in rules.items():
-        some = matching(pattern, shapes)
-        if not some:
-            raise StrategyError(Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"))
-        for name in some:
-            if not shapes[name] and name != pattern and rule != COPY:
-                continue  # a glob for tensors that can be cut means no scalar
-            try:
-                layout = None if rule == COPY else Layout.parse(rule, len(shapes[name]), devices)
-                result = result.with_layout(name, layout)
-            except (LayoutError, StrategyError) as error:
-                option = Option("layout", pattern, rule)
-                raise StrategyError(Text(option, f": tensor {name!r}: ", error.text)) from None
-            ruled[name] = rule
-    return result, ruled

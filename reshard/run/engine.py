@@ -17,7 +17,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.formats.entries import ranges, wants
-from reshard.plan.bands import VIEWS
+from reshard.layout.strided import Ahead
+from reshard.plan.bands import AHEAD, VIEWS
 from reshard.storage.crc import crc32c
 from reshard.storage.local import thread
 from reshard.storage.places import in_batches
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import Runs
+    from reshard.formats.entries import Extent, Runs
+    from reshard.layout.block import Shape
     from reshard.plan.bands import Columns, Part, Segment
     from reshard.plan.plan import Move, Piece, Plan
     from reshard.storage.base import ReadStore, Sinks, Want
@@ -110,10 +112,13 @@ class _Buffers(threading.local):
         read: for what is read of a band.
         put: for the columns of one target block, put together.
         cast: for these elements in another dtype.
+        ahead: reads source blocks whose elements lie in strides.
+        copies: reads copies of them that are compared with these.
     """
 
     def __init__(self) -> None:
         self.read = self.put = self.cast = memoryview(b"")
+        self.ahead, self.copies = Ahead(_memory), Ahead(_memory)
         self._bands: OrderedDict[tuple[object, ...], tuple[int, list[Band]]] = OrderedDict()
         self._views = 0
 
@@ -126,7 +131,7 @@ class _Buffers(threading.local):
             return self._bands[key][-1]
         cut = list(_cut(move.recipe.segments(move.axis, piece.start, piece.stop), band_bytes // max(itemsizes)))
         self.hold(max([band_bytes, *(max(itemsizes) * _elements(rows) for rows in cut)]))
-        made = (_band(rows, move) for rows in (cut if in_order else _turned(cut)))
+        made = (_band(rows, move, in_order=in_order) for rows in (cut if in_order else _turned(cut)))
         views = 1 + sum(map(_views, cut))
         most = int(band_bytes * VIEWS) // _VIEW_BYTES
         if views > most:
@@ -174,6 +179,8 @@ class BandReader:
             band_bytes: the most bytes of a tensor that are read at once.
         """
         self._moves, self._paths, self._store, self._band_bytes = moves, paths, store, band_bytes
+        self._apart: dict[int, tuple[frozenset[int], int]] = {}  # of a move: what `gather` reads, and bytes of its rows
+        self._token = object()  # what is read ahead is for this reader alone
         self.nbytes = 0
 
     def read(
@@ -191,22 +198,70 @@ class BandReader:
         """
         for number, band in in_batches(self.bands(pieces, in_order=in_order)):
             check()
+            self.gather(number, band)
             for write in band.writes:
                 yield Given(number, write.target, write.first, write.put_together())
 
     def bands(
         self, pieces: Iterable[Piece], *, in_order: bool = False
     ) -> Iterator[tuple[tuple[int, Band], ReadStore, list[Want]]]:
-        """Yield the bands of some rows, each with the number of its move and what is to be read for it."""
+        """Yield the bands of some rows, each with the number of its move and what is to be read for it.
+
+        When that is read, `gather` reads the rest.
+        """
         for piece in pieces:
             move = self._moves[piece.move]
-            sources = [(self._paths[file], runs) for file, runs in move.reads]
-            for band in _buffers.bands(piece, move, self._band_bytes, in_order=in_order):
+            sources = [(self._paths[at.file], at.runs) for at in move.reads]
+            apart = frozenset(n for n, at in enumerate(move.reads) if at.strides or not at.runs)
+            row = prod(move.recipe.shape[move.axis + 1 :]) * move.dtype.itemsize
+            self._apart[piece.move] = apart, (piece.stop - piece.start) * row
+            for band in _buffers.bands(piece, move, self._band_bytes, in_order=in_order or bool(apart)):
                 wanted: list[Want] = []
                 for source, begin, view in band.reads:
-                    wanted += wants(*sources[source], begin, view)
+                    if source not in apart:
+                        wanted += wants(*sources[source], begin, view)
                     self.nbytes += len(view)
                 yield (piece.move, band), self._store, wanted
+
+    def gather(self, number: int, band: Band) -> None:
+        """Read what a band has of source blocks whose elements lie in strides, and fill those of zeros."""
+        apart, nbytes = self._apart[number]
+        if apart:
+            move = self._moves[number]
+            wanted = [read for read in band.reads if read.source in apart]
+            room = min(AHEAD * self._band_bytes, nbytes)
+            _buffers.ahead.share((self._token, number, room, *(read.source for read in wanted)), len(wanted) or 1, room)
+            for place, (source, begin, view) in enumerate(wanted):
+                shape = move.recipe.sources[source].shape
+                at = move.reads[source]
+                read_block(self._store, self._paths, at, shape, move.dtype, begin, view, _buffers.ahead, place)
+
+
+def read_block(
+    store: ReadStore,
+    paths: Sequence[str],
+    extent: Extent,
+    shape: Shape,
+    dtype: DType,
+    begin: int,
+    view: memoryview,
+    ahead: Ahead,
+    place: int,
+) -> None:
+    """Fill a buffer with the contents of a block from a byte on: elements that lie in strides, or zeros.
+
+    What follows is read `ahead`, as that of the block with this number of those that are read side by side.
+    """
+    if not extent.runs:
+        view[:] = bytes(len(view))
+        return
+    import numpy as np  # seldom
+
+    def read(offset: int, buffer: memoryview) -> None:
+        store.read(wants(paths[extent.file], extent.runs, offset, buffer))
+
+    out = np.frombuffer(view, dtype.carrier())
+    ahead.read(place, read, shape, extent.strides, begin // dtype.itemsize, out)
 
 
 def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
@@ -225,6 +280,11 @@ def cast(content: memoryview, dtype: DType, target_dtype: DType) -> memoryview:
     with np.errstate(over="ignore", invalid="ignore"):  # infinity is what a cast of too large a number gives
         np.copyto(np.frombuffer(buffer, target_dtype.numpy()), elements, casting="unsafe")
     return buffer
+
+
+def copies_ahead() -> Ahead:
+    """Return what reads copies whose elements lie in strides, for this thread."""
+    return _buffers.copies
 
 
 def scratch(nbytes: int) -> memoryview:
@@ -284,7 +344,7 @@ def _views(parts: Sequence[Rows]) -> int:
     return 1 + sum(len(segment.columns.sources) for segment, _, _ in parts) + writes
 
 
-def _band(parts: Sequence[Rows], move: Move) -> Band:
+def _band(parts: Sequence[Rows], move: Move, *, in_order: bool) -> Band:
     """Lay a band out in this thread's buffers: what is read lies one after the other; columns are put together."""
     itemsize = move.dtype.itemsize
     reads = []
@@ -296,15 +356,18 @@ def _band(parts: Sequence[Rows], move: Move) -> Band:
             begin = offset * itemsize + (start - segment.start) * row
             reads.append(Read(source, begin, _buffers.read[place : place + rows * row]))
             place += rows * row
-    return Band(reads, _writes(parts, move, reads, _buffers.read[:place]))
+    return Band(reads, _writes(parts, move, reads, _buffers.read[:place], in_order=in_order))
 
 
-def _writes(parts: Sequence[Rows], move: Move, reads: Sequence[Read], given: memoryview) -> Iterator[Write]:
-    """Yield what is written of a band, from another target block on in every thread."""
+def _writes(
+    parts: Sequence[Rows], move: Move, reads: Sequence[Read], given: memoryview, *, in_order: bool
+) -> Iterator[Write]:
+    """Yield what is written of a band, from another target block on in every thread unless `in_order`."""
     segment, start, _ = parts[0]
     columns = segment.columns
     rows = sum(rows for _, _, rows in parts)
-    for number in _turned(list(range(len(columns.targets)))):
+    numbers = list(range(len(columns.targets)))
+    for number in numbers if in_order else _turned(numbers):
         row = prod(columns.target_shapes[number])
         first = segment.target_offsets[number] + (start - segment.start) * row
         if _is_whole(columns.parts[number]):
@@ -403,7 +466,7 @@ def move_pieces(
     for number, target, first, given in reader.read(pieces, in_order=in_order, check=check_cancelled):
         move = plan.moves[number]
         if number != current:
-            targets = [[(file, runs) for file, runs in extents] for extents in move.writes]
+            targets = [[(at.file, at.runs) for at in extents] for extents in move.writes]
             current = number
         content = cast(given, move.dtype, move.target_dtype)
         begin = first * move.target_dtype.itemsize

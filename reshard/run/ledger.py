@@ -262,7 +262,7 @@ def in_files(plan: Plan, wrote: Sequence[int]) -> dict[int, list[Range]]:
     for place in range(0, len(wrote), 5):
         number, target, begin, nbytes, crc = wrote[place : place + 5]
         move = plan.moves[number]
-        for file, runs in move.way.writes[target]:
+        for file, runs, _ in move.way.writes[target]:
             for offset, _, _ in ranges(move.write_runs[runs], begin, nbytes):
                 found.setdefault(file, []).append((offset, nbytes, crc))
     return found

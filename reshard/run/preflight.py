@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError, TargetError, names
-from reshard.formats.directories import DIRECTORY_FORMATS, ITERATION, RUNS, is_of_a_set
+from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is_iteration, is_of_a_set
 from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, every_file, is_checkpoint_name
 from reshard.formats.sets import SET_INDEXES
@@ -191,17 +191,22 @@ def check_target(plan: Plan, root: str) -> None:
         SourceError: the target's storage cannot be reached.
     """
     below = root.rstrip("/") + "/"
+    linked = plan.linked
+    if linked and not can(root).positioned:
+        raise TargetError(f"{root}: is at a URL, where no file of a source can be linked; make a copy, without links")
     sources = {str(as_place(file.path).real()) for file in plan.source.files}
     indexes = {os.path.dirname(below + file.path) for file in plan.files if file.last and not file.pointer}
     if any(path.startswith(f"{directory}/") for directory in indexes for path in sources):
         raise TargetError(
             f"{root}: holds the source; next to it, the index of what is written would hide it; choose another"
         )
-    if any(file.pointer for file in plan.files) and ITERATION.fullmatch(os.path.basename(root)):
+    if any(file.pointer for file in plan.files) and is_iteration(os.path.basename(root)):
         raise TargetError(
             f"{root}: is an iteration by its name; expected the directory of the run; give {os.path.dirname(root)}"
         )
-    written, read = [below + file.path for file in plan.files], [file.path for file in plan.source.files]
+    # A link is one of the source files already where an earlier run made it; nothing is written into it.
+    written = [below + file.path for file in plan.files if file.link not in linked]
+    read = [file.path for file in plan.source.files]
     refuse_inputs(written, read, "one of the source files", "choose another target directory")
     for file in plan.files:
         path = below + file.path
@@ -347,7 +352,7 @@ def neighbours(plan: Plan, target: Place) -> tuple[str, ...]:
         hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)
         hiding += ["a zarr store"] if is_store(target) else []
         if not any(file.pointer for file in plan.files):
-            hiding += sorted(filter(ITERATION.fullmatch, target.names()))
+            hiding += sorted(filter(is_iteration, target.names()))
         read = {file.path for file in plan.source.files}  # is not old
         ranks = [place for place in _other_ranks(plan, target) if str(target.absolute() / place) not in read]
         own = _own(plan)
@@ -366,7 +371,7 @@ def _checkpoint_files(target: Place) -> list[str]:
     places = {path.relative_to(target).as_posix(): path for path in target.files(depth=2)}  # type: ignore[arg-type]  # of one kind
     found = [p for p, path in places.items() if re.fullmatch(r"(rank_\d+/)?[^/]+", p) and is_checkpoint_name(path)]
     direct = sorted(place for place in places if "/" not in place)
-    shown = [known.shown_by(target, direct) for known in DIRECTORY_FORMATS if known is not RUNS]
+    shown = [known.shown_by(target, direct) for known in DIRECTORY_FORMATS if known not in (RUNS, *SAVED_PARTS)]
     return sorted({*found, *filter(None, shown)})
 
 

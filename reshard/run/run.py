@@ -194,7 +194,7 @@ def run(
     session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, ledger=ledger)
     if checksums is None:
         checksums = fsync and ledger
-    checksums = checksums and not (plan.coding or plan.cipher)  # the bytes on the disk are others
+    checksums = checksums and not (plan.coding or plan.cipher or plan.linked)  # on the disk are others, or none new
     how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, cached=cached)
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:

@@ -384,7 +384,7 @@ def made_data(plan: Plan) -> bytes:
     content = {
         "reshard_made": VERSION,
         "by": __version__,
-        "source": source_data(plan.source),
+        "source": source_data(plan.source.opened),
         "target": {
             "strategy": small_strategy(target),
             "stage": stage,

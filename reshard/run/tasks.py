@@ -7,6 +7,7 @@ even, and those that name files may not, is in `graph`.
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from contextlib import contextmanager, suppress
@@ -309,7 +310,7 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _re
     for number in files:
         file = plan.files[number]
         if file.link is not None:
-            store.link(f"{directory}/{file.link}", unfinished(plan, number, directory))
+            store.link(os.path.join(directory, file.link), unfinished(plan, number, directory))
         elif not positioned:
             write_literals(plan, number, directory, sync=how.fsync)
         if positioned and file.link is None:

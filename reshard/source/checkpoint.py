@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats.entries import Extent, Where
+from reshard.layout.axes import factors
 from reshard.storage.base import Status
 from reshard.strategy.names import matches, matching, no_match
 from reshard.upward import upward
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
     from reshard.plan.select import Selection
+    from reshard.rules.lora import LoRA
+    from reshard.rules.rules import Rules
     from reshard.run.run import Report
     from reshard.storage.base import Coding
     from reshard.storage.cipher import Cipher
@@ -103,6 +106,11 @@ class Sharding:
     blocks: tuple[Block, ...]
     replicas: tuple[tuple[Where, ...], ...]
 
+    @property
+    def is_strided(self) -> bool:
+        """Elements of some block lie in strides."""
+        return any(at.strides for some in self.replicas for at in some)
+
 
 class Tensor(NamedTuple):
     """A tensor of a checkpoint.
@@ -115,6 +123,8 @@ class Tensor(NamedTuple):
         listed: the strategy names it. A tensor that it does not name is whole in every file that has it.
         varies: its copies differ from rank to rank, as far as was looked (tensors that no strategy names only).
         text: the value of a `str` entry; else None.
+        space: the shape that its blocks are boxes of, where some of its dimensions are several axes there; its elements
+            are in the same order. None where that is the tensor's own.
     """
 
     spec: TensorSpec
@@ -123,6 +133,7 @@ class Tensor(NamedTuple):
     listed: bool = True
     varies: bool = False
     text: str | None = None
+    space: Shape | None = None
 
     @classmethod
     def of(
@@ -134,21 +145,43 @@ class Tensor(NamedTuple):
         blocks, replicas = [], []
         for block, extents in shards:
             blocks.append(block)
-            replicas.append(tuple(Where(file, numbers.setdefault(runs, len(numbers))) for file, runs in extents))
+            replicas.append(
+                tuple(Where(at.file, numbers.setdefault(at.runs, len(numbers)), at.strides) for at in extents)
+            )
         return cls(spec, Sharding(tuple(blocks), tuple(replicas)), tuple(numbers), listed, varies, text)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
         """Its blocks and their extents; built when asked for, as all of a large checkpoint would fill the memory."""
         return tuple(
-            Shard(block, tuple(Extent(file, self.runs[number]) for file, number in replicas))
+            Shard(block, tuple(Extent(at.file, self.runs[at.runs], at.strides) for at in replicas))
             for block, replicas in zip(self.sharding.blocks, self.sharding.replicas, strict=True)
         )
+
+    @property
+    def axes(self) -> tuple[Shape, ...]:
+        """The axes of its space that each of its dimensions is; none where its blocks are of its own shape."""
+        return tuple(factors(self.spec.shape, self.space) or ()) if self.space else ()
 
     @property
     def is_complete(self) -> bool:
         """Every block is in some file."""
         return all(self.sharding.replicas)
+
+
+class Object(NamedTuple):
+    """What is not a tensor: bytes that the program that wrote them understands, which are carried as they are.
+
+    Attributes:
+        path: the file.
+        begin, nbytes: its bytes in that.
+        problem: why they are not read; empty where they are.
+    """
+
+    path: str = ""
+    begin: int = 0
+    nbytes: int = 0
+    problem: str = ""
 
 
 class Looked(NamedTuple):
@@ -169,6 +202,22 @@ class Looked(NamedTuple):
     of_copies: int
 
 
+class Origin(NamedTuple):
+    """What a checkpoint was derived from.
+
+    Attributes:
+        checkpoint: the one whose files it has.
+        rules: between the names and shapes of the two; None where these are the same.
+        left_out: names of that one's tensors that the rules leave out.
+        lora: what was merged into its weights first.
+    """
+
+    checkpoint: Checkpoint
+    rules: Rules | None
+    left_out: frozenset[str]
+    lora: LoRA | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint(Mapping[str, Any]):
     """A set of checkpoint files seen as whole tensors; a mapping of names to lazy dask arrays.
@@ -185,7 +234,8 @@ class Checkpoint(Mapping[str, Any]):
         cipher: decrypts the files; None where they are plain.
         partial: it was opened though the files of some ranks may be missing.
         left_out: names in the files that `sel` did not choose.
-        decoding: reads the chunks of a zarr store that are not plain bytes; None where all are.
+        decoding: reads what is not plain bytes: chunks of a zarr store, items of a DCP, weights with an adapter; None
+            where all are, or are encrypted.
         looked: how much of the contents was looked at when it was opened; None where nothing was.
         lone_rank: why its tensors, which are taken as whole ones, seem to be the blocks of one rank; else empty.
         elsewhere: where `part` is one stage of a pipeline, names that only others have, as far as is known.
@@ -196,8 +246,13 @@ class Checkpoint(Mapping[str, Any]):
             pipeline stage after the other where several share it; without a layout, ascending. None where it does not
             say what all of them hold.
         defects: those of the warnings that are of what it says wrongly, though everything can be read.
-        objects: names of what are not tensors but objects of the program that wrote them, which are not converted, with
-            what is known of each.
+        objects: what are not tensors but objects of the program that wrote them, by their names; only a target of the
+            same format gets them.
+        beside: files next to those of tensors that say what the training needs besides, by their names; likewise.
+        bound: tensors of which only a target of the same format makes sense, with the reason.
+        paths: by which keys of dicts and places in lists each is found in the state that was saved, where that is not
+            its name alone; None where nothing is known of that, and a program does without.
+        origin: where rules, or an adapter, made its tensors of those of another: that one, and these.
     """
 
     root: str
@@ -220,7 +275,11 @@ class Checkpoint(Mapping[str, Any]):
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     defects: tuple[str, ...] = ()
-    objects: Mapping[str, str] = field(default_factory=dict)
+    objects: Mapping[str, Object] = field(default_factory=dict)
+    beside: Mapping[str, Object] = field(default_factory=dict)
+    bound: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
+    origin: Origin | None = None
 
     def require_whole(self) -> None:
         """Check that nothing says that its tensors, opened as whole ones, are the blocks of one rank.
@@ -236,9 +295,19 @@ class Checkpoint(Mapping[str, Any]):
         return self.files[number].index.entries[name].text
 
     @property
+    def opened(self) -> Checkpoint:
+        """The checkpoint as it was opened: without the rules that it is derived by, and without an adapter."""
+        return self.origin.checkpoint if self.origin else self
+
+    @property
+    def lora(self) -> LoRA | None:
+        """The adapter that is merged into its weights."""
+        return self.origin.lora if self.origin else None
+
+    @property
     def coding(self) -> Coding | None:
         """How the bytes of the files are to be read; None where they are plain."""
-        return self.cipher or self.decoding
+        return self.decoding or self.cipher
 
     @property
     def format(self) -> str | None:
@@ -271,15 +340,51 @@ class Checkpoint(Mapping[str, Any]):
         wanted = {name for name in self.elsewhere if matches(name, patterns)}
         return replace(self.without(self.every.keys() - chosen), elsewhere=frozenset(wanted))
 
+    def derive(self, rules: Rules) -> Checkpoint:
+        """Return the checkpoint in the names and shapes of another program; nothing of its tensors is read.
+
+        Args:
+            rules: between its names and those; see `reshard.Rules`.
+
+        Raises:
+            SourceError: tensors that no rule names, or several; parts that are not there; shapes that do not add up;
+                all at once.
+            UsageError: its names are those of neither side.
+        """
+        return rules.derived(self).checkpoint
+
+    def merge_lora(self, lora: LoRA) -> Checkpoint:
+        """Return the checkpoint with a LoRA adapter merged into its weights, whenever these are read.
+
+        A weight becomes `weight + scale * (B @ A)`, all of it in float32, and rounded once, to its own dtype.
+
+        Args:
+            lora: the adapter; see `reshard.LoRA`.
+
+        Raises:
+            SourceError: the adapter cannot be read, or cannot be merged into weights; it has a layer that is not here,
+                or has another shape, or is quantised; all at once.
+            UsageError: rules were applied before.
+        """
+        return lora.merged(self)
+
     def without(self, left_out: Collection[str]) -> Checkpoint:
         """Return the checkpoint without some tensors; names that it does not have do no harm."""
         return replace(
             self,
             tensors={name: tensor for name, tensor in self.tensors.items() if name not in left_out},
             unreadable={name: reason for name, reason in self.unreadable.items() if name not in left_out},
-            objects={name: kind for name, kind in self.objects.items() if name not in left_out},
+            objects={name: found for name, found in self.objects.items() if name not in left_out},
+            bound={name: reason for name, reason in self.bound.items() if name not in left_out},
             left_out=self.left_out.union(left_out),
         )
+
+    def unbound(self) -> Checkpoint:
+        """Return the checkpoint as one of another format is made of it: its bound tensors cannot be read for that."""
+        if not self.bound:
+            return self
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in self.bound}
+        return replace(self, tensors=tensors, unreadable={**self.unreadable, **self.bound}, bound={})
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
-from reshard.formats.directories import ITERATION
+from reshard.formats.directories import is_iteration
 from reshard.formats.zarr_files import is_store
 from reshard.layout.layout import MOST_DEVICES, Layout
 from reshard.source.records import DIRECTORY, Record, known
@@ -132,7 +132,7 @@ def made_of(target: Place) -> Made | None:
     if target.is_file():
         return _newest(str(target.parent.absolute()), target.name)
     root = target.absolute()
-    if ITERATION.fullmatch(root.name):
+    if is_iteration(root.name):
         return _newest(str(root.parent), below=f"{root.name}/")
     return _newest(str(root), directory=f"{root}.reshard") if is_store(target) else _newest(str(root))
 

@@ -26,10 +26,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain, groupby, islice
+from math import prod
+from operator import mul
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.formats.entries import wants
+from reshard.layout.axes import row_major
+from reshard.layout.block import flat_boxes
 from reshard.source.assemble import unlisted
 from reshard.source.checkpoint import Looked
 from reshard.source.replicas import in_every_stage
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Where
+    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.storage.base import ReadStore, Want
 
@@ -50,6 +55,7 @@ _SMALL = 64 * 1024  # parts up to this size are compared whole
 _PAGE = 4096
 _PAGES = 3  # of larger parts: at the beginning, in the middle and at the end
 _CONFIRMING_PAGES = 16  # before blocks are called equal
+_POINTS = 8  # elements in place of a page, where those of a tensor lie in strides
 _MOST_READS = 8192  # of contents; about 10 µs each in a warm cache
 _MOST_REQUESTS = 512  # likewise, at URLs
 _FEWEST = 3  # files of a tensor: two replicas, and another block
@@ -110,11 +116,12 @@ class _Look:
     def __init__(self, checkpoint: Checkpoint, ruled: Mapping[str, str], *, copies: bool) -> None:
         self.checkpoint, self.ruled, self.compare_copies = checkpoint, ruled, copies
         self.files, self.ranks = checkpoint.files, checkpoint.ranks
-        self.store = store_of(checkpoint.cipher)
+        self.store = store_of(checkpoint.coding)
         self.faults, self.warnings = Faults(checkpoint.root), list[str]()
         self.most = _MOST_REQUESTS if any(can(file.path).waits for file in self.files) else _MOST_READS
         self.proven_split = False
         self.unreadable: dict[str, str] = {}
+        self._strided: dict[Sharding, bool] = {}
         self.alike: list[str] = []
         self.constant: list[str] = []
 
@@ -123,7 +130,7 @@ class _Look:
         name, copies = tensor.spec.name, tensor.sharding.replicas[0]
         differs = tensor.varies
         if tensor.text is None and len(copies) > 1:
-            differs = self.differ(tensor, copies, _PAGES)
+            differs = self.differ(tensor, [(0, at) for at in copies], _PAGES)
         if differs and name == _STEP and self.checkpoint.described_by:
             self.unreadable[name] = "differs between the ranks, which are of different steps"
         elif differs and name == _STEP:
@@ -148,7 +155,7 @@ class _Look:
             _Chosen(tensor, sorted(islice(self._in_turn(tensor), most)))
             for tensor in _spread(candidates, self.most // _FEWEST)
         ]
-        samples = self.contents(((one, place), one.tensor, place[1], pages) for one in chosen for place in one.places)
+        samples = self.contents(((one, place), one.tensor, place, pages) for one in chosen for place in one.places)
         for one, found in groupby(samples, lambda sample: sample[0][0]):
             self._compare(one.tensor, ((place, content) for (_, place), content in found))
         self._tell_whole()
@@ -220,7 +227,7 @@ class _Look:
         elif samples[0] == samples[0][:width] * (len(samples[0]) // width):
             self.constant.append(name)
         elif len(self.alike) < _MOST_NAMED:
-            blocks = [some[0] for some in tensor.sharding.replicas if some]
+            blocks = [(number, some[0]) for number, some in enumerate(tensor.sharding.replicas) if some]
             if self.differ(tensor, blocks, _CONFIRMING_PAGES):
                 self.proven_split = True
             else:
@@ -264,35 +271,38 @@ class _Look:
             more = len(one.places) - len({number for number, _ in one.places})
             compared += more
             nbytes = sum(length for _, length in one.tensor.runs[one.places[0][1].runs])
-            whole += more if nbytes <= _SMALL else 0
+            whole += more if nbytes <= _SMALL and not self.is_strided(one.tensor.sharding) else 0
         return Looked(len(chosen), len(candidates), compared, whole, copies)
 
-    def differ(self, tensor: Tensor, places: Iterable[Where], pages: int) -> bool:
+    def differ(self, tensor: Tensor, places: Iterable[tuple[int, Where]], pages: int) -> bool:
         """Return whether samples at some places differ."""
-        samples = self.contents((None, tensor, at, pages) for at in places)
+        samples = self.contents((None, tensor, place, pages) for place in places)
         _, first = next(samples)
         return any(sample != first for _, sample in samples)
 
-    def contents(self, wanted: Iterable[tuple[T, Tensor, Where, int]]) -> Iterator[tuple[T, bytearray]]:
+    def contents(self, wanted: Iterable[tuple[T, Tensor, tuple[int, Where], int]]) -> Iterator[tuple[T, bytearray]]:
         """Yield, with what it is for, the sample of so many pages of each place of a tensor."""
 
         def steps() -> Iterator[tuple[tuple[T, bytearray], ReadStore, list[Want]]]:
-            for item, tensor, at, pages in wanted:
-                content, reading = self.sample(tensor, at, pages)
+            for item, tensor, place, pages in wanted:
+                content, reading = self.sample(tensor, *place, pages)
                 yield (item, content), self.store, reading
 
         return in_batches(steps())
 
-    def sample(self, tensor: Tensor, at: Where, pages: int) -> tuple[bytearray, list[Want]]:
-        """Return a buffer for a sample, and what fills it: all of a part up to 64 KiB, else so many pages.
+    def sample(self, tensor: Tensor, block: int, at: Where, pages: int) -> tuple[bytearray, list[Want]]:
+        """Return a buffer for a sample of a block, and what fills it: all of up to 64 KiB, else so many pages.
 
         The first and the last are among them; one page is in the middle, where neither padding nor what is not trained
-        is likely.
+        is likely. Where elements of the tensor lie in strides, which can differ from file to file, it is a few of them.
         """
         runs, width = tensor.runs[at.runs], tensor.spec.dtype.itemsize
         nbytes = sum(length for _, length in runs)
         begins, length = [0], nbytes
-        if nbytes > _SMALL:
+        if self.is_strided(tensor.sharding):
+            points = _points(tensor.sharding.blocks[block].shape, at.strides, pages * _POINTS)
+            begins, length = [point * width for point in points], width
+        elif nbytes > _SMALL:
             places = [0.5] if pages == 1 else [page / (pages - 1) for page in range(pages)]
             begins, length = [int((nbytes - _PAGE) * place) // width * width for place in places], _PAGE
         content = bytearray(length * len(begins))
@@ -301,6 +311,21 @@ class _Look:
             part = memoryview(content)[number * length : (number + 1) * length]
             reading += wants(self.files[at.file].path, runs, begin, part)
         return content, reading
+
+    def is_strided(self, sharding: Sharding) -> bool:
+        """Return whether elements of some block lie in strides."""
+        if sharding not in self._strided:
+            self._strided[sharding] = sharding.is_strided
+        return self._strided[sharding]
+
+
+def _points(shape: Shape, strides: Shape, count: int) -> Iterator[int]:
+    """Yield where at most so many elements of a block are in what holds it, evenly spread."""
+    size = prod(shape)
+    for number in range(min(count, size)):
+        place = number * (size - 1) // max(min(count, size) - 1, 1)
+        (box,) = flat_boxes(shape, place, place + 1)
+        yield sum(map(mul, box.start, strides or row_major(shape)))
 
 
 def _spread(tensors: Sequence[Tensor], most: int) -> list[Tensor]:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from reshard.storage.base import Readable
 
-_POLYNOMIAL = 0x82F63B78  # bits reflected: the highest is the coefficient of x ** 0
+CASTAGNOLI = 0x82F63B78  # bits reflected: the highest is the coefficient of x ** 0
+_ZIP = 0xEDB88320
 _ONE = 1 << 31
 _X8 = 1 << 23  # x ** 8: a step of one byte
 _READ_BYTES = 4 << 20
@@ -75,8 +76,24 @@ def crc_of_range(
     return value
 
 
-def combine(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32C of two byte strings, one behind the other, from that of each.
+class Checksum(NamedTuple):
+    """A kind of checksum.
+
+    Attributes:
+        extend: returns that of bytes, from that of what comes before them.
+        polynomial: of it, with its bits reflected.
+    """
+
+    extend: Callable[[memoryview, int], int]
+    polynomial: int
+
+
+CRC32C = Checksum(crc32c, CASTAGNOLI)
+CRC32 = Checksum(crc32, _ZIP)
+
+
+def combine(first: int, second: int, second_nbytes: int, polynomial: int = CASTAGNOLI) -> int:
+    """Return the CRC-32C of two byte strings, one behind the other, from that of each; or the sum of that polynomial.
 
     The sum of the first is carried over the length of the second: multiplied by x ** (8 n) modulo the polynomial, in
     O(log n) (the rule of zlib's `crc32_combine`).
@@ -84,10 +101,10 @@ def combine(first: int, second: int, second_nbytes: int) -> int:
     >>> combine(crc32c(b"12345"), crc32c(b"6789"), 4) == crc32c(b"123456789")
     True
     """
-    return _product(_carry(second_nbytes), first) ^ second
+    return _product(_carry(second_nbytes, polynomial), first, polynomial) ^ second
 
 
-def combine_ranges(ranges: Iterable[tuple[int, int, int]]) -> int:
+def combine_ranges(ranges: Iterable[tuple[int, int, int]], polynomial: int = CASTAGNOLI) -> int:
     """Return the CRC-32C of a whole from those of its ranges, in any order: (begin, number of bytes, sum).
 
     Raises:
@@ -95,34 +112,36 @@ def combine_ranges(ranges: Iterable[tuple[int, int, int]]) -> int:
 
     >>> combine_ranges([(5, 4, crc32c(b"6789")), (0, 5, crc32c(b"12345"))]) == crc32c(b"123456789")
     True
+    >>> combine_ranges([(5, 4, crc32(b"6789")), (0, 5, crc32(b"12345"))], CRC32.polynomial) == crc32(b"123456789")
+    True
     """
     value = end = 0
     for begin, nbytes, one in sorted(ranges):
         if begin != end:
             raise ValueError(f"a range begins at byte {begin}; expected {end}")
-        value = combine(value, one, nbytes)
+        value = combine(value, one, nbytes, polynomial)
         end += nbytes
     return value
 
 
 @lru_cache(maxsize=4096)
-def _carry(nbytes: int) -> int:
-    """Return x ** (8 n) modulo the polynomial; bands have few distinct lengths."""
+def _carry(nbytes: int, polynomial: int) -> int:
+    """Return x ** (8 n) modulo a polynomial; bands have few distinct lengths."""
     power, square = _ONE, _X8
     while nbytes:
         if nbytes & 1:
-            power = _product(power, square)
-        square = _product(square, square)
+            power = _product(power, square, polynomial)
+        square = _product(square, square, polynomial)
         nbytes >>= 1
     return power
 
 
-def _product(a: int, b: int) -> int:
-    """Multiply two polynomials modulo the polynomial."""
+def _product(a: int, b: int, polynomial: int) -> int:
+    """Multiply two polynomials modulo another."""
     product = 0
     while a:
         if a & _ONE:
             product ^= b
         a = a << 1 & 0xFFFFFFFF
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+        b = b >> 1 ^ (polynomial if b & 1 else 0)
     return product

@@ -258,8 +258,13 @@ class LocalStore:
         try:
             os.makedirs(os.path.dirname(unfinished) or ".", exist_ok=True)
             if not _share_blocks(original, unfinished):
-                os.link(original, unfinished)
+                os.link(os.path.realpath(original), unfinished)  # else a link would be linked, not its file
         except OSError as error:
+            if error.errno == errno.EXDEV:
+                raise TargetError(
+                    f"{unfinished}: cannot be linked to {original}, which is on another file system; choose a target "
+                    "on that one, or make a copy, without links"
+                ) from error
             raise write_error(unfinished, error, 0, f"linked to {original}") from error
 
     def remove(self, path: str) -> None:

@@ -16,19 +16,22 @@ from posixpath import normpath
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Option, TargetError, Text
+from reshard.errors import Option, TargetError, Text, UsageError
 from reshard.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.storage.local import open_regular
 from reshard.storage.places import AnyName, RemotePath, as_place
 from reshard.storage.remote import remote_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from reshard.errors import ReshardError
+    from reshard.errors import Faults, ReshardError
     from reshard.storage.places import Place
 
 _COLUMNS, _COLUMNS_BEFORE = 72, 48  # of a line that is shown
+_LARGEST_YAML = 1 << 20  # PyYAML takes some 10 s for so much
+_ALIAS = "has an alias; write out what it stands for, and put a name that begins with * in quotes"
+_LONGEST_SCALAR = 2000  # also keeps numbers below 4,300 digits, which is as many as Python writes
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}  # two names of one thing
 
 
@@ -230,3 +233,77 @@ def is_text(text: str) -> bool:
     (True, False)
     """
     return text.isascii() or text.encode(errors="replace").decode() == text
+
+
+def read_yaml(path: Place, what: str, faults: Faults) -> Any:
+    """Return what a YAML file holds.
+
+    Args:
+        path: the file.
+        what: what it should be, for messages.
+        faults: gets the keys that stand twice, of which YAML takes the last.
+
+    Raises:
+        UsageError: it cannot be read, is not YAML, or has aliases.
+    """
+    import yaml  # used by no other command
+
+    class Loader(yaml.SafeLoader):
+        """YAML without aliases, ten lines of which make more values than any memory holds."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            mark: Any = event.start_mark
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem=_ALIAS, problem_mark=mark)
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_SCALAR:
+                raise yaml.MarkedYAMLError(problem=f"has a text of {len(event.value)} characters", problem_mark=mark)
+            return super().compose_node(parent, index)
+
+    content = read_small(path, what, _LARGEST_YAML, UsageError)
+    loader = None
+    try:
+        loader = Loader(content)
+        node = loader.get_single_node()
+        for key in _repeated(node):
+            mark = key.start_mark
+            shown = pointed(content.decode(errors="replace"), mark.line, mark.column)
+            faults.add(f"line {mark.line + 1}", f"has the key {key.value!r} a second time{shown}")
+        top = loader.construct_document(node) if node else None
+    except yaml.MarkedYAMLError as error:
+        raise UsageError(f"{path}: is not YAML: {_where(error, content.decode(errors='replace'))}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: is not YAML: it is nested too deeply") from None
+    except (LookupError, TypeError, AttributeError):  # as PyYAML finds out
+        raise UsageError(f"{path}: is not YAML: a value does not fit the tag before it") from None
+    finally:
+        if loader:
+            loader.dispose()
+    return top
+
+
+def _where(error: Any, text: str) -> str:
+    """Return the line of an error of PyYAML, what is wrong there, and the line itself with a caret below it."""
+    mark, begun = error.problem_mark, error.context_mark
+    if error.context == "while scanning an alias":
+        problem, mark = _ALIAS, begun
+    else:
+        since = f" that begins in line {begun.line + 1}" if begun and begun.line != mark.line else ""
+        problem = f"{error.context}{since}, {error.problem}" if error.context else error.problem
+    return f"line {mark.line + 1}: {problem}{pointed(text, mark.line, mark.column)}"
+
+
+def _repeated(node: Any) -> Iterator[Any]:
+    """Yield the keys that stand twice in one mapping below a YAML node."""
+    if getattr(node, "id", "") == "sequence":
+        for item in node.value:
+            yield from _repeated(item)
+    if getattr(node, "id", "") == "mapping":
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                yield key
+            seen.add(str(key.value))
+            yield from _repeated(value)

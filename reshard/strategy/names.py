@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import islice, product
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import names
 
@@ -31,35 +31,106 @@ TRAINING_STATE = {
 }  # fmt: skip
 
 
-_OF_STATES = {
-    "accu_grads", "optim.state", "optim.param_groups", "optimizer.state", "optimizer.param_groups",
-}  # fmt: skip
+_ACCUMULATED = "accu_grads"
+_MODEL = "model."  # under which PyTorch's programs save weights next to `optim`
+
+_OF_OPTIMIZER = re.compile(
+    r"(?P<before>(?:optim(?:izer)?\.)?(?:state|param_groups|distributed)\.)(?P<rest>.+)", re.DOTALL
+)
+_ADAPTIVE = ("exp_avg", "exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "acc_delta")
+_KINDS = {*_ADAPTIVE, "max_exp_avg_sq", "param", "fp32_param", "step"}
+"""What PyTorch's optimizers, and Megatron's distributed one, keep of a weight; no model has the first ones."""
 
 
-def optimizer_states(known: Collection[str]) -> dict[str, str]:
-    """Return those of some names that are of optimizer states, each with its weight's name.
+class State(NamedTuple):
+    """What the name of an optimizer state consists of: what stands before and behind the name of its weight.
 
-    Such a name is a prefix and a weight's name; all of `accu_grads.*` are such, and all that the state of an optimizer
-    is flattened to in distributed checkpoints. A prefix of the optimizer stands before weights' names: `backbone.fc` is
-    not a state of `fc` if most of what else is in `backbone` is none of a weight.
+    Attributes:
+        weight: the name of the weight.
+        before: what stands before it.
+        behind: what stands behind it.
+        outer: what the weight's own name begins with, and the state's leaves out.
+    """
 
-    >>> optimizer_states(["fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1", "backbone.conv2"])
+    weight: str
+    before: str
+    behind: str = ""
+    outer: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What it is of whichever weight: what is in the name besides."""
+        return f"{self.before.rstrip('.')}{self.behind}"
+
+    def of(self, weight: str) -> str:
+        """Return the name of the state of a weight that has another name: without the word in front that it leaves out.
+
+        >>> state = State("model.a.w", "optim.state.", ".step", "model.")
+        >>> state.of("model.b.w"), state.of("net.a.w"), state.of("c.w")
+        ('optim.state.b.w.step', 'optim.state.a.w.step', 'optim.state.c.w.step')
+        """
+        own = self.weight.removeprefix(self.outer)
+        if not self.outer or weight.partition(".")[2] != own:
+            own = weight.removeprefix(self.outer)
+        return f"{self.before}{own}{self.behind}"
+
+
+def optimizer_states(known: Collection[str]) -> dict[str, State]:
+    """Return those of some names that are of optimizer states, and what each consists of.
+
+    In distributed checkpoints of PyTorch they are what the state of an optimizer is flattened to: `optim.state.`, or
+    `state.` alone (torchtitan), the name of a weight without the prefix of the model, and what is kept of it; or
+    `optimizer.state.`, what is kept, and the name (Megatron). Elsewhere a name is a prefix and a weight's name; all of
+    `accu_grads.*` are such. A prefix of the optimizer stands before weights' names: `backbone.fc` is not a state of
+    `fc` if most of what else is in `backbone` is none of a weight.
+
+    >>> names = ["fc", "conv", "adam_m.fc", "adam_m.conv", "backbone.fc", "backbone.conv1", "backbone.conv2"]
+    >>> {name: state.weight for name, state in optimizer_states(names).items()}
     {'adam_m.fc': 'fc', 'adam_m.conv': 'conv'}
+    >>> names = ["model.w", "optim.state.w.exp_avg", "state.model.w.step", "optimizer.state.exp_avg.model.w", "state.p"]
+    >>> for state in optimizer_states(names).values():
+    ...     print(state.weight, state.kind)
+    model.w optim.state.exp_avg
+    model.w state.step
+    model.w optimizer.state.exp_avg
     """
     every: Counter[str] = Counter()
+    found: dict[str, State] = {}
     candidates: dict[str, list[tuple[str, str]]] = {}
     for name in known:
+        if (state := _of_optimizer(name, known)) is not None:
+            found[name] = state
+            continue
         for prefix, rest in _splits(name):
             every[prefix] += 1
-            if rest in known or prefix in _OF_STATES:
+            if rest in known or prefix == _ACCUMULATED:
                 candidates.setdefault(name, []).append((prefix, rest))
     before_weight = Counter(prefix for some in candidates.values() for prefix, _ in some)
-    return {
-        name: rest
+    return found | {
+        name: State(rest, f"{prefix}.")
         for name, some in candidates.items()
         for prefix, rest in reversed(some)  # the longest name counts
         if 2 * before_weight[prefix] >= every[prefix]
     }
+
+
+def _of_optimizer(name: str, known: Collection[str]) -> State | None:
+    """Return what the name of a state in a distributed checkpoint consists of; None of any other name."""
+    match = _OF_OPTIMIZER.fullmatch(name)
+    if match is None:
+        return None
+    before, rest = match["before"], match["rest"]
+    weight, _, kind = rest.rpartition(".")
+    for outer in ("", _MODEL):
+        if outer + weight in known:
+            return State(outer + weight, before, f".{kind}", outer)
+    is_sure = before.startswith("optim")
+    first, _, others = rest.partition(".")
+    if is_sure and first in _KINDS and others:
+        return State(others, f"{before}{first}.")
+    if is_sure or any(f"{before}{weight}.{one}" in known for one in _ADAPTIVE):
+        return State(weight, before, f".{kind}") if weight else State(rest, before)
+    return None
 
 
 def _splits(name: str) -> Iterator[tuple[str, str]]:

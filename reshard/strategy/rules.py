@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from reshard.layout.block import Shape
+    from reshard.strategy.names import State
     from reshard.strategy.operators import OperatorStrategy
 
     LayoutOf = Callable[[Shape], Layout]  # of a tensor of a shape
@@ -291,12 +292,12 @@ def _build(
     return Strategy.of(found, shapes={name: tuple(shapes[name]) for name in found})
 
 
-def _weight(name: str, states: Mapping[str, str], known: Collection[str]) -> str | None:
+def _weight(name: str, states: Mapping[str, State], known: Collection[str]) -> str | None:
     """Return the weight of an optimizer state, also of a state of a state (`accu_grads.adam_m.w`)."""
-    weight = states.get(name)
-    while weight is not None and weight in states:
-        weight = states[weight]
-    return weight if weight in known else None
+    weight = name
+    while weight in states:
+        weight = states[weight].weight
+    return weight if weight != name and weight in known else None
 
 
 def _first_matches(

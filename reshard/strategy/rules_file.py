@@ -27,21 +27,17 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, LayoutError, UsageError, names
 from reshard.storage.places import as_place
-from reshard.storage.small import pointed, read_small
+from reshard.storage.small import read_yaml
 from reshard.strategy.operators import OPERATORS, OperatorStrategy
 from reshard.strategy.rules import OPTIONS, from_operators, from_rules
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Mapping
 
     from reshard.dtypes import DType
     from reshard.layout.block import Shape
-    from reshard.storage.places import AnyName, Place
+    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
-
-_LARGEST_FILE = 1 << 20  # PyYAML takes some 10 s for so much
-_ALIAS = "has an alias; write out what it stands for, and put a name that begins with * in quotes"
-_LONGEST_SCALAR = 2000  # also keeps numbers below 4,300 digits, which is as many as Python writes
 
 
 def strategy_from_file(
@@ -66,7 +62,13 @@ def strategy_from_file(
             place in the file.
     """
     faults = Faults(str(path))
-    top = _load(as_place(path), faults)
+    top = read_yaml(as_place(path), "rules file", faults)
+    if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
+        raise UsageError(f"{path}: is a YAML {type(top).__name__}; expected a mapping with the keys mesh and rules")
+    if "reshard-rules" in top:
+        raise UsageError(
+            f"{path}: says how tensors are renamed and fused; expected rules of how they are cut: mesh and rules"
+        )
     options = {key: top.pop(key) for key in OPTIONS & top.keys()}
     kinds = [{"mesh", "rules"}, {"devices", "operators"}]
     kind = next((keys for keys in kinds if keys & top.keys()), kinds[0])
@@ -82,73 +84,6 @@ def strategy_from_file(
     if kind is kinds[0]:
         return from_rules(shapes, top["mesh"], top["rules"], given, faults)
     return from_operators(shapes, operators, top["devices"], given, faults)
-
-
-def _load(path: Place, faults: Faults) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds; a key that stands twice is a fault, though YAML takes the last."""
-    import yaml  # used by no other command
-
-    class Loader(yaml.SafeLoader):
-        """YAML without aliases, ten lines of which make more values than any memory holds."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            mark: Any = event.start_mark
-            if isinstance(event, yaml.AliasEvent):
-                raise yaml.MarkedYAMLError(problem=_ALIAS, problem_mark=mark)
-            if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_SCALAR:
-                raise yaml.MarkedYAMLError(problem=f"has a text of {len(event.value)} characters", problem_mark=mark)
-            return super().compose_node(parent, index)
-
-    content = read_small(path, "rules file", _LARGEST_FILE, UsageError)
-    loader = None
-    try:
-        loader = Loader(content)
-        node = loader.get_single_node()
-        for key in _repeated(node):
-            mark = key.start_mark
-            shown = pointed(content.decode(errors="replace"), mark.line, mark.column)
-            faults.add(f"line {mark.line + 1}", f"has the key {key.value!r} a second time{shown}")
-        top = loader.construct_document(node) if node else None
-    except yaml.MarkedYAMLError as error:
-        raise UsageError(f"{path}: is not YAML: {_where(error, content.decode(errors='replace'))}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise UsageError(f"{path}: is not YAML: it is nested too deeply") from None
-    except (LookupError, TypeError, AttributeError):  # as PyYAML finds out
-        raise UsageError(f"{path}: is not YAML: a value does not fit the tag before it") from None
-    finally:
-        if loader:
-            loader.dispose()
-    if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
-        raise UsageError(f"{path}: is a YAML {type(top).__name__}; expected a mapping with the keys mesh and rules")
-    return top
-
-
-def _where(error: Any, text: str) -> str:
-    """Return the line of an error of PyYAML, what is wrong there, and the line itself with a caret below it."""
-    mark, begun = error.problem_mark, error.context_mark
-    if error.context == "while scanning an alias":
-        problem, mark = _ALIAS, begun
-    else:
-        since = f" that begins in line {begun.line + 1}" if begun and begun.line != mark.line else ""
-        problem = f"{error.context}{since}, {error.problem}" if error.context else error.problem
-    return f"line {mark.line + 1}: {problem}{pointed(text, mark.line, mark.column)}"
-
-
-def _repeated(node: Any) -> Iterator[Any]:
-    """Yield the keys that stand twice in one mapping below a YAML node."""
-    if getattr(node, "id", "") == "sequence":
-        for item in node.value:
-            yield from _repeated(item)
-    if getattr(node, "id", "") == "mapping":
-        seen: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key.value, str) and key.value in seen:
-                yield key
-            seen.add(str(key.value))
-            yield from _repeated(value)
 
 
 def _operators(given: object, faults: Faults) -> dict[str, OperatorStrategy | None]:

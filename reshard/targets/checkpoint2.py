@@ -25,18 +25,18 @@ from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, n
 from reshard.formats import safetensors
 from reshard.formats.directories import CHECKPOINT2, TRACKER
 from reshard.formats.entries import ShardFiles, wants
-from reshard.formats.sets import MAX_SHARD_BYTES, check_size, one_after_the_other
+from reshard.formats.sets import MAX_SHARD_BYTES, MOST_STEPS, check_size, check_step, one_after_the_other
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.layout import whole
 from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2 import COMMON
-from reshard.readers.checkpoint2_metadata import METADATA
+from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.readers.runs import iteration_of
 from reshard.storage.cipher import store_of
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
-from reshard.targets.destination import Destination, TargetFile, literal
+from reshard.targets.destination import TargetFile, literal
 from reshard.targets.pattern import Pattern
 from reshard.targets.ranks import Ranks, copied_whole
 
@@ -44,12 +44,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.errors import Faults
-    from reshard.formats.entries import Stored, Where
+    from reshard.formats.entries import Stored
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
     from reshard.plan.build import Routed
+    from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Arrangement, Item, Wanted
+    from reshard.targets.destination import Arrangement, Item
 
 PREFIX = "checkpoint"
 """What names of files begin with where nothing else is known, as in mindformers' dynamic-graph mode."""
@@ -61,7 +62,6 @@ _COMMON_KEYS = (
 
 _NEWER_KEYS = {"consumed_samples", "ckpt_status"}  # which a training leaves out, too
 _LARGEST_COMMON = 1 << 20
-_MOST_STEPS = 10**18
 _LONGEST_PREFIX = 200  # of 255 bytes that a name may have
 _LARGEST_GROUP = 64
 _PLACE_BYTES = 250  # of making the metadata, for a rank that stores a block
@@ -88,8 +88,7 @@ class Checkpoint2:
 
     def __post_init__(self) -> None:
         check_size(self.max_shard_bytes)
-        if self.step is not None and not 0 <= self.step < _MOST_STEPS:
-            raise UsageError(f"step is {self.step}; expected a number from 0 to {_MOST_STEPS - 1}")
+        check_step(self.step)
         try:
             _said(self.common or "{}")
         except ValueError as error:
@@ -168,55 +167,43 @@ def _kinds(tensors: Sequence[Stored]) -> list[tuple[str, list[Stored]]]:
     return [(kind, some) for kind, some in of.items() if some]
 
 
-class Checkpoint2Target(Destination):
+class Checkpoint2Target(Ranks):
     """The files of an iteration, and what stands beside it."""
 
+    format = safetensors.NAME
+
     def __init__(
-        self,
-        source: Checkpoint,
-        target: Arrangement | None,
-        items: Sequence[Item],
-        *,
-        files: Checkpoint2,
-        remove_redundancy: bool,
-        link_replicas: bool,
-        faults: Faults,
+        self, source: Checkpoint, request: Request, items: Sequence[Item], objects: Mapping[str, str], faults: Faults
     ) -> None:
-        self._source, self._items, self._way, self._faults = source, items, files, faults
-        self._arrangement, self._target = target, None if target is None else _Every(target, items)
-        self._files = Ranks(
-            source, self._target, items, format=safetensors, files=files if target is None else _FilesOfRanks(files),
-            ranks=None, remove_redundancy=remove_redundancy, link_replicas=link_replicas, cipher=None, faults=faults,
-        )  # fmt: skip
-        self.format, self.ranks = self._files.format, self._files.ranks
-        if self._target is not None:
+        self._way, self._arrangement = request.files, request.target
+        self._every = None if request.target is None else _Every(request.target, items)
+        if self._every is not None:
+            files = _FilesOfRanks(request.files)
+            request = replace(request, files=files, target=self._every)  # type: ignore[arg-type]  # an `Arrangement`
+        super().__init__(source, request, items, objects, faults)
+        if self._every is not None:
             for item in items:
                 if _BREAKING.search(item.name) or not item.name.isprintable() or item.name != item.name.strip():
                     expected = "expected no comma, bracket, quote, control character, or space at an end"
                     faults.add(
                         f"tensor {item.name!r}", f"{expected}, as mindformers could not read the metadata; rename it"
                     )
-            self.memory = (("metadata", sum(self._metadata_bytes(self._target))),)
+            self.memory = (("metadata", sum(self._metadata_bytes(self._every))),)
 
-    def cuts(self, name: str) -> bool:
-        """Return whether the target names a tensor."""
-        return self._files.cuts(name)
-
-    def wanted(self, item: Item) -> Wanted | None:
-        """Return the blocks that the ranks get, with their files; None where the layout does not fit."""
-        return self._files.wanted(item)
-
-    def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:
-        """Return, for each copy that some target rank gets, where it is and the files of those ranks."""
-        return self._files.copies(item, read)
+    @classmethod
+    def settled(cls, request: Request, source: Checkpoint) -> Request:
+        """Return what is asked for, with all that the files do not say filled in from the source."""
+        if request.of_some:
+            raise UsageError("a Checkpoint 2.0 has all ranks: leave ranks and stage out")
+        return replace(request, files=request.files.of(source))
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:
         """Lay out every file, and write what stands beside them."""
-        found = self._files.files(routed, texts)
+        found = super().files(routed, texts)
         first, directory = self.ranks[0], self._way.directory
         contents = [(COMMON, (self._way.common or "").encode())]
-        if self._target is not None:
-            contents.insert(0, (METADATA, self._metadata(self._target)))
+        if self._every is not None:
+            contents.insert(0, (METADATA, self._metadata(self._every)))
         beside = [TargetFile(first, f"{directory}/{name}", literal(text), last=True) for name, text in contents]
         tracker = literal(f"{self._way.step}".encode())
         return (*found, *beside, TargetFile(first, TRACKER, tracker, last=True, pointer=True))
@@ -238,7 +225,7 @@ class Checkpoint2Target(Destination):
         Of many that all store it each finds its own; to list all of them at each would be a file of gigabytes.
         """
         for rank in ranks:
-            name = self._files.path(rank, part).rpartition("/")[2]
+            name = self.path(rank, part).rpartition("/")[2]
             group_there = [rank] if _finds_own(ranks, group) else group
             yield {"file_name": name, "storage_rank": rank, "rank_group": group_there}
 
@@ -249,7 +236,7 @@ class Checkpoint2Target(Destination):
         """
         for item in self._items:
             name, shape = item.name, item.tensor.spec.shape
-            stored = self._files.stored(name, shape) if self.cuts(name) and item.tensor.text is None else None
+            stored = self.stored(name, shape) if self.cuts(name) and item.tensor.text is None else None
             if stored is not None:
                 for ranks, group in zip(stored.ranks, target.grid(name, shape).ranks, strict=True):
                     named = len(ranks) if _finds_own(ranks, group) else len(ranks) * len(group)
@@ -264,13 +251,13 @@ class Checkpoint2Target(Destination):
             name, shape = item.name, item.tensor.spec.shape
             if not self.cuts(name) or item.tensor.text is not None:
                 continue
-            stored, grid, mesh = self._files.stored(name, shape), target.grid(name, shape), target.mesh(name, shape)
+            stored, grid, mesh = self.stored(name, shape), target.grid(name, shape), target.mesh(name, shape)
             assert stored is not None  # noqa: S101 -- or it were a fault
             key = (item.dtype.mindspore or item.dtype.name.replace("_", ""), shape, grid, mesh)
             if key not in described:
                 described[key] = _json(_described(*key))
             tensors.append(f"{_json(name)}:{described[key]}")
-            part = self._files.part_of(name)
+            part = self.part_of(name)
             if (stored, grid, part) not in listed:
                 blocks = zip(stored.ranks, grid.ranks, strict=True)
                 listed[stored, grid, part] = [_json(list(self._stored_at(some, group, part))) for some, group in blocks]
@@ -394,9 +381,11 @@ def _iteration(source: Checkpoint) -> int | None:
     """Return how many steps a run says were done: the name of the directory, or `common.json` where that is renamed."""
     if source.described_by and source.format != ZARR and (number := iteration_of(as_place(source.root))) is not None:
         return number
+    from reshard.readers.dcp.objects import iteration  # not on every start
+
     common = common_of(source)
-    step = _said(common).get("global_step") if common else None
-    return step if type(step) is int and 0 <= step < _MOST_STEPS else None
+    step = _said(common).get("global_step") if common else iteration(source)
+    return step if type(step) is int and 0 <= step < MOST_STEPS else None
 
 
 def _progress(source: Checkpoint) -> dict[str, Any]:

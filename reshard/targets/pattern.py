@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.errors import Faults, LayoutError, SourceError
 from reshard.layout.layout import Grid, Layout, whole
 from reshard.layout.mesh import Mesh
-from reshard.readers.checkpoint2_metadata import METADATA, Metadata
+from reshard.readers.checkpoint2.metadata import METADATA, Metadata
 from reshard.readers.open import iteration_at
 from reshard.storage.places import as_place
 from reshard.strategy.schema import COUNT, TEXT, Maybe

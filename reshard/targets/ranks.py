@@ -9,22 +9,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError, UsageError, names
-from reshard.formats.entries import Content, FileLayout, Stored
+from reshard.formats import by_name
+from reshard.formats.entries import Content, FileLayout, ShardFiles, Stored
 from reshard.layout.block import Block, shape_text
 from reshard.layout.replicas import stored_once
 from reshard.strategy.names import is_training_state, ranks_text
+from reshard.strategy.strategy import Strategy
 from reshard.targets.destination import Destination, TargetFile, Wanted, literal, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.errors import Faults
-    from reshard.formats.entries import Format, TargetFiles, Where
+    from reshard.formats.entries import Where
     from reshard.layout.block import Shape
     from reshard.layout.layout import Grid
     from reshard.plan.build import Routed
+    from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.cipher import Cipher
     from reshard.targets.destination import Arrangement, Item
 
 
@@ -32,33 +34,32 @@ class Ranks(Destination):
     """The files of the ranks of a target."""
 
     def __init__(
-        self,
-        source: Checkpoint,
-        target: Arrangement | None,
-        items: Sequence[Item],
-        *,
-        format: Format,  # noqa: A002 -- as in `plan`
-        files: TargetFiles,
-        ranks: Iterable[int] | None,
-        remove_redundancy: bool,
-        link_replicas: bool,
-        cipher: Cipher | None,
-        faults: Faults,
+        self, source: Checkpoint, request: Request, items: Sequence[Item], _objects: Mapping[str, str], faults: Faults
     ) -> None:
-        self.format = format.NAME
-        self.cipher = cipher
-        self.ranks = _wanted_ranks(target, ranks)
-        self._source, self._target, self._items = source, target, items
+        written = by_name(request.format)
+        self.format, self.cipher = written.NAME, request.cipher
+        self.ranks = _wanted_ranks(request.target, request.ranks)
+        self._source, self._target, self._items = source, request.target, items
         self._faults = faults
-        self._lay_out = format.lay_out
-        self._shard_files = files.shard_files([self._stored(item) for item in items], format.EXTENSION)
-        self._remove_redundancy = remove_redundancy
+        self._lay_out = written.lay_out
+        stored = [self._stored(item) for item in items]
+        self._shard_files: ShardFiles = request.files.shard_files(stored, written.EXTENSION)
+        self._remove_redundancy = request.remove_redundancy
         self._fitted: dict[str, Grid | None] = {}
         self._grids = self._stored_once()
         self._places = self._named()
         self._files = {(rank, part): number for number, (rank, part, _) in enumerate(self._places)}
-        self._originals = self._equal_ranks() if link_replicas else {rank: rank for rank in self.ranks}
+        self._originals = self._equal_ranks() if request.link_replicas else {rank: rank for rank in self.ranks}
         self._wanted: dict[tuple[Grid | Shape, int], Wanted] = {}
+
+    @classmethod
+    def settled(cls, request: Request, _source: Checkpoint) -> Request:
+        """Return what is asked for; raise `UsageError` where ranks are as another Checkpoint 2.0 has them."""
+        if request.target is not None and not isinstance(request.target, Strategy):
+            raise UsageError(
+                "the target is a pattern of a Checkpoint 2.0; give files=reshard.Checkpoint2(), or a Strategy"
+            )
+        return request
 
     def cuts(self, name: str) -> bool:
         """Return whether the target strategy names a tensor."""

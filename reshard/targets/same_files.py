@@ -9,9 +9,9 @@ from reshard.layout.block import Block
 from reshard.targets.destination import Destination, TargetFile, Wanted, merged_notes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from reshard.formats.entries import Format, Where
+    from reshard.formats.entries import Format
     from reshard.layout.block import Shape
     from reshard.plan.build import Routed
     from reshard.source.checkpoint import Checkpoint
@@ -52,10 +52,6 @@ class SameFiles(Destination):
         if key not in self._wanted:
             self._wanted[key] = Wanted((Block.whole(key[0]),), ((at.file,),))
         return self._wanted[key]
-
-    def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:  # noqa: ARG002 -- likewise
-        """Return nothing: it is never asked."""
-        return []
 
     def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
         """Lay out every file; those with equal contents share a layout."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import zlib
 from functools import lru_cache
-from itertools import accumulate
 from math import prod
 from struct import pack
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import UsageError
+from reshard.layout.axes import row_major
+from reshard.readers.dcp.records import LARGE, endings
 from reshard.readers.dcp.torch_save import STORAGES
 from reshard.readers.pickles import Name
 from reshard.targets.pickles import Call, Persistent, pickled
@@ -34,7 +35,6 @@ _UNTYPED = {
 }  # fmt: skip
 
 _ALIGNMENT = 64
-_LEAST_ZIP64 = 0xFFFFFFFF
 _UTF8, _DESCRIBED = 0x800, 8  # flags: names are UTF-8; checksum and sizes stand behind the record
 
 
@@ -69,14 +69,14 @@ def torch_dtype(name: str, dtype: DType) -> Name:
 def saved_tensor(dtype: DType, shape: Shape) -> Saved:
     """Return the zip of a tensor in row-major order, of a dtype that PyTorch has."""
     numel = prod(shape)
-    strides = tuple(accumulate((max(extent, 1) for extent in shape[:0:-1]), lambda a, b: a * b, initial=1))[::-1]
+    strides = row_major(tuple(max(extent, 1) for extent in shape))
     is_untyped = dtype.name in _UNTYPED
     kind = Name("torch.storage", "UntypedStorage") if is_untyped else Name("torch", f"{_STORAGES[dtype.name]}Storage")
     storage = Persistent(("storage", kind, "0", "cpu", numel * dtype.itemsize if is_untyped else numel))
     hooks = Call(Name("collections", "OrderedDict"), ())
     more = (Name("torch", dtype.name),) if is_untyped else ()
     function = Name("torch._utils", "_rebuild_tensor_v3" if is_untyped else "_rebuild_tensor_v2")
-    arguments = (storage, 0, shape, strides if shape else (), False, hooks, *more)
+    arguments = (storage, 0, shape, strides, False, hooks, *more)
     return _zip(pickled(Call(function, arguments), 2), numel * dtype.itemsize)
 
 
@@ -106,7 +106,7 @@ def _zip(content: bytes, data: int | None) -> Saved:
         record, entry = _record(name, some, _size(parts))
         parts += record
         directory += entry
-    return _saved([*parts, *directory, _end(len(records), _size(parts), _size(directory))])
+    return _saved([*parts, *directory, endings(len(records), _size(parts), _size(directory))[0]])
 
 
 def _record(name: str, content: bytes | int, begin: int) -> tuple[Parts, Parts]:
@@ -120,7 +120,7 @@ def _record(name: str, content: bytes | int, begin: int) -> tuple[Parts, Parts]:
     nbytes = len(content) if isinstance(content, bytes) else content
     crc = pack("<I", zlib.crc32(content)) if isinstance(content, bytes) else None if content else bytes(4)
     path = f"archive/{name}".encode()
-    large = [*([nbytes] * 2 if nbytes >= _LEAST_ZIP64 else []), *([begin] if begin >= _LEAST_ZIP64 else [])]
+    large = [*([nbytes] * 2 if nbytes >= LARGE else []), *([begin] if begin >= LARGE else [])]
     zip64 = pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     flags = _UTF8 | (_DESCRIBED if nbytes else 0)
     padding = -(begin + 30 + len(path) + len(zip64) + 4) % _ALIGNMENT
@@ -128,17 +128,9 @@ def _record(name: str, content: bytes | int, begin: int) -> tuple[Parts, Parts]:
     parts: Parts = [header + path + zip64 + pack("<2sH", b"FB", padding) + b"Z" * padding]
     if nbytes:
         parts += [content, b"PK\7\10", crc, pack("<2Q" if large else "<2I", nbytes, nbytes)]
-    small, place = min(nbytes, _LEAST_ZIP64), min(begin, _LEAST_ZIP64)
+    small, place = min(nbytes, LARGE), min(begin, LARGE)
     rest = pack("<2I5H2I", small, small, len(path), len(zip64), 0, 0, 0, 0, place)
     return parts, [pack("<4s6H", b"PK\1\2", 0, 0, flags, 0, 0, 0), crc, rest + path + zip64]
-
-
-def _end(records: int, begin: int, nbytes: int) -> bytes:
-    """Return what stands behind a central directory, which begins at a byte of the zip and has so many."""
-    zip64 = pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x31E, 45, 0, 0, records, records, nbytes, begin)
-    locator = pack("<4sIQI", b"PK\6\7", 0, begin + nbytes, 1)
-    end = pack("<4s4H2IH", b"PK\5\6", 0, 0, records, records, nbytes, min(begin, _LEAST_ZIP64), 0)
-    return zip64 + locator + end
 
 
 def _size(parts: Parts) -> int:

@@ -11,21 +11,23 @@ from math import prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import UsageError
 from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
 from reshard.targets.checkpoint2 import common_of
 from reshard.targets.destination import Destination, TargetFile, Wanted, literal, merged_notes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import FileLayout, Where
-    from reshard.formats.zarr import Array, ZarrGroup
+    from reshard.formats.entries import FileLayout
+    from reshard.formats.zarr import Array
     from reshard.formats.zarr_chunks import Encoding
-    from reshard.layout.block import Shape
+    from reshard.layout.block import Block, Shape
     from reshard.plan.budget import Share
     from reshard.plan.build import Routed
-    from reshard.source.checkpoint import Checkpoint, Sharding
+    from reshard.plan.plan import Request
+    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import TargetCoding
     from reshard.targets.destination import Item
 
@@ -41,8 +43,8 @@ class ZarrStore(Destination):
     ranks: tuple[int, ...] = (0,)
     exclusive = True
 
-    def __init__(self, source: Checkpoint, items: Sequence[Item], group: ZarrGroup) -> None:
-        self._source, self._items, self._group = source, items, group
+    def __init__(self, source: Checkpoint, request: Request, items: Sequence[Item], *_: object) -> None:
+        self._source, self._items, self._group = source, items, request.files
         self._arrays = self._chosen()
         self._directories = {name: escaped(name) for name in self._arrays}
         self._first: dict[str, int] = {}  # of an array, the number of its first file
@@ -53,9 +55,12 @@ class ZarrStore(Destination):
         self.coding: TargetCoding | None = self._encoding()
         self.memory: tuple[Share, ...] = (("files of chunks", FILE_BYTES * (number - len(self._arrays))),)
 
-    def cuts(self, name: str) -> bool:  # noqa: ARG002 -- as in Destination
-        """Return False: where copies of a tensor differ, one of them is taken."""
-        return False
+    @classmethod
+    def settled(cls, request: Request, _source: Checkpoint) -> Request:
+        """Return what is asked for; raise `UsageError` where that is anything but whole tensors."""
+        if request.target or request.of_some or request.once:
+            raise UsageError("a zarr store holds whole tensors: no target strategy, ranks, redundancy or links")
+        return request
 
     def wanted(self, item: Item) -> Wanted:
         """Return the blocks that have chunks, or shards, of their own."""
@@ -63,11 +68,7 @@ class ZarrStore(Destination):
         files = tuple((first + number,) for number, unit in enumerate(array.units) for _ in unit.blocks)
         return Wanted(array.blocks, files, array.unit[0] if array.unit else 0)
 
-    def copies(self, item: Item, read: Mapping[int, set[int]]) -> list[tuple[Where, Wanted]]:  # noqa: ARG002 -- as in Destination
-        """Return the copy of the lowest rank: there is one of each tensor."""
-        return [(item.tensor.sharding.replicas[0][0], self.wanted(item))]
-
-    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- likewise
+    def files(self, routed: Sequence[Routed], texts: Sequence[Item]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
         """Lay out every file of chunks, and write the metadata."""
         items = {item.name: item for item in self._items}
         found: list[TargetFile] = []
@@ -90,13 +91,14 @@ class ZarrStore(Destination):
 
     def _chosen(self) -> dict[str, Array]:
         """Return how each tensor is stored; tensors alike share it."""
-        known: dict[tuple[Shape, DType, Sharding], Array] = {}
+        known: dict[tuple[Shape, DType, tuple[Block, ...]], Array] = {}
         found = {}
         for name, tensor, dtype in self._items:
             if tensor.text is None:
-                key = (tensor.spec.shape, dtype, tensor.sharding)
+                blocks = () if tensor.space else tensor.sharding.blocks  # of its own shape, or of a finer one
+                key = (tensor.spec.shape, dtype, blocks)
                 if key not in known:
-                    known[key] = self._group.array(tensor.spec.shape, dtype, tensor.sharding.blocks)
+                    known[key] = self._group.array(*key)
                 found[name] = known[key]
         return found
 

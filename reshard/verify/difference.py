@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from reshard.layout.block import Block
 
-Kind = Literal["values", "missing", "extra", "dtype", "shape", "text", "note", "file", "size", "checksum"]
+Kind = Literal["values", "missing", "extra", "dtype", "shape", "text", "note", "object", "file", "size", "checksum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,9 @@ class Difference:
     Attributes:
         kind: `values` (elements differ), `missing` or `extra` (a tensor, in the target or in one rank's file, which
             may be there so that it cannot be read), `dtype`, `shape`, `text` (a `str` entry), `note` (in the
-            `__metadata__` of a file); and against a manifest `file` (not there, or not readable), `size`, `checksum`.
+            `__metadata__` of a file), `object` (what is no tensor, of a distributed checkpoint); and against a manifest
+            `file` (not there, or not readable), `size`, `checksum`, which is also that of a file that contradicts the
+            checksums that it carries.
         text: what was found and what was expected, in words.
         name: the tensor, as the target calls it; None where a file, or a note of it, is meant.
         side: `source` where a replica in the source differs from another one there.

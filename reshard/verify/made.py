@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
 from reshard.plan.planfile import read_selection
+from reshard.plan.select import derived
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import reopen, self_described
 from reshard.source.made import read_small_strategy
@@ -34,7 +35,7 @@ Sums = tuple[tuple[Difference, ...], int, int]
 
 
 def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection, bool]:
-    """Return the source that a ledger tells, what was selected, and whether each replica is there once.
+    """Return the source that a ledger tells, as it was selected, what was, and whether each replica is there once.
 
     Raises:
         SourceError: the source is not there any more, cannot be read, or is encrypted and there is no key.
@@ -42,6 +43,7 @@ def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection,
     try:
         source = _source(made.content["source"], cipher)
         selection = read_selection(made.content["selection"])
+        source = derived(source, selection)
     except ReshardError:
         raise
     except (ValueError, TypeError) as error:

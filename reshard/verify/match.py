@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import Option, SourceError, Text
 from reshard.formats.safetensors import NAME as SAFETENSORS
+from reshard.formats.sets import DCP_ITEMS
 from reshard.layout.block import shape_text
 from reshard.plan.select import all_states, has_no_place, select
 from reshard.source.assemble import assemble_whole
@@ -104,9 +105,11 @@ def match(
         deduplicated: the target stores each replica once, whether its files say so or not.
     """
     lenient = replace(selection, drop=("*",), allow_missing=("*",))
-    selected = select(source, target.strategy, lenient)
+    carries = target.format == DCP_ITEMS
+    source = source if carries else source.unbound()
+    selected = select(source, target.strategy, lenient, carries=carries)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
-    new_names = selection.renamed(list(source.tensors))
+    new_names = selection.renamed(list(source.every))
     states = all_states(source, target.strategy, target.tensors)
     found = Matched(warnings=list(selected.warnings))
     replicas = Replicas(target, once=deduplicated or is_deduplicated(target), converted=True)
@@ -122,7 +125,7 @@ def match(
                 for lack in replicas.lacking(other)
                 if (lack.rank, new) not in unreadable
             )
-        elif new in target.unreadable:  # which is a difference of its own
+        elif new in target.unreadable:  # which is a difference of its own, of `unreadable`
             continue
         elif _may_lack(source, target, name, new, selection, states) or replicas.may_be_elsewhere(
             new, source.tensors[name].spec.shape
@@ -131,14 +134,19 @@ def match(
         else:
             path = None if rank is None else paths[rank]
             found.differences.append(Difference("missing", _ABSENT, new, "target", rank, path))
-    found.dropped.extend(name for name in selected.dropped if name in source.objects)
+    _compare_objects(found, source, target, dict(selected.objects))
+    expected = {new_names[name] for name in chosen}
     for name in set(source.unreadable) & set(selected.dropped):
+        if new_names[name] in target.unreadable and source.format == target.format == DCP_ITEMS:  # files are linked
+            found.warnings.append(f"{name} cannot be read on either side, and is not compared")
+            unreadable = {one: why for one, why in unreadable.items() if one[1] != new_names[name]}
+            continue
         found.dropped.append(name)
         if not matches(name, selection.drop):
             fault = Text(f"{source.unreadable[name]}; to leave it out give ", Option("drop", name))
             found.differences.append(Difference("missing", fault, name=name))
-    expected = {new_names[name] for name in chosen}
-    known = set(new_names.values())
+            expected.add(new_names[name])
+    known = {new_names[name] for name in (*source.tensors, *source.unreadable)}
     for name in target.tensors:
         if name in expected:
             continue
@@ -155,11 +163,11 @@ def match(
 
 def _add_unreadable(
     found: Matched,
-    unreadable: Mapping[tuple[int, str], tuple[str, str]],
+    unreadable: Mapping[tuple[int | None, str], tuple[str, str | None]],
     written: Collection[str],
     unasked: Collection[str],
 ) -> None:
-    """Add the entries of a target that cannot be read; they differ from all that a conversion writes."""
+    """Add what of a target cannot be read; it differs from all that a conversion writes."""
     for (rank, name), (reason, path) in unreadable.items():
         if name in unasked:
             found.left_out.append(name)
@@ -168,14 +176,19 @@ def _add_unreadable(
             found.differences.append(Difference(kind, f"{reason}, and is not compared", name, "target", rank, path))
 
 
-def _unreadable(target: Checkpoint, rank: int | None) -> dict[tuple[int, str], tuple[str, str]]:
-    """Return the entries of a target's files that cannot be read, by rank and name: the reason, and the file's path."""
-    return {
+def _unreadable(target: Checkpoint, rank: int | None) -> dict[tuple[int | None, str], tuple[str, str | None]]:
+    """Return what of a target cannot be read, by rank and name: the reason, and the path of the file.
+
+    Of a tensor that the files have, and that cannot be put together of what they have, there is neither rank nor path.
+    """
+    found: dict[tuple[int | None, str], tuple[str, str | None]] = {
         (target.ranks[number], name): (reason, target.files[number].path)
         for number in _numbers(target, rank)
         for name, reason in target.files[number].index.unreadable
         if name in target.unreadable
     }
+    entries = {name for _, name in found}
+    return found | {(None, name): (reason, None) for name, reason in target.unreadable.items() if name not in entries}
 
 
 def compares_notes(source: Checkpoint, target: Checkpoint) -> bool:
@@ -206,7 +219,7 @@ def _noted(key: str, value: str | None) -> str:
 
 
 def _may_lack(
-    source: Checkpoint, target: Checkpoint, name: str, new: str, selection: Selection, states: Mapping[str, str]
+    source: Checkpoint, target: Checkpoint, name: str, new: str, selection: Selection, states: Collection[str]
 ) -> bool:
     """Return whether the target need not have a tensor that is asked for."""
     strategy = target.strategy
@@ -229,7 +242,7 @@ def _compare_headers(
     if tensor.text is not None or other.text is not None:
         found.differences.extend(_of_texts(source, target, tensor, other))
         return
-    dtype = selection.target_dtype(tensor.spec.dtype)
+    dtype = selection.target_dtype(source, tensor.spec.name)
     if other.spec.dtype is not dtype:
         fault = f"is {other.spec.dtype}; the source's becomes {dtype}"
         found.differences.append(Difference("dtype", fault, name=name))
@@ -243,11 +256,41 @@ def _compare_headers(
         found.pairs.append((tensor.spec.name, name))
 
 
+def _compare_objects(found: Matched, source: Checkpoint, target: Checkpoint, names: Mapping[str, str]) -> None:
+    """Compare objects, by their names in both, and files beside the tensors, with those of a target that holds such."""
+    if not (names or source.beside):
+        return
+    from reshard.readers.dcp.objects import contents, problems  # not on every start
+
+    every = {**source.beside, **source.objects}
+    named = {**{name: name for name in source.beside}, **names}
+    lost, there = problems(every), {**target.beside, **target.objects}
+    pairs = {}
+    for old, new in named.items():
+        other = there.get(new)
+        if other is not None and old not in lost:
+            pairs[old] = other
+        elif old in lost or target.format != DCP_ITEMS:
+            found.dropped.append(old)
+        else:
+            found.differences.append(Difference("object", _ABSENT, new))
+    wrong = problems(pairs)
+    for old, fault in wrong.items():
+        found.differences.append(Difference("object", fault, named[old], path=pairs.pop(old).path))
+    held = contents({old: every[old] for old in pairs})
+    for (old, content), (_, other_content) in zip(held, contents(pairs), strict=True):
+        if content != other_content:
+            fault = f"has other bytes than that of the source in {every[old].path}"
+            found.differences.append(Difference("object", fault, named[old], path=pairs[old].path))
+
+
 def _of_texts(source: Checkpoint, target: Checkpoint, tensor: Tensor, other: Tensor) -> Iterator[Difference]:
     """Compare `str` entries: each copy in the target must be that of some source rank."""
-    held = {source.entry_text(at.file, tensor.spec.name) for some in tensor.sharding.replicas for at in some}
+    held = {tensor.text}
+    if source.origin is None:  # whose entries have the names of tensors
+        held = {source.entry_text(at.file, tensor.spec.name) for some in tensor.sharding.replicas for at in some}
     for replicas in other.sharding.replicas:
-        for number, _ in replicas:
+        for number in (at.file for at in replicas):
             text = target.entry_text(number, other.spec.name)
             if text not in held:
                 fault = f"is {_shown(text)}; the source has {_shown(next(iter(held)))}"

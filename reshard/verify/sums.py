@@ -1,23 +1,31 @@
-"""Checksums of ranges of files: each byte is read once, on some threads, wherever the files are."""
+"""Checksums of ranges of files: each byte is read once, on some threads or a cluster, wherever the files are.
+
+Some files carry checksums of their own contents, which what loads them mostly does not look at: `check_carried` does.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard.errors import UsageError
 from reshard.formats.entries import wants
 from reshard.plan import budget
 from reshard.run.engine import scratch
-from reshard.storage.crc import combine_ranges, crc32c
-from reshard.storage.places import any_store, in_batches
+from reshard.run.executor import map_tasks
+from reshard.storage.cipher import store_of
+from reshard.storage.crc import CRC32, CRC32C, combine_ranges
+from reshard.storage.places import in_batches
 from reshard.storage.threads import run_threads
+from reshard.verify.difference import Difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-    from reshard.formats.entries import Runs
-    from reshard.storage.base import ReadStore, Want
+    from reshard.formats.entries import Runs, Summed
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.base import Coding, ReadStore, Want
+    from reshard.storage.crc import Checksum
 
 K = TypeVar("K", bound="Hashable")
 
@@ -35,15 +43,24 @@ def thread_count(threads: int | None) -> int:
 
 
 def sum_contents(
-    wanted: Iterable[tuple[K, str, Runs]], *, threads: int, on_progress: Callable[[int, int], object] | None = None
+    wanted: Iterable[tuple[K, str, Runs]],
+    *,
+    threads: int,
+    on_progress: Callable[[int, int], object] | None = None,
+    kind: Checksum = CRC32C,
+    coding: Coding | None = None,
+    client: Any = None,
 ) -> tuple[dict[K, int], int]:
-    """Return the CRC-32C of some contents of files, and how many bytes were read.
+    """Return the checksums of some contents of files, and how many bytes were read.
 
     Args:
         wanted: a key, each once, the file and where in it the contents are; near each other those that are so in a
             file.
         threads: how many read.
         on_progress: called with the bytes read and the bytes to be read.
+        kind: of checksum.
+        coding: how the bytes of the files are to be read.
+        client: a `distributed.Client`, whose workers read in place of the threads.
 
     Raises:
         SourceError: a file cannot be read, or is shorter than was said.
@@ -73,23 +90,95 @@ def sum_contents(
             on_progress(read, total)
 
     try:
-        run_threads(_summed, tasks, threads, add)
+        map_tasks(_summed, (kind, coding), tasks, threads=threads, client=client, on_result=add)
     finally:
-        any_store().close()
-    return {key: combine_ranges(some) for key, some in found.items()}, read
+        store_of(coding).close()
+    return {key: combine_ranges(some, kind.polynomial) for key, some in found.items()}, read
 
 
-def _summed(task: Sequence[_Range[K]]) -> list[tuple[K, int, int, int]]:
+def _summed(how: tuple[Checksum, Coding | None], task: Sequence[_Range[K]]) -> list[tuple[K, int, int, int]]:
     """Return where each range begins, its bytes and its sum."""
+    kind, coding = how
     sums = [0] * len(task)
-    for number, band in in_batches(_bands(task)):
-        sums[number] = crc32c(band, sums[number])
+    for number, band in in_batches(_bands(task, store_of(coding))):
+        sums[number] = kind.extend(band, sums[number])
     return [(key, begin, nbytes, value) for (key, _, _, begin, nbytes), value in zip(task, sums, strict=True)]
 
 
-def _bands(task: Sequence[_Range[K]]) -> Iterator[tuple[tuple[int, memoryview], ReadStore, list[Want]]]:
+def _bands(
+    task: Sequence[_Range[K]], store: ReadStore
+) -> Iterator[tuple[tuple[int, memoryview], ReadStore, list[Want]]]:
     """Yield what is read in turn: some bytes of a range, with its number."""
     for number, (_, path, runs, begin, nbytes) in enumerate(task):
         for start in range(begin, begin + nbytes, budget.BAND_BYTES):
             band = scratch(min(budget.BAND_BYTES, begin + nbytes - start))
-            yield (number, band), any_store(), wants(path, runs, start, band)
+            yield (number, band), store, wants(path, runs, start, band)
+
+
+class SumsChecked(NamedTuple):
+    """What came of comparing files with the checksums that they carry.
+
+    Attributes:
+        differences: what does not have its checksum, or contradicts itself.
+        nbytes: how many bytes of the files have checksums, headers included.
+        rest: how many have none.
+        bare: names of what could carry checksums, and has none.
+    """
+
+    differences: tuple[Difference, ...]
+    nbytes: int
+    rest: int
+    bare: tuple[str, ...]
+
+
+def check_carried(
+    target: Checkpoint, *, threads: int, on_progress: Callable[[int, int], object], client: Any = None
+) -> SumsChecked:
+    """Compare the files of a checkpoint with the checksums that they carry; those without any are not read.
+
+    Args:
+        target: the checkpoint.
+        threads: how many read.
+        on_progress: called with the bytes read and the bytes to be read.
+        client: as for `sum_contents`.
+
+    Raises:
+        SourceError: a file cannot be read, or is shorter than its header says.
+    """
+    differences: list[Difference] = []
+    bare: dict[str, None] = {}
+    covered: set[tuple[int, int, int]] = set()
+    wanted: dict[tuple[int, Runs, int], list[tuple[str, str]]] = {}  # two names may have one item
+
+    def add(number: int, name: str, text: str) -> None:
+        file = target.files[number]
+        differences.append(Difference("checksum", text, name or None, rank=target.ranks[number], path=file.path))
+
+    def read(number: int) -> tuple[int, list[Summed]]:
+        file = target.files[number]
+        sums = file.index.sums
+        return number, [] if sums is None else list(sums.read(file.path, store_of(target.coding)))
+
+    def note(held: tuple[int, list[Summed]]) -> None:
+        number, parts = held
+        for part in parts:
+            for fault in part.faults:
+                add(number, part.name, fault)
+            if part.carries:
+                covered.add((number, *part.run))
+            else:
+                bare[part.name or target.files[number].path.rpartition("/")[2]] = None
+            for what, runs, crc in part.left:
+                wanted.setdefault((number, runs, crc), []).append((part.name, what))
+
+    run_threads(read, range(len(target.files)), threads, note)
+    found, _ = sum_contents(
+        ((key, target.files[key[0]].path, key[1]) for key in wanted),
+        threads=threads, on_progress=on_progress, kind=CRC32, coding=target.coding, client=client,
+    )  # fmt: skip
+    for key, value in found.items():
+        number, _, crc = key
+        for name, what in wanted[key] if value != crc else ():
+            add(number, name, f"{what} has the CRC-32 {value:08x}; it carries {crc:08x}")
+    nbytes = sum(length for *_, length in covered)
+    return SumsChecked(tuple(differences), nbytes, sum(file.nbytes for file in target.files) - nbytes, tuple(bare))

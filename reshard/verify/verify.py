@@ -1,7 +1,8 @@
 """`reshard.verify`: is a checkpoint valid, is it that which another became, are its files those of a manifest.
 
-* Of structure alone: every rank is there and has what the strategy gives it, headers are valid, every block is there
-  and covers its tensor once, names and shapes are as the strategy says. Headers are read, contents are not.
+* Alone: every rank is there and has what the strategy gives it, headers are valid, every block is there and covers its
+  tensor once, names and shapes are as the strategy says. Headers are read, and contents where files carry checksums of
+  them (`sums`), as PyTorch's distributed checkpoints do; then replicas are compared, too.
 * Against a source: what a conversion with the same options would have written is what is there, on every rank, bit for
   bit, and replicas agree on both sides (`compare`).
 * Against a manifest: sizes and checksums are what they were (`manifest_files`); every bit of a file is in one of them.
@@ -16,29 +17,27 @@ from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import EncryptedError, GoneError, Option, SourceError, Text, UsageError, joined, names
+from reshard.errors import EncryptedError, GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN
 from reshard.formats.sets import SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
 from reshard.plan.budget import comparison_budget
-from reshard.plan.select import Selection
+from reshard.plan.select import Selection, derived
 from reshard.readers.open import made_at, read_headers, self_described
 from reshard.readers.open import open as open_checkpoint
-from reshard.run.executor import map_tasks
 from reshard.source.checkpoint import Checkpoint
-from reshard.source.stacked import with_shapes
-from reshard.storage.cipher import required, store_of
+from reshard.source.reshape import with_shapes
+from reshard.storage.cipher import required
 from reshard.storage.places import as_place
 from reshard.upward import upward
-from reshard.verify.difference import Difference
 from reshard.verify.manifest import Manifest, read_manifest
 from reshard.verify.manifest_files import check_files, sum_files
 from reshard.verify.match import compares_notes, match, pairs_of_ranks
 from reshard.verify.structure import check_structure, leftovers
-from reshard.verify.sums import thread_count
+from reshard.verify.sums import check_carried, thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reshard.formats.rank_dirs import Step
     from reshard.run.run import Progress
@@ -46,7 +45,9 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
     from reshard.strategy.strategy import Strategy
-    from reshard.verify.compare import Check, Compared, Mismatch
+    from reshard.verify.compare import Check
+    from reshard.verify.difference import Difference
+    from reshard.verify.sums import SumsChecked
 
     OnProgress = Callable[[int, int], None]
     """Gets the bytes done and the bytes to be done."""
@@ -55,17 +56,29 @@ _NEVER = "checksums that files carry (crc_num), and how text entries are stored"
 
 
 @dataclass(frozen=True, slots=True)
+class _How:
+    """How contents are read: with which of the options of `verify`, and what reports progress."""
+
+    memory: int | None
+    threads: int
+    client: Any
+    on_progress: OnProgress
+    sample: float | None
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """What was verified, and what is not as it should be.
 
     Attributes:
         target: the directory or file that was looked at.
-        against: the source that it was compared with, or the manifest; None for its structure alone.
+        against: the source that it was compared with, or the manifest; None where it was verified alone.
         ranks: ranks whose files were looked at; none for a manifest, which knows of none.
         files: how many files of the target were looked at.
         tensors: how many tensors were looked at.
         copies: how many blocks in files were looked at or compared with others, replicas included.
-        bytes_read: bytes of contents read, of both sides; against a manifest, bytes of the files.
+        bytes_read: bytes of contents read, of both sides; against a manifest, or alone, bytes of the files.
         total_bytes: what a comparison of all rows reads.
         differences: what is not as it should be.
         dropped: tensors of the source that the target may lack, and lacks.
@@ -137,7 +150,7 @@ def verify(
     client: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Verification:
-    """Verify a checkpoint: its structure, or every bit of it against its source or a manifest.
+    """Verify a checkpoint: its structure and the checksums in it, or every bit against its source or a manifest.
 
     A path alone is enough where a run of this program wrote what is there: its ledger says what from, and how. If the
     source is gone, sizes and checksums are compared with those of the run.
@@ -162,7 +175,7 @@ def verify(
             gives it to. safetensors files say so themselves; `.ckpt` files cannot.
         memory: resident memory in bytes that it may use at its peak.
         threads: how many; by default one for each available processor, at most 4.
-        client: a `distributed.Client`, whose workers compare with a source; they must reach both by the same paths.
+        client: a `distributed.Client`, whose workers read; they must reach what is read by the same paths.
         progress: called with bytes compared (as `written`) and to be compared.
 
     Returns:
@@ -183,7 +196,7 @@ def verify(
         raise UsageError("a manifest says what each file holds; leave deduplicated out")
     if sample is not None and (not 0 < sample <= 1 or against is None):
         raise UsageError(f"sample is {sample}; expected a share of what is compared with a source, up to 1")
-    threads, on_progress = thread_count(threads), _on_progress(progress, began)
+    how = _How(memory, thread_count(threads), client, _on_progress(progress, began), sample, seed)
     if manifest is not None:
         if isinstance(target, Checkpoint):
             raise UsageError("a manifest is of files: name the directory that they are in")
@@ -191,22 +204,21 @@ def verify(
             text = "a manifest is of files that are not encrypted; leave the key out ("
             raise UsageError(Text(text, Option("target_key"), ")"))
         _refuse_idle(target, memory, client, source_cipher)
-        found = _against_manifest(as_place(target), manifest, partial, threads, on_progress)
+        found = _against_manifest(as_place(target), manifest, partial, how)
     elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
-        found = _against_made(made, cipher, source_cipher, memory, threads, client, on_progress)
+        found = _against_made(made, cipher, source_cipher, how)
     else:
         checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy, cipher=cipher)
         selection = selection or Selection()
         if against is None:
-            _refuse_idle(checkpoint.root, memory, client, source_cipher)
-            found = _structure(checkpoint, selection, deduplicated)
+            reads = any(file.index.sums is not None for file in checkpoint.files)
+            _refuse_idle(checkpoint.root, memory, None if reads else client, source_cipher)
+            found = _alone(checkpoint, selection, deduplicated, how)
         else:
             source = against
             if not isinstance(source, Checkpoint):
                 source = opened(source, source_strategy, what="source", cipher=source_cipher)
-            found = _against_source(
-                checkpoint, source, selection, deduplicated, sample, seed, memory, threads, client, on_progress
-            )
+            found = _against_source(checkpoint, derived(source, selection), selection, deduplicated, how)
     return replace(found, seconds=time.perf_counter() - began)
 
 
@@ -228,15 +240,7 @@ def _made(
     return None if partial else made_at(target)
 
 
-def _against_made(
-    made: Made,
-    cipher: Cipher | None,
-    source_cipher: Cipher | None,
-    memory: int | None,
-    threads: int,
-    client: Any,
-    on_progress: OnProgress,
-) -> Verification:
+def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | None, how: _How) -> Verification:
     """Compare a target with what it was made from, as its ledger says it, or with the checksums there."""
     from reshard.verify.made import check_sums, keys_of, source_of, target_of  # not on every start
 
@@ -249,7 +253,7 @@ def _against_made(
         may_be_gone = asked is None and isinstance(error, GoneError)
         if made.content["target"]["encrypted"] or (required(source_cipher) and not may_be_gone):
             raise
-        differences, count, read = check_sums(made, threads=threads, on_progress=on_progress)
+        differences, count, read = check_sums(made, threads=how.threads, on_progress=how.on_progress)
         warning = Text(f"compared with the sizes and checksums that its ledger has, not with {given}: ", error.text)
         return Verification(
             made.target,
@@ -269,7 +273,7 @@ def _against_made(
         target = target_of(made, cipher)
     except SourceError as error:
         raise type(error)(error.text.map(lambda option: option.of("target"))) from None
-    return _against_source(target, source, selection, deduplicated, None, None, memory, threads, client, on_progress)
+    return _against_source(target, source, selection, deduplicated, how)
 
 
 def make_manifest(
@@ -352,11 +356,18 @@ def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> O
     return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
 
 
-def _structure(target: Checkpoint, selection: Selection, deduplicated: bool) -> Verification:
-    """Check all that headers tell; what is not valid is an error."""
+def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _How) -> Verification:
+    """Check all that headers tell, of which what is not valid is an error; then the checksums that files carry."""
     warnings = check_structure(target, selection, deduplicated=deduplicated)
-    more = " (its ledger names a source: verified by its path alone, every bit is compared with that)"
-    contents = f"contents{more if made_at(target.root) is not None else ''}"
+    carried = check_carried(target, threads=how.threads, on_progress=how.on_progress, client=how.client)
+    differences, nbytes = list(carried.differences), carried.nbytes
+    several = [name for name, one in target.tensors.items() if any(len(some) > 1 for some in one.sharding.replicas)]
+    if several and target.described_by and (nbytes or not target.holders):
+        from reshard.verify.compare.replicas import compare_replicas  # it brings numpy
+
+        compared = compare_replicas(target, several, how.threads, how.client, how.on_progress)
+        differences += compared.differences
+        nbytes += compared.nbytes
     unnamed = () if target.strategy or target.described_by else ("names and shapes, which no strategy tells",)
     return Verification(
         target.root,
@@ -365,67 +376,64 @@ def _structure(target: Checkpoint, selection: Selection, deduplicated: bool) -> 
         len(target.files),
         len(target.tensors) or len({name for file in target.files for name in file.index.entries}),
         sum(len(file.index.entries) for file in target.files),
+        nbytes,
+        nbytes,
+        tuple(differences),
         warnings=(*warnings, *leftovers(as_place(target.root))),
-        unchecked=(contents, *unnamed, "notes (__metadata__)", _NEVER),
+        unchecked=(*_unread(target, carried), *unnamed),
         step=target.step,
     )
 
 
+def _unread(target: Checkpoint, carried: SumsChecked) -> Iterator[str]:
+    """Yield what of files was not looked at, or has nothing to be compared with."""
+    if not carried.nbytes:
+        more = " (its ledger names a source: verified by its path alone, every bit is compared with that)"
+        yield f"contents{more if made_at(target.root) is not None else ''}"
+    elif carried.rest:
+        yield f"{bytes_text(max(carried.rest, 0))} of the files, which carry no checksums of them"
+    if carried.bare:
+        yield f"contents of {names(carried.bare, most=3)}, of which PyTorch was told to make no checksums"
+    if target.beside:
+        yield f"{names(target.beside)} beside the tensors"
+    if any(file.index.sums is None for file in target.files):
+        yield "notes (__metadata__)"
+        yield _NEVER
+    if carried.nbytes and target.described_by and target.described_by != target.format:
+        yield f"{target.described_by}, which carries no checksum of itself"
+
+
 def _against_source(
-    target: Checkpoint,
-    source: Checkpoint,
-    selection: Selection,
-    deduplicated: bool,
-    sample: float | None,
-    seed: int | None,
-    memory: int | None,
-    threads: int,
-    client: Any,
-    on_progress: OnProgress,
+    target: Checkpoint, source: Checkpoint, selection: Selection, deduplicated: bool, how: _How
 ) -> Verification:
     """Compare what a conversion of the source would have made with what is there."""
-    from reshard.verify.compare import Comparison, checks, gathered  # it brings numpy
+    from reshard.verify.compare import checks, compare  # it brings numpy
 
+    sample, seed = how.sample, how.seed
     if sample is not None and seed is None:
         seed = SystemRandom().randrange(1 << 32)
-    budget = comparison_budget((source, target), casts=bool(selection.cast), memory=memory, threads=threads)
+    budget = comparison_budget((source, target), casts=bool(selection.cast), memory=how.memory, threads=how.threads)
     every: list[Check] = []
     differences: list[Difference] = []
     dropped: list[str] = []
     left_out: list[str] = []
     warnings = [*source.warnings, *target.warnings]
     if target.described_by:  # by which experts may be stacked otherwise
-        named = selection.renamed(list(source.tensors))
+        named = selection.renamed(list(source.tensors), source.every)
         there = {name: target.tensors[new].spec.shape for name, new in named.items() if new in target.tensors}
         source, restacked = with_shapes(source, there)
         warnings += restacked
     for one_source, one_target, rank in pairs_of_ranks(source, target):
         matched = match(one_source, one_target, selection, rank=rank, deduplicated=deduplicated)
-        every += checks(one_source, one_target, matched.pairs, selection.target_dtype, budget.band_bytes)
+        every += checks(one_source, one_target, matched.pairs, budget.band_bytes)
         differences += matched.differences
         dropped += matched.dropped
         left_out += matched.left_out
         warnings += matched.warnings
-    comparison = Comparison.of(source, target, every, budget.band_bytes)
-    tasks = comparison.tasks(sample=sample, seed=seed or 0)
-    nbytes = sum(comparison.piece_bytes(piece) for task in tasks for piece in task)
-    found: list[Compared] = []
-
-    def compared(one: Compared) -> None:
-        found.append(one)
-        on_progress(min(sum(each.read for each in found), nbytes), nbytes)
-
-    try:
-        map_tasks(Comparison.run, comparison, tasks, threads=budget.threads, client=client, on_result=compared)
-    finally:
-        for side in (source, target):
-            store_of(side.coding).close()
-    for number, mismatches in gathered(found).items():
-        differences += [_difference(source, target, every[number], mismatch) for mismatch in mismatches]
+    compared = compare(source, target, every, budget, how.client, how.on_progress, sample=sample, seed=seed)
+    differences += compared.differences
     warnings += [
-        f"{name} differs between the ranks of the source; any of its values will do"
-        for one in found
-        for name in one.varying
+        f"{name} differs between the ranks of the source; any of its values will do" for name in compared.varying
     ]
     return Verification(
         target.root,
@@ -434,8 +442,8 @@ def _against_source(
         len(target.files),
         len({check.name for check in every}),
         sum(len(copies) for check in every for copies in check.move.way.writes),
-        sum(one.read for one in found),
-        sum(comparison.nbytes(check) for check in every if any(check.move.way.writes)),
+        compared.nbytes,
+        compared.total_bytes,
         tuple(differences),
         tuple(dict.fromkeys(dropped)),
         tuple(dict.fromkeys(left_out)),
@@ -448,31 +456,7 @@ def _against_source(
     )
 
 
-def _difference(source: Checkpoint, target: Checkpoint, check: Check, mismatch: Mismatch) -> Difference:
-    """Return a mismatch with everything that a reader wants to know of its place."""
-    of_source = mismatch.file < len(source.files)
-    side, number = (source, mismatch.file) if of_source else (target, mismatch.file - len(source.files))
-    dtype = check.move.dtype if of_source else check.move.target_dtype
-    found, expected = (f"{bits:0{2 * dtype.itemsize}x}" for bits in (mismatch.found, mismatch.expected))
-    return Difference(
-        "values",
-        f"{mismatch.count} of {mismatch.block.size} elements differ; the first is 0x{found}, expected 0x{expected}",
-        check.name,
-        "source" if of_source else "target",
-        side.ranks[number],
-        side.files[number].path,
-        mismatch.block,
-        mismatch.index,
-        mismatch.count,
-        found,
-        expected,
-        source.files[mismatch.reference].path,
-    )
-
-
-def _against_manifest(
-    target: Place, manifest: Manifest | AnyName, partial: bool, threads: int, on_progress: OnProgress
-) -> Verification:
+def _against_manifest(target: Place, manifest: Manifest | AnyName, partial: bool, how: _How) -> Verification:
     """Compare files with a manifest."""
     known = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
     target.refresh()
@@ -481,7 +465,7 @@ def _against_manifest(
     files = [path for path in root.files() if path.suffix in EXTENSIONS] if root == target else []
     others = sorted({path.relative_to(str(root)).as_posix() for path in files} - set(known.files))
     warnings += [f"{names(others, most=3)}: not in the manifest, and not checked"] if others else []
-    checked = check_files(root, known, partial=partial, threads=threads, progress=on_progress)
+    checked = check_files(root, known, partial=partial, threads=how.threads, progress=how.on_progress)
     absent = len(known.files) - len(checked.paths)
     if absent and partial:
         warnings.append(f"{absent} of the {len(known.files)} files of the manifest are not here")

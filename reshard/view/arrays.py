@@ -3,8 +3,7 @@
 1. A tensor becomes one dask array; its chunks are its source shards.
 2. A slice of it stands for its own part of the files; dask pushes steps, and what is left, down to the object beneath,
    which turns them into ranges of each shard.
-3. Of each shard only the byte ranges asked for are read. Gaps of up to 64 KiB between them are read through,
-   because one longer read costs less than two; at most 8 MiB are held besides the result.
+3. Of each shard only the byte ranges asked for are read (`layout.strided`).
 4. Arrays of low-precision floats are `TensorArray`s, whose sums and means are right.
 """
 
@@ -29,7 +28,9 @@ from dask.base import normalize_token, tokenize
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import SourceError, names
 from reshard.formats.entries import ranges
+from reshard.layout.axes import refined, row_major
 from reshard.layout.block import Block
+from reshard.layout.strided import read_strided
 from reshard.storage.cipher import store_of
 
 if TYPE_CHECKING:
@@ -40,12 +41,6 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Held
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import Coding
-
-_GAP = 64 << 10
-"""Bytes between two wanted ranges that are read rather than jumped over: what a read call costs, in bytes."""
-
-_SCRATCH = 8 << 20
-"""The most bytes read at once where not all of them are wanted."""
 
 _KINDS = [kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) and issubclass(kind, np.generic)]
 _EXTENSION_DTYPES = [np.dtype(kind) for kind in _KINDS]
@@ -79,7 +74,7 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, replica: int | None = Non
     read = [next(e for e in shard.replicas if replica in {None, e.file}) for shard in shards]
     files = [checkpoint.files[extent.file] for extent in read]
     pieces = tuple(
-        _Piece(shard.block, file.path, extent.runs, checkpoint.coding)
+        _Piece(shard.block, file.path, extent.runs, checkpoint.coding, extent.strides)
         for shard, extent, file in zip(shards, read, files, strict=True)
     )
     token = tokenize(
@@ -88,16 +83,16 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, replica: int | None = Non
         spec.dtype.name,
         spec.shape,
         [(file.path, *file.status) for file in files],
-        [(piece.block.start, piece.block.stop, piece.runs) for piece in pieces],
+        [(piece.block.start, piece.block.stop, piece.runs, piece.strides) for piece in pieces],
     )
-    return _from_files(_Stored(name, spec.dtype, spec.shape, pieces), f"{name}-{token}")
+    return _from_files(_Stored(name, spec.dtype, spec.shape, pieces, tensor.axes), f"{name}-{token}")
 
 
 def _from_files(stored: _Stored, name: str) -> da.Array:
     """Return what is in files as a dask array with this name, one chunk a piece of it."""
     array = da.from_array(
         stored,
-        chunks=_chunks(stored.shape, [piece.block for piece in stored.pieces]),
+        chunks=_chunks(stored),
         name=name,
         asarray=False,
         meta=np.empty((0,) * stored.ndim, stored.dtype),
@@ -154,26 +149,39 @@ class RankArrays(Mapping[str, da.Array]):
         return f"<RankArrays of {names([self.checkpoint.root])}: {len(self)} tensor{'s' * (len(self) != 1)}>"
 
 
-def _chunks(shape: Shape, blocks: Sequence[Block]) -> tuple[tuple[int, ...], ...]:
-    """Return the chunk sizes along each dimension: every edge of a block is an edge of chunks."""
-    edges = (
-        sorted({0, extent, *(min(max(edge, 0), extent) for b in blocks for edge in (b.start[dim], b.stop[dim]))})
-        for dim, extent in enumerate(shape)
-    )
-    return tuple(tuple(b - a for a, b in pairwise(of_dim)) or (0,) for of_dim in edges)
+def _chunks(stored: _Stored) -> tuple[tuple[int, ...], ...]:
+    """Return the chunk sizes along each dimension: every edge of a block is an edge of chunks.
+
+    Of a dimension that is several axes, only the first of these has edges.
+    """
+    found = []
+    axis = 0
+    for dim, extent in enumerate(stored.shape):
+        sizes = stored.axes[dim] if stored.axes else (extent,)
+        inner = prod(sizes[1:])
+        edges = {0, extent}
+        for block in (piece.block for piece in stored.pieces if sizes):
+            edges.update(min(max(edge * inner, 0), extent) for edge in (block.start[axis], block.stop[axis]))
+        found.append(tuple(b - a for a, b in pairwise(sorted(edges))) or (0,))
+        axis += len(sizes)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A block of a tensor and where its row-major bytes are."""
+    """A block of a tensor and where its bytes are, in row-major order or in strides."""
 
     block: Block
     path: str
     runs: Runs
     coding: Coding | None = None
+    strides: Shape = ()
 
     def read(self, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer with the block's bytes from `begin` on, be they in one run of the file or several."""
+        """Fill a buffer with what the runs hold from `begin` on, or with zeros."""
+        if not self.runs:
+            buffer[:] = bytes(len(buffer))
+            return
         missing = begin + len(buffer) - sum(nbytes for _, nbytes in self.runs)
         if missing > 0:
             raise SourceError(f"{self.path}: block {self.block} is {missing} bytes longer than what the file has of it")
@@ -183,44 +191,24 @@ class _Piece:
 
     def read_items(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> None:
         """Fill `out` with the block's items at these indices along each dimension, none of them empty."""
-        dims = len(items)
-        # In bytes: from one item to the next; from the first to the end of the last; how many are wanted.
-        pitch = [out.itemsize * prod(self.block.shape[dim + 1 :]) * items[dim].step for dim in range(dims)]
-        span = [out.itemsize] * (dims + 1)
-        for dim in reversed(range(dims)):
-            span[dim] = (len(items[dim]) - 1) * pitch[dim] + span[dim + 1]
-        wanted = [out.itemsize * prod(out.shape[dim:]) for dim in range(dims + 1)]
-        depth = dims  # the dimensions before it are jumped through, those from it on read through
-        while depth:
-            dim = depth - 1
-            gap = pitch[dim] - span[depth] if len(items[dim]) > 1 else 0
-            in_place = span[dim] == wanted[dim] and out.flags.c_contiguous
-            if gap > _GAP or (pitch[dim] > _SCRATCH and not in_place):
-                break
-            depth = dim
-        first = sum(each.start * pitch[dim] // each.step for dim, each in enumerate(items))
-        for outer in np.ndindex(out.shape[:depth]):
-            begin = first + sum(index * pitch[dim] for dim, index in enumerate(outer))
-            target = out[(*outer, ...)]
-            if span[depth] == wanted[depth] and target.flags.c_contiguous:
-                self.read(begin, target.reshape(-1).view(np.uint8).data)
-                continue
-            rows = max(1, _SCRATCH // pitch[depth])
-            for row in range(0, len(target), rows):
-                part = target[row : row + rows]
-                scratch = np.empty((len(part) - 1) * pitch[depth] + span[depth + 1], np.uint8)
-                self.read(begin + row * pitch[depth], scratch.data)
-                part[...] = np.ndarray(part.shape, out.dtype, scratch, strides=tuple(pitch[depth:]))
+        strides = self.strides or row_major(self.block.shape)
+        first = sum(each.start * step for each, step in zip(items, strides, strict=True))
+        pitch = tuple(out.itemsize * step * each.step for each, step in zip(items, strides, strict=True))
+        read_strided(self.read, out.itemsize * first, pitch, out)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in files, indexed as numpy is (without new axes): what dask slices."""
+    """A tensor in files, indexed as numpy is (without new axes): what dask slices.
+
+    `axes` are those of the pieces that each dimension is, where these have others (`Tensor.space`).
+    """
 
     name: str
     kind: DType
     shape: Shape
     pieces: tuple[_Piece, ...]
+    axes: tuple[Shape, ...] = ()
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -264,6 +252,33 @@ class _Stored:
     def _read(self, items: Sequence[range]) -> np.ndarray[Any, Any]:
         """Return the items at these ascending indices along each dimension."""
         out = np.empty([len(each) for each in items], self.kind.carrier())
+        filled = self._fill(items, out) if not self.axes else self._fill_of_axes(items, out)
+        if filled < out.size:
+            raise SourceError(
+                f"tensor {self.name!r}: {out.size - filled} of {out.size} items asked for are in no shard"
+            )
+        return out.view(self.dtype)
+
+    def _fill_of_axes(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
+        """Fill an array with items whose dimensions are several axes each; return how many were there."""
+        asked = Block(
+            tuple(each.start for each in items), tuple(each[-1] + 1 if each else each.start for each in items)
+        )
+        if asked.shape != out.shape:  # of steps what is between them is read, too
+            found = np.empty(asked.shape, out.dtype)
+            filled = self._fill_of_axes([range(a, b) for a, b in zip(asked.start, asked.stop, strict=True)], found)
+            out[...] = found[tuple(slice(None, None, each.step) for each in items)]
+            return filled - found.size + out.size
+        return sum(
+            self._fill(
+                [range(a, b) for a, b in zip(box.start, box.stop, strict=True)],
+                out[part.within(asked)].reshape(box.shape),
+            )
+            for box, part in refined(asked, self.axes)
+        )
+
+    def _fill(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
+        """Fill an array with items; return how many of them were there."""
         filled = 0
         for piece in self.pieces:
             places = tuple(
@@ -280,11 +295,7 @@ class _Stored:
                     part,
                 )
                 filled += part.size
-        if filled < out.size:
-            raise SourceError(
-                f"tensor {self.name!r}: {out.size - filled} of {out.size} items asked for are in no shard"
-            )
-        return out.view(self.dtype)
+        return filled
 
 
 def _picked(extent: int, item: Any) -> range:
@@ -382,7 +393,7 @@ class _InFiles(da.Array):  # type: ignore[misc]
 
     def __getitem__(self, index: Any) -> da.Array:
         box = _box(self.shape, index)
-        if self.stored is None or box is None or not 0 < box.size < self.size:
+        if self.stored is None or self.stored.axes or box is None or not 0 < box.size < self.size:
             return super().__getitem__(index)
         part = _from_files(self.stored.part(box), f"{self.stored.name}-{tokenize(self.name, box.start, box.stop)}")
         given = index if isinstance(index, tuple) else (index,)

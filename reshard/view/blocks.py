@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
+    from reshard.rules.show import Fusion
     from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.strategy import Placed, Strategy
 
@@ -35,6 +36,7 @@ _MOST_CELLS = 576
 """The most rectangles of a side; finer grids are drawn coarser."""
 
 _LEAST = 4.0
+_BAR = 420.0  # pixels of a fused tensor's rows
 """The least distance of two cuts, in pixels; finer grids are drawn coarser."""
 
 _MOST_PANELS = 12
@@ -138,6 +140,32 @@ def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | Non
     if target is not None:
         sides += _strategy_sides(target, name, tensor.spec.shape, "target")
     return draw(sides, f"{name} {tensor.spec.dtype} {shape_text(tensor.spec.shape)}")
+
+
+def fusion_picture(fusion: Fusion) -> Picture:
+    """Draw which rows of a fused tensor are those of which part."""
+    count = len(fusion.parts)
+    fills = [*(colour(number, count) for number in range(count)), ("none", "currentColor")]
+    scale = _BAR / max(fusion.rows, 1)
+    bars = [label(0, 12, fusion.name, font_weight=600), label(0, 28, f"{fusion.rows:,} rows along axis {fusion.axis}")]
+    for band in fusion.bands[:_MOST_CELLS]:
+        rows = [band.rows] if band.step == 1 else [range(row, row + 1) for row in band.rows[:_MOST_CELLS]]
+        own = (
+            f"{fusion.parts[band.part]} {band.first}-{band.first + len(band.rows) - 1}" if band.part >= 0 else "padding"
+        )
+        title = tag("title", f"rows {band.rows[0]}-{band.rows[-1]}: {own}")
+        bars += [
+            tag("rect", title, x=0.0, y=36 + some.start * scale, width=90.0, height=max(len(some) * scale, 0.5),
+                fill=fills[band.part][0], stroke="#00000040", stroke_width=0.5)
+            for some in rows
+        ]  # fmt: skip
+        if band.step == 1 and len(band.rows) * scale >= _LEAST:
+            bars.append(label(96, 40 + (band.start + band.stop) / 2 * scale, f"{band.start}-{band.stop - 1}", size=10))
+    for number, part in enumerate(fusion.parts):
+        y = 36.0 + 18 * number
+        bars += [tag("rect", x=180.0, y=y, width=12.0, height=12.0, fill=fills[number][0]), label(198, y + 10, part)]
+    width = 200 + max(map(text_width, (*fusion.parts, fusion.name)), default=0)
+    return Picture(f"{fusion.name}: {fusion.verb}", ceil(width), ceil(40 + max(_BAR, 18 * count)), join(bars))
 
 
 def _places(strategy: Strategy, name: str) -> tuple[Placed, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from reshard.view.tables import layouts_of, totals
+from reshard.source.reshape import stacked_axes
+from reshard.view.tables import layouts_of, objects_of, totals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +51,7 @@ def strategy_data(strategy: Strategy) -> dict[str, object]:
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
     """Return a checkpoint as plain data; nothing is folded there."""
     ranks = checkpoint.ranks
+    facts, shown = objects_of(checkpoint)
     replicas: dict[Sharding, list[dict[str, object]]] = {}
     return {
         **_files_data([checkpoint]),
@@ -57,11 +59,14 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, object]:
         "warnings": list(checkpoint.warnings),
         "sampled": checkpoint.looked and checkpoint.looked._asdict(),
         "unreadable": dict(checkpoint.unreadable),
-        "objects": dict(checkpoint.objects),
+        "bound": dict(checkpoint.bound),
+        "objects": shown,
+        "training": facts,
         "totals": [total._asdict() for total in totals(checkpoint)],
         "tensors": [
             {
                 **_tensor_data(tensor),
+                "stacked": list(stacked_axes(tensor)),
                 "layouts": [
                     {"stage": stage, **layout_data(layout)} for stage, layout in layouts_of(checkpoint, tensor)
                 ],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import PYTHON, LayoutError, bytes_text, spelled
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members, group_names, ranges_text
-from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture, thumbnail
+from reshard.view.blocks import checkpoint_picture, fusion_picture, layout_picture, strategy_picture, thumbnail
 from reshard.view.flow import plan_picture
 from reshard.view.svg import (
     MOST_NAMES,
@@ -34,7 +34,7 @@ from reshard.view.svg import (
     tiles,
     warnings_listed,
 )
-from reshard.view.tables import layouts_of, layouts_text
+from reshard.view.tables import extents_text, layouts_of, layouts_text, objects_of
 from reshard.view.text import LEGEND, below, conclusion, count_text, groups_of, layout_text, shards_text
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from reshard.layout.layout import Layout
     from reshard.plan.plan import Plan
+    from reshard.rules.show import Fusion
     from reshard.run.graph import Graph
     from reshard.run.run import Report
     from reshard.run.tasks import Receipt
@@ -86,8 +87,13 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     ]
     if checkpoint.unreadable:
         parts.append(reasons("Not readable", checkpoint.unreadable.items()))
-    if checkpoint.objects:
-        parts.append(reasons("Not tensors", checkpoint.objects.items()))
+    if checkpoint.bound:
+        parts.append(reasons("Bound", checkpoint.bound.items()))
+    facts, shown = objects_of(checkpoint)
+    if facts:
+        parts.append(reasons("Megatron", ((word, str(fact)) for word, fact in facts.items())))
+    if shown:
+        parts.append(reasons("Not tensors", shown.items()))
     return page(*parts, *warnings_listed(checkpoint.warnings))
 
 
@@ -206,7 +212,7 @@ def _leaf(
 ) -> Markup:
     tensor, count = tensors[0], len(tensors)
     rule = layouts_text(checkpoint, tensors)
-    shape = shape_text(tensor.spec.shape) if tensor.text is None else "text"
+    shape = extents_text(tensor) if tensor.text is None else "text"
     times = [tag("span", f"  x {count:,}", class_="count")] if count > 1 else []
     return tag(
         "div",
@@ -461,10 +467,16 @@ def graph_html(graph: Graph) -> str:
     )
 
 
+def fusion_html(fusion: Fusion) -> str:
+    """Show how a fused tensor is made of its parts."""
+    return page(heading("Rule", fusion.name, fusion.verb), fusion_picture(fusion).html(), tag("pre", str(fusion)))
+
+
 # --- whatever it is ---------------------------------------------------------------------------------------------
 
 _HTML: dict[str, Callable[[Any], str]] = {
     "Checkpoint": checkpoint_html,
+    "Fusion": fusion_html,
     "Graph": graph_html,
     "Groups": groups_html,
     "Layout": layout_html,

@@ -17,6 +17,7 @@ from reshard.formats.entries import Where
 from reshard.layout.block import Block, shape_text
 from reshard.plan.select import all_states
 from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched
+from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_members, group_names, is_training_state, natural, ranges_text
 from reshard.view.text import (
     LEGEND,
@@ -137,18 +138,14 @@ def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
 
 
 def kinds(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return what each tensor is, by its name: `weights`, the prefix of the optimizer's states (`adam_m`), or `other`.
+    """Return what each tensor is, by its name: `weights`, which states of the optimizer (`adam_m`), or `other`.
 
     Other are `global_step`, `learning_rate` and the like, and text. Names that were left out are known, too: to choose
     the states alone makes no weights of them.
     """
     states = all_states(checkpoint, None, checkpoint.left_out)
     return {
-        name: name.removesuffix(states[name]).rstrip(".")
-        if name in states
-        else "other"
-        if is_training_state(name, tensor)
-        else "weights"
+        name: states[name].kind if name in states else "other" if is_training_state(name, tensor) else "weights"
         for name, tensor in checkpoint.tensors.items()
     }
 
@@ -269,7 +266,10 @@ def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: i
         for header, index in distinct.items()
     }
     stored = sum(sizes[file.index.header] for file in checkpoint.files)
-    lines = [*source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.step), ""]
+    lines = source_lines(checkpoint.root, checkpoint.files, checkpoint.ranks, checkpoint.step)
+    facts, shown = objects_of(checkpoint)
+    said = ", ".join(f"{word} {fact}" for word, fact in facts.items())
+    lines += [*([f"Megatron: {printable(said)}"] if said else []), ""]
     lines += [*_rows(checkpoint, "shape", sort, width, more), ""]
     if cut:
         lines += [*LEGEND.splitlines(), ""]
@@ -278,7 +278,7 @@ def checkpoint_text(checkpoint: Checkpoint, *, sort: str | None = None, width: i
         lines.append(f"sampled: {looked}")
     in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas"
     lines.append(f"{_counted(checkpoint)}{in_files if cut else ''}")
-    return joined("\n", [*lines, *_unreadable(checkpoint)])
+    return joined("\n", [*lines, *_unreadable(checkpoint, shown)])
 
 
 def iterations_text(listed: Sequence[Iteration], *, width: int | None = None) -> str:
@@ -312,7 +312,7 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
         lines += ["", f"{some if len(parts) > 1 or len(alike) > 1 else ''}{_counted(part)}"]
         if part.tensors:
             lines += [*_rows(part, "shape in the file", sort, width, {}), "", *_totals(part, width)]
-        lines += _unreadable(part)
+        lines += _unreadable(part, {})
     return joined("\n", lines)
 
 
@@ -332,7 +332,7 @@ def _rows(
 ) -> list[str]:
     """Return the lines of a table of tensors, repeated layers as one, with more columns, and what their shapes are."""
     rows = group_names(
-        (name, (tensor.spec._replace(name=""), tuple(text(tensor) for text in more.values())))
+        (name, (tensor.spec._replace(name=""), (extents_text(tensor), *(text(tensor) for text in more.values()))))
         for name, tensor in checkpoint.tensors.items()
     )
     if sort is not None:
@@ -343,17 +343,34 @@ def _rows(
             printable(name),
             f"{count:,}",
             spec.dtype.name,
-            shape_text(spec.shape),
+            extents,
             bytes_text(spec.nbytes * count),
             *texts,
         )
-        for name, (spec, texts), count in rows
+        for name, (spec, (extents, *texts)), count in rows
     ]
     return table_lines(("tensor", "count", "dtype", shape, "bytes", *more), table, width, below=len(more))
 
 
-def _unreadable(checkpoint: Checkpoint) -> list[str]:
-    found = [("not readable", checkpoint.unreadable), ("not a tensor", checkpoint.objects)]
+def extents_text(tensor: Tensor) -> str:
+    """Write the shape of a tensor, with what its first dimensions count, where that is known."""
+    shape, words = tensor.spec.shape, stacked_axes(tensor)
+    counted = ", ".join(count_text(extent, word) for extent, word in zip(shape, words, strict=False))
+    rest = shape_text(shape[len(words) :])
+    return f"[{counted}{', ' if rest != '[]' else ''}{rest[1:]}" if words else rest
+
+
+def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, str]]:
+    """Return what a checkpoint says of the training, and what each object is; they are read for that."""
+    if not (checkpoint.objects or checkpoint.beside):
+        return {}, {}
+    from reshard.readers.dcp.objects import facts, shown_objects  # not on every start
+
+    return facts(checkpoint), shown_objects(checkpoint)
+
+
+def _unreadable(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]:
+    found = [("not readable", checkpoint.unreadable), ("bound", checkpoint.bound), ("not a tensor", objects)]
     rows = ((title, name, what) for title, some in found for name, what, _ in group_names(some.items()))
     return [f"{title}: {printable(name)}: {printable(what)}" for title, name, what in rows]
 

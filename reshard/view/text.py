@@ -15,6 +15,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from reshard.errors import PYTHON, LayoutError, Option, Text, bytes_text, joined, names, spelled
+from reshard.formats.sets import DCP_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_names, ranges_text
@@ -228,7 +229,7 @@ def source_lines(title: str, files: Sequence[SourceFile], ranks: Sequence[int], 
 def _written_text(plan: Plan) -> str:
     """Write what files a plan writes."""
     kinds = [plan.format for file in plan.files if plan.exclusive or not file.last]
-    if any(file.pointer for file in plan.files):
+    if plan.format != DCP_NAME and any(file.pointer for file in plan.files):
         return f"a Checkpoint 2.0 of {kinds_text(kinds)}"
     return kinds_text(kinds, index=len(kinds) < len(plan.files))
 
@@ -281,6 +282,7 @@ def plan_text(plan: Plan, directory: str) -> str:
         *(("", line) for line in more),
         ("to", f"{printable(directory)}: {_written_text(plan)}{of_ranks(', ', plan.ranks)}"),
         ("tensors", f"{stats.tensors:,}"),
+        *([("merged", f"LoRA adapter {printable(source.lora.root)}")] if source.lora else []),
         ("read", f"{bytes_text(stats.bytes_read)} from {count_text(stats.source_files, 'file')}{more_than_needed}"),
         (
             "write",
@@ -389,6 +391,7 @@ def _checksums_text(report: Report) -> str:
 
 _MOST_SHOWN = 6  # of up to three lines each
 _MOST_MISSING = 6
+_ITSELF = "what it carries of itself (checksums, replicas)"
 
 
 def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`differences`") -> str:
@@ -440,14 +443,17 @@ def summary(found: Verification) -> str:
     files = dict.fromkeys(one.path for one in found.differences if one.path is not None)
     where = [f"in {names(some, most=2)}" for some in (tensors, files) if some]
     count = count_text(len(found.differences), "difference")
-    return f"{found.target} is not what {found.against} says: {', '.join([count, *where])}"
+    expected = f"what {found.against} says" if found.against else _ITSELF
+    return f"{found.target} is not {expected}: {', '.join([count, *where])}"
 
 
 def conclusion(found: Verification) -> str:
     """Return in a few words what was found."""
-    against = printable(found.against or "")
+    against = printable(found.against or _ITSELF)
     if found.differences:
         return f"DIFFERS from {against}: {count_text(len(found.differences), 'difference')}"
+    if found.against is None and found.bytes_read:
+        return "complete and valid; its contents have the checksums that its files carry"
     if found.against is None:
         return "complete and valid in structure; contents were not read"
     if not found.ranks:
@@ -459,7 +465,8 @@ def conclusion(found: Verification) -> str:
 
 
 def _difference_lines(one: Difference, found: Verification, words: Words) -> Iterable[str]:
-    subject = f"tensor {printable(one.name)}" if one.name is not None else below(one.path or "", found.target)
+    kind = "object" if one.kind == "object" else "tensor"
+    subject = f"{kind} {printable(one.name)}" if one.name is not None else below(one.path or "", found.target)
     yield f"  {subject}: {printable(spelled(one.text, words))}"
     if one.path is not None and one.name is not None:
         root = found.against if one.side == "source" else found.target

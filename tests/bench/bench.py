@@ -3,6 +3,7 @@
     python tests/bench/bench.py                      # every row, 4 GB, 9 rounds; about twenty minutes
     python tests/bench/bench.py --bytes 1GB --rounds 3 --rows rows,columns
     python tests/bench/bench.py --mindspore ms/bin/python   # also against MindSpore 2.10 in that Python
+    python tests/bench/bench.py --torch torch/bin/python    # and PyTorch, with safetensors (RESHARD_TORCH_PYTHON)
 
 How the figures are made. The data is random 16-bit numbers in the shapes of a transformer (about 340 tensors over 8
 ranks; only the norms are replicas). Some virtual machines hand free memory back to the host within seconds, and
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from checkpoints import blocks_of, places
 from measure import RESHARD, Measured, measured
+from peers import PEAK, TORCH, against_peers, told, torch_table
 
 import reshard
 from reshard import Layout, Strategy
@@ -106,6 +108,34 @@ def pipeline(model: dict[str, tuple[int, ...]], ranks: int) -> Strategy:
     return Strategy.of(layouts)
 
 
+def rules(name: str) -> dict[str, object]:
+    """Rules of a row: between the model and one whose matrices are fused, or transposed."""
+    layer = "layers.{l}"
+    qkv = [f"{layer}.attention.{one}" for one in ("wq", "wk", "wv")]
+    gated = [f"{layer}.ffn.{one}" for one in ("w1", "w3")]
+    others = [f"{layer}.{one}" for one in ("attention.wo", "ffn.w2", "attention_norm", "ffn_norm")]
+    whole = ["embedding", "head", "norm"]
+    if name == "fused":
+        made: list[dict[str, object]] = [
+            {"a": qkv, "b": {"interleave": "qkv", "by": "l", "groups": 16}},
+            {"a": gated, "b": {"concat": "gated", "by": "l"}},
+            *({"a": one, "b": {"stack": one.removeprefix(f"{layer}."), "by": "l"}} for one in others),
+            *({"a": one, "b": one} for one in whole),
+        ]
+    elif name == "rows":
+        made = [
+            {"a": gated, "b": {"interleave": f"{layer}.gated"}},
+            *({"a": one, "b": one} for one in (*qkv, *others, *whole)),
+        ]
+    else:
+        matrices = [*qkv, *gated, *others[:2], *whole[:2]]
+        made = [
+            *({"a": one, "b": {"transpose": f"{one}.t"}} for one in matrices),
+            *({"a": one, "b": one} for one in (*others[2:], "norm")),
+        ]
+    return {"reshard-rules": 1, "sides": ["a", "b"], "rules": made}
+
+
 def write_source(root: Path, model: dict[str, tuple[int, ...]], strategy: Strategy, format: str) -> int:
     """Write rank files of random bytes; return how many bytes."""
     noise = np.random.default_rng(0).bytes(64 << 20)
@@ -148,6 +178,13 @@ class Row:
 
 
 _STYLE = ["--style", "checkpoint2"]
+_DCP = ["--format", "dcp"]
+_HF = ["--style", "huggingface", "--rules"]
+_RULES = [
+    ("fused", "QKV by groups, gate and up one behind the other, layers stacked", 1.1),
+    ("rows", "gate and up row by row", 1.3),
+    ("transposed", "every matrix transposed", 1.5),
+]
 ROWS = [
     Row("same", "st", "tp4", "safetensors tp8 → tp4, same axis, warm", 0.8),
     Row("columns", "st", "columns", "row → column, warm", 0.95),
@@ -159,6 +196,21 @@ ROWS = [
     Row("ckpt", "ckpt", "tp4", ".ckpt → .ckpt, warm", 1.0),
     Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--format", "safetensors"]),
     Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _STYLE),
+    Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--style", "huggingface"], command="unify"),
+    Row("dcp-columns", "dcp", "columns", "DCP row → column, warm", 1.1, _DCP),
+    Row("hf-dcp", "hf", "st", "Hugging Face set → DCP fsdp8, warm", 1.1, _DCP),
+    *(
+        Row(
+            f"rules-{name}", "hf", None, f"rules: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], command="unify"
+        )
+        for name, title, most in _RULES
+    ),
+    *(
+        Row(
+            f"rules-{name}-back", name, None, f"and back: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], "unify"
+        )
+        for name, title, most in _RULES
+    ),
     Row("cold", "st", "tp4", "tp8 → tp4, cold cache, synced", 1.1, cold=True, synced=True),
     Row("fsync", "st", "tp4", "tp8 → tp4, synced", 1.1, synced=True),
     Row("larger", "larger-st", "larger-tp4", "tp8 → tp4, larger than memory, synced", 0.8, synced=True),
@@ -191,25 +243,29 @@ def memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def arms(row: Row, root: Path, out: Path) -> dict[str, list[str]]:
-    """The commands of a row: ours and the plain copy."""
+def arms(row: Row, root: Path, out: Path, torch: str | None = None) -> dict[str, list[str]]:
+    """The commands of a row: ours, the plain copy, and PyTorch's where a Python has it that knows the format."""
     source = root / row.source
     ours = [*RESHARD, row.command, str(source), str(out)]
-    if row.source != "checkpoint2":
+    if row.source not in {"checkpoint2", "dcp", "hf", *(name for name, _, _ in _RULES)}:
         ours += ["--source-strategy", str(root / f"{row.source}.strategy.ckpt")]
     if row.target:
         ours += ["--target-strategy", str(root / f"{row.target}.strategy.ckpt")]
-    ours += ["-q", *row.options, *([] if row.synced else ["--no-fsync"])]
+    ours += ["-q", *(option.format(root=root) for option in row.options), *([] if row.synced else ["--no-fsync"])]
     copy = f"cp -r '{source}' '{out}'" + (" && sync" if row.synced else "")
-    return {"reshard": ours, "cp": ["sh", "-c", copy]}
+    theirs = (
+        {"torch": [torch, "-c", PEAK + TORCH[row.name], str(source), str(out)]} if torch and row.name in TORCH else {}
+    )
+    return {"reshard": ours, "cp": ["sh", "-c", copy], **theirs}
 
 
-def measure(row: Row, root: Path, job: int, rounds: int) -> dict[str, list[Measured]]:
+def measure(row: Row, root: Path, job: int, rounds: int, torch: str | None) -> dict[str, list[Measured]]:
     """Time the arms of a row in random order, round after round."""
     out = root / "out"
-    found: dict[str, list[Measured]] = {"reshard": [], "cp": []}
+    commands = list(arms(row, root, out, torch).items())
+    found: dict[str, list[Measured]] = {name: [] for name, _ in commands}
     for turn in range(rounds + 1):
-        for name, command in random.sample(list(arms(row, root, out).items()), 2):
+        for name, command in random.sample(commands, len(commands)):
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
             prepare(job, source=root / row.source, cold=row.cold)
@@ -255,6 +311,7 @@ def tell(row: Row, found: dict[str, list[Measured]], moved: tuple[float, float])
     return {
         "row": row.name, "ratio": median, "ratios": ratios, "seconds": [t.seconds for t in ours],
         "copy_seconds": [t.seconds for t in copy], "cpu": [t.cpu for t in ours], "peak": peak, "moved": moved,
+        "torch": [(t.seconds, t.cpu, *told(t.out)) for t in found.get("torch", ())],
     }  # fmt: skip
 
 
@@ -280,6 +337,17 @@ def make_data(root: Path, nbytes: int, wanted: set[str], prefix: str = "") -> in
         )  # fmt: skip
         plan.run(root / f"{prefix}checkpoint2")
         shutil.rmtree(root / f"{prefix}checkpoint2" / ".reshard")
+    for name, target, files in (("dcp", sources["st"], reshard.DCP()), ("hf", None, reshard.HuggingFaceSet())):
+        if prefix + name in wanted:
+            plan = reshard.plan(reshard.open(root / f"{prefix}st", strategy=sources["st"]), target, files=files)
+            plan.run(root / f"{prefix}{name}")
+            shutil.rmtree(root / f"{prefix}{name}" / ".reshard")
+    for name, _, _ in _RULES:
+        (root / f"{name}.yaml").write_text(json.dumps(rules(name)))
+        if name in wanted:
+            source = reshard.open(root / "hf").derive(reshard.Rules.of(rules(name)))
+            reshard.plan(source, files=reshard.HuggingFaceSet()).run(root / name)
+            shutil.rmtree(root / name / ".reshard")
     print(f"{len(model)} tensors, {made[0] / 1e9:.2f} GB over 8 ranks, bfloat16, random bytes\n")
     return made[0]
 
@@ -292,10 +360,13 @@ def main() -> None:
     parser.add_argument("--rows", help=f"only these, of {', '.join(row.name for row in ROWS)}")
     parser.add_argument("--dir", type=Path, default=Path("bench-data"), help="where the data goes; removed afterwards")
     parser.add_argument("--mindspore", help="a Python that has MindSpore 2.10, to compare with")
+    parser.add_argument(
+        "--torch", default=os.environ.get("RESHARD_TORCH_PYTHON"),
+        help="a Python that has PyTorch and safetensors, likewise (default RESHARD_TORCH_PYTHON)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     from dask.utils import parse_bytes
-    from peers import against_peers  # next to this file
 
     rows = [row for row in ROWS if not options.rows or row.name in options.rows.split(",")]
     compileall.compile_dir(Path(reshard.__file__).parent, quiet=1)  # as an installation is
@@ -305,14 +376,17 @@ def main() -> None:
     print(f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}: {' '.join(sys.argv)}\n")
     try:
         wanted = {row.source for row in rows}
+        wanted |= {"hf"} if wanted & {name for name, _, _ in _RULES} else set()
         job = make_data(options.dir, parse_bytes(options.bytes), wanted | {"st"})
         if "larger-st" in wanted:
             make_data(options.dir, int(0.55 * memory()), wanted, "larger-")
         print("| case | time ÷ `cp -r` | reshard | `cp -r` | CPU | peak | read ÷ needed | written ÷ produced |")
         print("|---|---|---|---|---|---|---|---|")
         figures = [
-            tell(row, measure(row, options.dir, job, options.rounds), bytes_moved(row, options.dir)) for row in rows
+            tell(row, measure(row, options.dir, job, options.rounds, options.torch), bytes_moved(row, options.dir))
+            for row in rows
         ]
+        torch_table({row.name: row.title for row in rows}, figures)
         figures += against_peers(options.dir, options.mindspore)
         if options.json:
             options.json.write_text(json.dumps(figures, indent=1))

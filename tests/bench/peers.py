@@ -1,12 +1,13 @@
-"""The same job by other tools: the safetensors library, and MindSpore where a Python with it is named."""
+"""The same job by other tools: the safetensors library, and MindSpore or PyTorch where a Python with it is named."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,6 +55,69 @@ plan.run(out, fsync=False)
 print("FIGURES", time.perf_counter() - began, peak())
 """
 
+_LOAD = """
+import sys, time, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from safetensors.torch import save_file
+source, out = sys.argv[1:3]
+began = time.perf_counter()
+state = {}
+reader = HuggingFaceStorageReader(source) if HUGGING_FACE else dcp.FileSystemReader(source)
+_load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+"""
+_TOLD = 'print("FIGURES", time.perf_counter() - began, peak())'
+
+# In one process, as scripts do it: all is loaded, and saved whole. Rows and columns are the same then.
+TORCH = {
+    "dcp-hf": f"""
+HUGGING_FACE = False
+{_LOAD}
+import os
+os.makedirs(out)
+save_file(state, out + "/model.safetensors", metadata={{"format": "pt"}})
+{_TOLD}
+""",
+    "dcp-columns": f"""
+HUGGING_FACE = False
+{_LOAD}
+dcp.save(state, storage_writer=dcp.FileSystemWriter(out, sync_files=False), no_dist=True)
+{_TOLD}
+""",
+    "hf-dcp": f"""
+HUGGING_FACE = True
+{_LOAD}
+dcp.save(state, storage_writer=dcp.FileSystemWriter(out, sync_files=False), no_dist=True)
+{_TOLD}
+""",
+}
+
+
+def told(out: str) -> tuple[float, int]:
+    """Return the seconds and the peak memory that a script tells."""
+    _, seconds, peak = next(line for line in out.splitlines() if line.startswith("FIGURES")).split()
+    return float(seconds), int(peak)
+
+
+def torch_table(titles: dict[str, str], figures: list[dict[str, Any]]) -> None:
+    """Print how long PyTorch took for rows, in the same rounds: medians."""
+    if not any(row["torch"] for row in figures):
+        return
+    print("\n| PyTorch loads all, saves it | process | imports left out | CPU | peak | reshard | theirs ÷ ours |")
+    print("|---|---|---|---|---|---|---|")
+    for row in figures:
+        if row["torch"]:
+            whole, cpu, seconds, peak = (statistics.median(some) for some in zip(*row["torch"], strict=True))
+            ours = statistics.median(row["seconds"])
+            print(
+                f"| {titles[row['row']]} | {whole:.2f} s | {seconds:.2f} s | {cpu:.2f} s | {peak / 1e6:,.0f} MB "
+                f"| {ours:.2f} s | {seconds / ours:.1f} × |",
+                flush=True,
+            )
+
 
 def figures(python: str, script: str, out: Path, *arguments: str) -> tuple[float, int]:
     """Run a script; return the seconds and the peak memory that it tells, imports left out."""
@@ -65,8 +129,7 @@ def figures(python: str, script: str, out: Path, *arguments: str) -> tuple[float
     shutil.rmtree(out, ignore_errors=True)
     if done.returncode:
         sys.exit(f"a peer failed:\n{done.stderr[-2000:]}")
-    _, seconds, peak = next(line for line in done.stdout.splitlines() if line.startswith("FIGURES")).split()
-    return float(seconds), int(peak)
+    return told(done.stdout)
 
 
 def against_peers(root: Path, mindspore: str | None) -> list[dict[str, object]]:

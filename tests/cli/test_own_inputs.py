@@ -93,6 +93,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "strategy from-checkpoint",
         ["made/rank_0/checkpoint_0.safetensors"],
     ),
+    "invert": (["rules", "invert", "equations.yaml", "-o"], "rules invert", ["equations.yaml"]),
 }  # fmt: skip
 
 
@@ -141,6 +142,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     reshard.write_strategy(TARGET, "target.ckpt")
     Path("names.json").write_text(json.dumps({name: name for name in FULL}))
     Path("rules.yaml").write_text("mesh: {dp: 2}\nrules: {w: [dp]}\n")
+    Path("equations.yaml").write_text("reshard-rules: 1\nsides: [a, b]\nrules: [{a: w, b: v}]\n")
     source = reshard.open("src", strategy=SOURCE)
     reshard.plan(source, TARGET).save("plan.json")
     reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors").run("set", ledger=False)

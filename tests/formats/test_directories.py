@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import chdir
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
 from commands import call, done
+from saves_files import tensor, write_save
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
@@ -425,6 +427,59 @@ def test_one_part_of_a_rank_is_not_written_as_the_model(tmp_path: Path) -> None:
     assert result.exit_code == 4
     assert "net_part1.safetensors: is one of several parts of a checkpoint by its name" in result.stderr
     assert "is one of several parts" in done("inspect", tmp_path / "src").stderr
+
+
+SAVED = {
+    "pytorch_model-00001-of-00002.bin": "is one of several files that torch.save made of one model",
+    "model-00002-of-00002.pt": "is one of several files that torch.save made of one model",
+    "mp_rank_01_model_states.pt": "is what one rank of several saved of a model",
+    "mp_rank_00_model_states.pt": "mp_rank_01_model_states.pt next to it is what one rank of several saved",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt": "is what one rank of several saved of a model",
+    "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "is what one rank of several saved of a model",
+    "layer_00-model_00-model_states.pt": "is what one rank of several saved of a model",
+    "consolidated.01.pth": "is what one rank of several saved of a model",
+    "consolidated.00.pth": "consolidated.01.pth next to it is what one rank of several saved",
+    "mp_rank_00/model_optim_rng.pt": "is one of several parts of a checkpoint by its name",
+    "mp_rank_02_001/model_optim_rng.pt": "is one of several parts of a checkpoint by its name",
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_one_of_several_files_of_torch_save(tmp_path: Path, name: str) -> None:
+    path = write_save(tmp_path / "src" / name, {"w": tensor(FULL["a"])})
+    for other in ("mp_rank_01_model_states.pt", "consolidated.01.pth"):
+        if name.replace("0", "1")[:8] == other.replace("0", "1")[:8]:
+            write_save(path.parent / other, {"w": tensor(FULL["b"])})
+    (tmp_path / "src" / "mp_rank_01").mkdir()
+    for command in (["unify", path, tmp_path / "out"], ["inspect", path], ["verify", path]):
+        refused = call(*command)
+        assert refused.exit_code == 4
+        assert SAVED[name] in refused.stderr
+    if "/" not in name:
+        refused = call("unify", path.parent, tmp_path / "out")
+        assert refused.exit_code == 4
+        assert re.search("torch.save.*; expected whole tensors; load all of them", refused.stderr)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model-00001-of-00001.bin", "mp_rank_00_model_states.pt", "consolidated.00.pth", "lora_rank_8.pt",
+        "mp_rank_00/model_optim_rng.pt", "epoch_2.pth",
+    ],
+)  # fmt: skip
+def test_a_file_that_has_all_by_its_name(tmp_path: Path, name: str) -> None:
+    path = write_save(tmp_path / name, {"w": tensor(FULL["a"])})
+    write_save(path.parent / "lora_rank_16.pt", {"w": tensor(FULL["a"])})
+    assert set(reshard.open(path)) == {"w"}
+
+
+def test_files_of_torch_save_next_to_others_do_no_harm(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", FULL)
+    write_save(tmp_path / "pytorch_model-00001-of-00002.bin", {"w": tensor(FULL["a"])})
+    assert set(reshard.open(tmp_path)) == set(FULL)
+    (tmp_path / "model.safetensors").rename(tmp_path.parent / "x.safetensors")
+    assert "warning" not in done("unify", tmp_path.parent / "x.safetensors", tmp_path).stderr
 
 
 def test_a_link_to_one_of_several_is_one_of_several(tmp_path: Path) -> None:

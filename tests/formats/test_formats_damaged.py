@@ -11,6 +11,7 @@ import pytest
 from format_files import CODE, SAMPLE, contents_of, saved, st_file, write
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import one_in
 
 from reshard.errors import SourceError
 from reshard.formats import ckpt, index_file
@@ -76,10 +77,11 @@ def survives(path: Path, content: bytes) -> None:
     assert most < 2_000_000
 
 
+@one_in(7)
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_every_flipped_bit_gives_an_error_or_a_sound_index(tmp_path: Path, kind: str) -> None:
+def test_every_flipped_bit_gives_an_error_or_a_sound_index(tmp_path: Path, kind: str, every: int) -> None:
     whole = DAMAGED[kind]
-    for place in range(8 * len(whole)):
+    for place in range(0, 8 * len(whole), every):
         flipped = bytearray(whole)
         flipped[place // 8] ^= 1 << place % 8
         survives(tmp_path / "a", bytes(flipped))

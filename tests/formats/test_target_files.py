@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.errors import UsageError
-from reshard.formats.entries import NamedFile, RankFiles, Stored, TargetFiles
+from reshard.formats.entries import NamedFile, RankFiles, ShardFiles, Stored, TargetFiles
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 MIXED = [Stored("a", 10, True), Stored("b", 30, True), Stored("c", 20, True), Stored("step", 4, False),
@@ -96,3 +97,24 @@ def test_no_file_holds_more_than_asked_for_but_one_tensor(
         held = [tensor.nbytes for tensor in tensors if shard_files.of[tensor.name] == number and tensor.nbytes]
         assert sum(held) <= most or len(held) == 1
         assert held or len(shard_files.paths) == 1
+
+
+class ByLetter:
+    """A way of one's own: a file for each first letter."""
+
+    def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
+        letters = sorted({tensor.name[0] for tensor in tensors})
+        of = {tensor.name: letters.index(tensor.name[0]) for tensor in tensors}
+        return ShardFiles(tuple(f"{letter}{extension}" for letter in letters), of)
+
+
+def test_files_are_laid_out_as_anyone_says(tmp_path: Path) -> None:
+    full = numbers({"a.w": (4, 2), "b.w": (3,), "a.b": (5,)})
+    write_file(tmp_path / "all.safetensors", full)
+    plan = reshard.plan(reshard.open(tmp_path / "all.safetensors"), files=ByLetter())
+    plan.run(tmp_path / "target", fsync=False)
+    assert set(tree(tmp_path / "target")) == {"a.safetensors", "b.safetensors"}
+    held = {name: set(reshard.open(tmp_path / "target" / f"{name}.safetensors")) for name in "ab"}
+    assert held == {"a": {"a.w", "a.b"}, "b": {"b.w"}}
+    with pytest.raises(UsageError, match="format zarr and ByLetter do not go together"):
+        reshard.plan(reshard.open(tmp_path / "all.safetensors"), files=ByLetter(), format="zarr")

@@ -7,13 +7,14 @@ import shlex
 import shutil
 from typing import TYPE_CHECKING
 
+import fsspec
 import numpy as np
 import pytest
 import zarr
 from checkpoints import tree, write_file, write_ranks
 from commands import least_memory
 from faulty import Faults, raising
-from remotes import Requests, changing, get, put
+from remotes import Requests, at_urls, changing, get, put
 from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source
 
 import reshard
@@ -30,18 +31,18 @@ if TYPE_CHECKING:
 __all__ = ["source"]  # fixtures, for pytest to find
 
 
-@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@at_urls("group", GROUPS, 3)
 def test_there_and_back(
     source: reshard.Checkpoint,
     root: str,
     tmp_path: Path,
-    group: ZarrGroup,
+    group: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The files are those of a local store, byte for byte; zarr reads them, and so do we, also as a source."""
     monkeypatch.setattr(budget, "BAND_BYTES", 64)
     monkeypatch.setattr(budget, "TASK_BYTES", 512)
-    plan = reshard.plan(source, files=group)
+    plan = reshard.plan(source, files=GROUPS[group])
     plan.run(tmp_path / "local")
     report = plan.run(f"{root}/model.zarr", threads=3)
     assert report.bytes_written == plan.stats.bytes_written
@@ -58,7 +59,7 @@ def test_there_and_back(
     assert get(f"{root}/via") == tree(tmp_path / "direct")
 
 
-@pytest.mark.parametrize("options", ["shards", "zstd shards", "blosc shards", "gzip", "default"])
+@at_urls("options", ["shards", "zstd shards", "blosc shards", "gzip", "default"], 3)
 def test_stores_that_zarr_wrote(root: str, tmp_path: Path, options: str) -> None:
     """Also with absent chunks, and codecs that only zarr knows."""
     value = np.random.default_rng(0).integers(1, 100, (10, 7)).astype("float32")
@@ -103,18 +104,16 @@ def test_only_ranges_of_chunks_are_read(root: str, asked: Requests, tmp_path: Pa
     assert len(asked.ranges) == 4
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
-@pytest.mark.parametrize("overwrite", [False, True])
+@at_urls("how", [(None, False), ("zstd", False), (None, True), ("zstd", True)], 3)
 def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
     source: reshard.Checkpoint,
     root: str,
     tmp_path: Path,
     faults: Faults,
-    compression: str | None,
-    overwrite: bool,
+    how: tuple[str | None, bool],
 ) -> None:
     """Before its last file, the group's metadata, there is no store, also where an older one was there."""
-    store = f"{root}/model.zarr"
+    store, (compression, overwrite) = f"{root}/model.zarr", how
     plan = reshard.plan(source, files=ZarrGroup(chunk_bytes=2000, shard_bytes=0, compression=compression))
     plan.run(tmp_path / "local")
     if overwrite:
@@ -137,7 +136,9 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
 
 
 def none_yet(store: str) -> None:
-    assert "zarr.json" not in get(store)
+    fs, path = fsspec.core.url_to_fs(store)
+    fs.invalidate_cache()
+    assert not fs.exists(f"{path}/zarr.json")
 
 
 def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str) -> None:

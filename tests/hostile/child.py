@@ -56,21 +56,19 @@ API: dict[str, Callable[..., object]] = {
 }
 
 
-def main(group: str, slow: bool) -> None:
-    """Run the items of a group in the current directory."""
+def main(groups: list[str], *, slow: bool, every: int) -> None:
+    """Run the items of some groups in the current directory."""
     faulthandler.enable()
     without_privileges()
     signal.signal(signal.SIGALRM, too_long)
     signal.signal(signal.SIGPROF, too_long)
     sound = make_sound(Path("valid").absolute())
     warm_up(sound)
-    for item in corpus.items()[group]:
-        if item.slow != slow:
-            continue
+    for group, item, commands in corpus.chosen(groups, slow=slow, every=every):
         directory = Path("item").absolute()
         bad = prepare(item, directory)
         names = sound | {"bad": bad, "set": directory / "set", "dir": directory / "dir", "out": directory / "out"}
-        for command in item.commands:
+        for command in commands:
             if item.file == "out" and not os.path.lexists(bad):
                 item.make(directory)
             before, target = snapshot(directory), snapshot(names["out"])
@@ -78,7 +76,7 @@ def main(group: str, slow: bool) -> None:
             code, said, shown = run(command, {name: str(path) for name, path in names.items()}, item)
             after = snapshot(names["out"])
             found = {
-                "item": item.name, "command": command, "code": code, "said": said.replace(str(Path.cwd()), ""),
+                "item": (group, item.name, command), "code": code, "said": said.replace(str(Path.cwd()), ""),
                 "shown": shown, "seconds": time.monotonic() - began, "disturbed": snapshot(directory) != before,
                 "left": sorted(path for path, state in after.items() - target.items() if S_ISREG(state[1])),
             }  # fmt: skip
@@ -207,5 +205,6 @@ def without_privileges() -> None:
 
 
 if __name__ == "__main__":
-    os.chdir(sys.argv[2])
-    main(sys.argv[1], sys.argv[3] == "slow")
+    place, which, step, *names = sys.argv[1:]
+    os.chdir(place)
+    main(names, slow=which == "slow", every=int(step))

@@ -10,16 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from corpus_checkpoints import CKPT, ENCRYPTED, KINDS, NAMED, SAFETENSORS
-from corpus_dcp import DCP
+from corpus_dcp import DCP, PICKLES
 from corpus_directories import RANKS, SETS
 from corpus_manifests import FOLDERS, MANIFESTS
 from corpus_name_maps import NAME_MAPS
 from corpus_plans import PLANS
 from corpus_rules import RULES_FILES
+from corpus_saves import SAVES
 from corpus_strategies import JSON, PROTOBUF, UNFIT
 from corpus_targets import TARGETS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from item import Item
 
 
@@ -29,4 +32,13 @@ def items() -> dict[str, list[Item]]:
         "ckpt": CKPT, "safetensors": SAFETENSORS, "kinds": KINDS, "protobuf": PROTOBUF, "unfit": UNFIT, "json": JSON,
         "sets": SETS, "ranks": RANKS, "rules": RULES_FILES, "names": NAME_MAPS, "encrypted": ENCRYPTED,
         "named": NAMED, "targets": TARGETS, "plans": PLANS, "manifests": MANIFESTS, "folders": FOLDERS, "dcp": DCP,
+        "pickles": PICKLES, "saves": SAVES,
     }  # fmt: skip
+
+
+def chosen(groups: Sequence[str], *, slow: bool, every: int = 1) -> Iterator[tuple[str, Item, list[str]]]:
+    """Give the items of some groups, each with what it meets: of so many commands one, by turns, and one at least."""
+    for group in groups:
+        for turn, item in enumerate(item for item in items()[group] if item.slow == slow):
+            count = len(item.commands)
+            yield group, item, [item.commands[(turn + place) % count] for place in range(0, count, every)]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from item import Item
-from makers import TENSORS, sparse, st, tree
+from makers import TENSORS, fifo, repeated, sparse, st, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,9 @@ COMMANDS = (
     "verify {bad}",
     ".open {bad}",
 )
+
+SHOWN = ("inspect {bad}", "inspect {bad} --json", "unify {bad} {out}", ".open {bad}")
+CARRIED = ("unify {bad} {out} --format dcp",)
 
 HEAD = b"\x80\x04"
 
@@ -61,6 +64,25 @@ def torchs(item: bytes, length: int | None = None, *, size: bytes = b"K\x04\x85"
     return tree({".metadata": metadata(tensors, b"}" + place + b"s"), "__0_0.distcp": item})
 
 
+def nested(count: int) -> Callable[[Path], None]:
+    """A checkpoint of PyTorch, of items in each other, which all end in the same 100,000 lists."""
+    content = b"](" + (b"](" + b"]" * 1000 + b"e") * 100 + b"e."
+    items = [stored((b"a/data.pkl", b"\x80\x03" + content))]
+    for _ in range(count):
+        inner = items[-1][: -len(content)]
+        content = b"C" + bytes([len(inner)]) + inner + content
+        items.append(stored((b"a/data.pkl", b"\x80\x03" + content)))
+    whole, data = items[-1], stored((b"a/data/0", b"abcd"))
+    names = [text(b"w%d" % number) for number in range(count)]
+    chunk = record(b"ChunkStorageMetadata", offsets=SPAN, sizes=b"K\x04\x85")
+    tensors = b"".join(name + a_tensor(chunks=b"]" + chunk + b"a") for name in names)
+    places = b"".join(
+        record(b"MetadataIndex", fqn=name, offset=SPAN) + record(b"_StorageInfo", relative_path=text(b"__0_0.distcp"), offset=b"J" + (len(whole) - len(item)).to_bytes(4, "little"), length=b"J" + len(item + data).to_bytes(4, "little"))
+        for name, item in zip(names, items, strict=False)
+    )
+    return tree({".metadata": metadata(b"}(" + tensors + b"u", b"}(" + places + b"u"), "__0_0.distcp": whole + data})
+
+
 def stored(*records: tuple[bytes, bytes]) -> bytes:
     """The head of a zip archive of plain records, whose sizes are in front of them."""
     heads = ((name, content, b"PK\x03\x04" + bytes(14) + 2 * len(content).to_bytes(4, "little") + len(name).to_bytes(2, "little") + bytes(2)) for name, content in records)
@@ -68,7 +90,7 @@ def stored(*records: tuple[bytes, bytes]) -> bytes:
 
 
 def an_item(pickle: bytes, data: bytes = b"abcd") -> bytes:
-    return stored((b"archive/data.pkl", b"\x80\x02" + pickle), (b"archive/data/0", data))
+    return archive(pickle, data)
 
 
 def rebuilt(shape: bytes = b"K\x04\x85", strides: bytes = b"K\x01\x85", elements: bytes = b"K\x04", first: bytes = b"K\x00") -> bytes:
@@ -79,6 +101,76 @@ def rebuilt(shape: bytes = b"K\x04\x85", strides: bytes = b"K\x01\x85", elements
 DOUBLED = b"(]\x94" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"t"
 """Lists, each of which has the one before twice, where nothing else is in the memo."""
 
+def with_objects(item: bytes, names: int = 1, **beside: bytes | Callable[[Path], None]) -> Callable[[Path], None]:
+    """A checkpoint of PyTorch, of one tensor, and of objects that are all at the same place; with files beside, Megatron's."""
+    right, at = an_item(rebuilt()), b"J" + len(an_item(rebuilt())).to_bytes(4, "little")
+    tensor = record(b"MetadataIndex", fqn=text(b"w"), offset=SPAN) + record(b"_StorageInfo", relative_path=text(b"__0_0.distcp"), offset=b"K\x00", length=at)
+    info = record(b"_StorageInfo", relative_path=text(b"__0_0.distcp"), offset=at, length=b"J" + len(item).to_bytes(4, "little"))
+    listed = b"".join(text(b"o%d" % n) + record(b"BytesStorageMetadata") for n in range(names))
+    places = b"".join(record(b"MetadataIndex", fqn=text(b"o%d" % n)) + info for n in range(names))
+    chunk = record(b"ChunkStorageMetadata", offsets=SPAN, sizes=b"K\x04\x85")
+    tensors = b"}(" + text(b"w") + a_tensor(chunks=b"]" + chunk + b"a") + listed + b"u"
+    files = {".metadata": metadata(tensors, b"}(" + tensor + places + b"u"), "__0_0.distcp": right + item}
+    more = {name.replace("_", "."): content for name, content in beside.items()}
+    return tree({**files, **({"metadata.json": b"{}"} if beside else {}), **more})
+
+
+def archive(pickle: bytes, data: bytes | None = None, *, times: int = 1, size: int | None = None, crc: int = 0, at: int = 0, method: int = 0) -> bytes:
+    """A zip archive of one or two records, that its directory lists so often, with another size, sum, place or method."""
+    records = [(b"archive/data.pkl", b"\x80\x02" + pickle), *([] if data is None else [(b"archive/data/0", data)])]
+    directory, local = b"", b""
+    for name, content in records:
+        sizes = 2 * (len(content) if size is None else size).to_bytes(4, "little")
+        lengths, place = len(name).to_bytes(2, "little") + bytes(12), (at or len(local)).to_bytes(4, "little")
+        directory += b"PK\x01\x02" + bytes(6) + method.to_bytes(2, "little") + bytes(4) + crc.to_bytes(4, "little") + sizes + lengths + place + name
+        local += stored((name, content))
+    end = b"PK\x05\x06" + bytes(4) + 2 * (times * len(records)).to_bytes(2, "little") + (times * len(directory)).to_bytes(4, "little")
+    return local + directory * times + end + len(local).to_bytes(4, "little") + bytes(2)
+
+
+HELD = b"(]q\x00" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(60)) + b"t."
+
+DAMAGED = {
+    "zeros": with_objects(bytes(4000)),
+    "nothing": with_objects(b""),
+    "a record that is listed thousands of times": with_objects(archive(b"N.", times=60_000)),
+    "a record beyond its archive": with_objects(archive(b"N.", size=1 << 31)),
+    "a record before its archive": with_objects(archive(b"N.", at=(1 << 32) - 1)),
+    "a compressed record": with_objects(archive(b"N.", method=8)),
+    "a wrong sum": with_objects(archive(b"N.", crc=7)),
+}
+
+CLASS = b"(ca\nb\n\x94]"
+MANY = {
+    "lists": (b"]", b"](" + b"]" * 1000 + b"e"),
+    "lists, one by one": (b"]", b"]a"),
+    "dicts": (b"}", b"(" + b"}" * 1000 + b"u"),
+    "dicts in dicts": (b"]", b"}K\x01" * 200 + b"N" + b"s" * 200 + b"a"),
+    "sets": (b"]", b"(" + b"\x8f" * 1000 + b"e"),
+    "tuples": (b"]", b"(" + b"NN\x86" * 1000 + b"e"),
+    "tuples in tuples": (b"]", b"N" + b"\x85" * 200 + b"a"),
+    "marks and tuples": (b"]", b"(" * 200 + b"t" * 200 + b"a"),
+    "nothing, put into a list": (b"]", b"(e"),
+    "what is remembered": (b"]", b"]\x94a"),
+    "what is recalled": (b"(]\x94]", b"(" + b"h\0" * 1000 + b"e"),
+    "numbers": (b"]", b"(" + b"K\1" * 1000 + b"e"),
+    "long numbers": (b"]", b"(" + b"\x8a\0" * 1000 + b"e"),
+    "fractions": (b"]", b"(" + b"G12345678" * 1000 + b"e"),
+    "nothings": (b"]", b"(" + b"N" * 1000 + b"e"),
+    "texts": (b"]", b"(" + b"\x8c\1a" * 1000 + b"e"),
+    "long texts": (b"]", b"X\0\0\1\0" + b"\xf0\x9f\x98\x80" + b"a" * 65532 + b"a"),
+    "bytes": (b"]", b"(" + b"C\0" * 1000 + b"e"),
+    "frames": (b"N", b"\x95" + b"\xff" * 8),
+    "imports": (b"]", b"(" + b"ca\nb\n" * 1000 + b"e"),
+    "imports of what is recalled": (b"(\x8c\1a\x94]", b"(" + b"h\0h\0\x93" * 1000 + b"e"),
+    "calls": (CLASS, b"(" + b"h\0)R" * 1000 + b"e"),
+    "calls with an argument": (CLASS, b"(" + b"h\0K\1\x85\x94R\x94" * 1000 + b"e"),
+    "objects": (CLASS, b"(" + b"h\0)\x81" * 1000 + b"e"),
+    "objects with a state": (CLASS, b"(" + b"h\0)\x81Nb" * 1000 + b"e"),
+    "objects without attributes": (CLASS, b"(" + b"h\0)\x81\x94}\x94(ub" * 1000 + b"e"),
+}
+"""What is in a pickle again and again: what it begins with, and what follows."""
+
 WHAT = "expected the metadata of a distributed checkpoint (DCP)"
 
 
@@ -87,6 +179,13 @@ def made(name: str, content: bytes, says: str, *, code: int = 4, headroom: int =
     return Item(name, make, says, COMMANDS, code, "bad", headroom=headroom, seconds=seconds)
 
 
+PICKLES = [
+    Item(f"50 MB of {what}", tree({".metadata": repeated(pickled(begin), piece, 50_000_000 // len(piece)), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "has more values than what it tells of tensors can take", ("inspect {bad}",), file="bad", headroom=100_000_000, seconds=2)
+    for what, (begin, piece) in MANY.items()
+]
+
+VAST = b"\x8a\x08" + (1 << 58).to_bytes(8, "little") + b"\x85"
+EXPANDED = torchs(an_item(rebuilt(VAST, b"K\x00\x85")), size=VAST)
 torch = partial(Item, commands=COMMANDS, file="bad", headroom=100_000_000, seconds=2)
 
 DCP = [
@@ -97,7 +196,7 @@ DCP = [
     made("marks without end", pickled(b"(" * 5_000_000), f"is nested too deeply (byte 259 of a pickle); {WHAT}"),
     made("lists in lists", pickled(b"]" * 5_000_000), "is nested too deeply, or has too many values"),
     made("an integer of 2 GB", pickled(b"\x8b\xff\xff\xff\x7f"), "has an integer of 2,147,483,647 bytes; at most 32 are taken"),
-    made("a text of 4 GB", pickled(b"X\xff\xff\xff\xff"), "has a text or value of 4,294,967,295 bytes; at most 65,536 are taken"),
+    made("a text of 4 GB", pickled(b"X\xff\xff\xff\xff"), "has a text or value of 4,294,967,295 bytes, which end behind it"),
     made("a place in the memo of 4 billion", pickled(b"]r\xff\xff\xff\xff."), "remembers a value at place 4,294,967,295 of 0"),
     made("a memo that doubles", pickled(b"]\x94" + b"".join(b"0" + b"](h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"."), "has the instruction POP, which is not followed"),
     made("a memo that doubles, without a wrong instruction", pickled(b"(]\x94" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"t."), f"is not {WHAT[9:]}"),
@@ -123,12 +222,46 @@ DCP = [
     torch("an item of zeros", torchs(bytes(4000)), "is not a tensor that torch.save stored"),
     torch("an item that is empty", torchs(b"", 0), "__0_0.distcp: is empty; a checkpoint was expected"),
     torch("an item beyond its file", torchs(an_item(rebuilt()), 1 << 30), "bytes; its items end at 1073741824; was saving it interrupted?"),
+    torch("items in each other", nested(200), "expected one behind the other"),
     torch("an item without a tensor", torchs(stored((b"archive/data.pkl", b"\x80\x02N."), (b"archive/data/0", b"abcd"))), "'w' is kept as a value, which is not read"),
     torch("an item of no records but one", torchs(stored((b"archive/data.pkl", b"\x80\x02N."))), "is not a tensor that torch.save stored: it has no bytes"),
     torch("an item whose head goes on and on", torchs(stored(*[(b"archive/x", b"abcd")] * 20_000)), "its head is too long"),
     torch("a storage of 2**62 elements", torchs(an_item(rebuilt(elements=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "has an item that is shorter than the tensor"),
     torch("strides of 2**62", torchs(an_item(rebuilt(strides=b"\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"\x85"))), "goes beyond its storage"),
     torch("a first element of 2**62", torchs(an_item(rebuilt(first=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "goes beyond its storage"),
-    torch("a shape of 2**40 that lies in one element", torchs(an_item(rebuilt(b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85", b"K\x00\x85")), size=b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85"), "is transposed in its file, in 1,099,511,627,776 pieces"),
+    Item("a shape of 2**58 that lies in one element", EXPANDED, "", ("inspect {bad}", "transform {bad} {out} --dry-run", "verify {bad}", ".open {bad}"), 0, "bad", headroom=100_000_000, seconds=2),
+    Item("a shape of 2**58 that is written", EXPANDED, "the target files need 288230.4 TB more", ("unify {bad} {out}",), 5, "bad", headroom=100_000_000, seconds=2),
     torch("a parameter in a parameter, a hundred deep", torchs(an_item(b"ctorch._utils\n_rebuild_parameter\n" * 100 + b"}" + b"\x85R" * 100 + b".")), "is kept as '_rebuild_parameter', which is not read"),
+    *(
+        Item(f"an object: {name}", make, "", (*SHOWN, "verify {bad}"), 0, "bad", headroom=100_000_000, seconds=2)
+        for name, make in {
+            "nothing wrong": with_objects(archive(b"K\x01.")),
+            "a call": with_objects(archive(b"cos\nsystem\n(" + text(b"touch called") + b"tR.")),
+            "a list of itself": with_objects(archive(b"]q\x00h\x00a.")),
+            "lists again and again": with_objects(archive(HELD)),
+            "lists again and again, in a thousand": with_objects(archive(HELD), 1000),
+            "keys whose hashes are equal": with_objects(archive(b"}(" + b"".join(b"\x8a\x10" + (((1 << 61) - 1) * n).to_bytes(16, "little") + b"N" for n in range(20_000)) + b"u.")),
+            "a key that is a list": with_objects(archive(b"}(]Nu.")),
+            "a million numbers": with_objects(archive(b"](" + b"K\x01" * 1_000_000 + b"e.")),
+            "lists in lists": with_objects(archive(b"]" * 1_000_000)),
+            "a text for a terminal": with_objects(archive(text(b"\x1b[2J\nerror: no") + b".")),
+            "common.pt that is no archive": with_objects(archive(b"N."), common_pt=b"no"),
+            "common.pt that is a pipe": with_objects(archive(b"N."), common_pt=fifo),
+            "common.pt whose iteration is for a terminal": with_objects(archive(b"N."), common_pt=archive(b"}(" + text(b"iteration") + text(b"\x1b[2J\nerror: no") + b"u.")),
+        }.items()
+    ),
+    *(Item(f"an object that is damaged: {name}", make, "", SHOWN, 0, "bad", headroom=100_000_000, seconds=2) for name, make in DAMAGED.items()),
+    *(
+        Item(f"an object that is damaged, verified: {name}", make, "is not what it carries of itself", ("verify {bad}",), 3, "bad", headroom=100_000_000, seconds=2)
+        for name, make in DAMAGED.items()
+    ),
+    *(
+        Item(f"an object to be carried: {name}", make, says, CARRIED, 4, "bad", headroom=100_000_000, seconds=2)
+        for name, make, says in (
+            ("zeros", with_objects(bytes(4000)), "object 'o0': is not one that torch.save stored: it is no zip archive, or is cut off; to leave it out give --exclude o0"),
+            ("a compressed record", with_objects(archive(b"N.", method=8)), "it has the record 'data.pkl' compressed"),
+            ("a wrong sum", with_objects(archive(b"N.", crc=7)), "is damaged: the checksum (CRC-32) of 'archive/data.pkl' is that of other bytes"),
+            ("one that is thousands", with_objects(archive(b"N." + bytes(1 << 20)), 1000), "objects: have 1.0 GB; at most 268.4 MB are carried"),
+        )
+    ),
 ]

@@ -132,7 +132,7 @@ def a_plan_file(
             "reshard_plan": 1, "made_by": "0.1.0", "digest": "0" * 32,
             "source": known | source, "target": target | {"remove_redundancy": False, "link_replicas": False},
             "files": {"way": way[0], "fields": way[1]},
-            "selection": selection | {"weights_only": False, "names": {}, "cast": {}},
+            "selection": selection | {"weights_only": False, "names": {}, "cast": {}, "rules": None, "lora": None},
             "directory": None,
         }  # fmt: skip
         path.write_text(json.dumps(plan))

@@ -11,6 +11,7 @@ from faulty import Faults, raising
 from generators import Model, models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from samples import examples
 
 import reshard
 from reshard import Layout, Strategy
@@ -42,7 +43,7 @@ def files_of(plan: reshard.Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(task.files for task in plan.tasks)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(model=models(), most=st.sampled_from([1, 2, 64]), format=st.sampled_from(["ckpt", "safetensors"]))
 def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most: int, format: str) -> None:
     root = tmp_path_factory.mktemp("model")

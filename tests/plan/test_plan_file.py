@@ -15,6 +15,7 @@ from checkpoints import numbers, tree, write_file, write_ranks
 from generators import Model, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import examples
 
 import reshard
 from reshard import Layout, Selection, Strategy
@@ -201,7 +202,7 @@ def test_an_encrypted_source_needs_its_key_again(tmp_path: Path) -> None:
         reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere" / "copy", cipher=wrong)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(model=models(), once=st.booleans())
 def test_any_pair_of_strategies(tmp_path_factory: pytest.TempPathFactory, model: Model, once: bool) -> None:
     folder = tmp_path_factory.mktemp("any")
@@ -489,7 +490,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_any_change_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """A value anywhere in the file is replaced: a sentence, no traceback, and never another result."""

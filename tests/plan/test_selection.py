@@ -16,7 +16,7 @@ import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
-from reshard.strategy.names import optimizer_states
+from reshard.strategy.names import State, optimizer_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -88,11 +88,11 @@ def test_weights_only_keeps_weights_whose_names_end_like_others(tmp_path: Path) 
 
 
 def test_gradients_being_accumulated_are_states_without_their_weights_too() -> None:
-    assert optimizer_states(["accu_grads.x", "y"]) == {"accu_grads.x": "x"}
+    assert optimizer_states(["accu_grads.x", "y"]) == {"accu_grads.x": State("x", "accu_grads.")}
 
 
 def test_the_longest_weight_counts() -> None:
-    assert optimizer_states(["m.a.w", "a.w", "m.w", "w"])["m.a.w"] == "a.w"
+    assert optimizer_states(["m.a.w", "a.w", "m.w", "w"])["m.a.w"].weight == "a.w"
 
 
 def test_what_is_left_out_is_neither_dropped_nor_missing(source: reshard.Checkpoint) -> None:

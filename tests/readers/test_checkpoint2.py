@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import helpers
 import numpy as np
 import pytest
-from checkpoints import write_file
+from checkpoints import assert_equal, write_file
 from commands import call, done
 from measure import RESHARD, measured
 
@@ -59,13 +59,6 @@ def change(place: Path, what: Callable[[Json, Json], None]) -> None:
     content = json.loads((place / "metadata.json").read_text())
     what(content["state_dict_metadata"], content["storage_data"])
     (place / "metadata.json").write_text(json.dumps(content))
-
-
-def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> None:
-    assert set(checkpoint) == set(full) - set(but)
-    for name in checkpoint:
-        found = checkpoint[name].compute()
-        assert (found.shape, found.tobytes()) == (full[name].shape, full[name].tobytes()), name
 
 
 def rewrite(place: Path, name: str, new: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any] | None]) -> None:

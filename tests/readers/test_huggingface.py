@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import numbers, write_file
+from checkpoints import assert_equal, numbers, write_file
 from commands import call, done
 
 import reshard
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 
 CASES = ["hf_sharded/checkpoint", "hf_consolidated/checkpoint/sharded"]
 FULL = numbers({"w": (6, 4), "s": (), "b": (5,)}) | {"n": np.arange(4, dtype=np.int64), "e": np.zeros((0, 2), np.int8)}
-
-
-def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any]) -> None:
-    assert set(checkpoint) == set(full)
-    for name in checkpoint:
-        found = checkpoint[name].compute()
-        assert (found.shape, found.tobytes()) == (full[name].shape, full[name].tobytes()), name
 
 
 def write(root: Path, shard: int, tensors: Mapping[str, Any], offsets: Mapping[str, Any], *, of: int = 1) -> Path:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from reshard.errors import SourceError
 from reshard.formats.entries import RangeReader
+from reshard.readers import pickles
 from reshard.readers.pickles import Name, Pairs, Record, unpickled
 
 if TYPE_CHECKING:
@@ -91,6 +92,18 @@ def test_a_pickle_of_many_pieces(path: Path) -> None:
     assert read(path, pickle.dumps(value, 4)) == value
 
 
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_long_texts_are_passed_over(path: Path, protocol: int) -> None:
+    """A tokenizer or a program's settings next to weights: a text that long names nothing."""
+    longest = pickles._LONGEST
+    value = {"a": "x" * longest, "b": "é" * longest, "c": b"y" * 40_000_000, "d": [1.5, b"z" * (longest + 1), "w"]}
+    found = plain(read(path, pickle.dumps(value, protocol)))
+    assert found["a"] == value["a"]
+    assert [one.name for one in (found["b"], found["c"])] == ["131.1 kB of text or bytes", "40.0 MB of text or bytes"]
+    assert found["d"][::2] == [1.5, "w"]
+    assert found["d"][1].name == "65.5 kB of text or bytes"
+
+
 def test_nothing_is_called(path: Path, tmp_path: Path) -> None:
     class Bad:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -132,8 +145,8 @@ REFUSED = {
     "a value that is not there": (HEAD + b"\x86.", "takes a value where none is"),
     "a value in front of a mark": (HEAD + b"N(\x85t.", "takes a value where none is"),
     "a text that is not UTF-8": (HEAD + b"\x8c\x01\xff.", "not UTF-8"),
-    "a text of 4 GB": (HEAD + b"X\xff\xff\xff\xff.", "of 4,294,967,295 bytes; at most 65,536"),
-    "bytes of 16 EB": (HEAD + b"\x8e" + b"\xff" * 8 + b".", "at most 65,536"),
+    "a text of 4 GB": (HEAD + b"X\xff\xff\xff\xff.", "of 4,294,967,295 bytes, which end behind it"),
+    "bytes of 16 EB": (HEAD + b"\x8e" + b"\xff" * 8 + b".", "which end behind it"),
     "an integer of 2 GB": (HEAD + b"\x8b\xff\xff\xff\x7f.", "an integer of 2,147,483,647 bytes; at most 32"),
     "an integer of 255 bytes": (HEAD + b"\x8a\xff" + b"\xff" * 255 + b".", "an integer of 255 bytes"),
     "a name of numbers": (HEAD + b"K\x01K\x02\x93.", "something that has no name"),
@@ -218,3 +231,110 @@ def test_a_record_is_itself_alone(path: Path) -> None:
     one, other = read(path, HEAD + b"ca\nb\n)R\x94ca\nb\n)R\x86.")
     assert isinstance(one, Record)
     assert one != other
+
+
+class Thing:
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class Called:
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Called, self.arguments
+
+
+things = st.recursive(
+    numbers | st.text(max_size=3),
+    lambda some: (
+        st.dictionaries(st.text("abc"), some, max_size=3).map(Thing)
+        | st.lists(some, max_size=5).map(lambda values: Called(tuple(values)))
+        | st.lists(some, max_size=3).map(tuple)
+        | st.lists(some.map(lambda value: [value, value]), max_size=3)
+    ),
+)
+
+
+def described(value: Any) -> Any:
+    """What was read, with all that records have; each value has a number, so that what is shared shows."""
+    seen: dict[int, int] = {}
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Record | Name | list | tuple) or value == ():
+            return value
+        if id(value) in seen:
+            return "again", seen[id(value)]
+        seen[id(value)] = len(seen)
+        if isinstance(value, Record):
+            return "record", one(value.made_by), one(value.arguments), one(value.state), one(value.items)
+        return type(value).__name__, *map(one, value)
+
+    return one(value)
+
+
+@given(value=things, protocol=st.integers(2, 5))
+def test_what_is_followed_at_once_is_followed_as_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, value: Any, protocol: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "things"
+    content = pickle.dumps(value, protocol)
+    with pytest.MonkeyPatch.context() as patch:
+        at_once = described(read(path, content))
+        for name in ("_CALL", "_NEW"):
+            patch.setattr(pickles, name, b"")
+        patch.setattr(pickles, "_is_object", lambda *_: False)
+        assert described(read(path, content)) == at_once
+
+
+def test_objects_and_items_are_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickles, "_PIECE", 1 << 10)
+    for value, limit in (([Thing({"a": 1}) for _ in range(1000)], "_MOST_OBJECTS"), ([1] * 4000, "_MOST_ITEMS")):
+        with monkeypatch.context() as patch:
+            patch.setattr(pickles, limit, 1000)
+            with pytest.raises(SourceError, match="has more than .* objects or .* items"):
+                read(path, pickle.dumps(value))
+        read(path, pickle.dumps(value))
+
+
+def test_what_tells_of_tensors_may_make_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, items and bytes are compared with objects of classes, and these with bytes."""
+    monkeypatch.setattr(pickles, "_PIECE", 1 << 10)
+    monkeypatch.setattr(pickles, "_MOST_PLAIN", 1 << 8)
+    some = [Thing({"name": f"name {number}", "shape": (number, 2), "more": [number, {}]}) for number in range(300)]
+    for value in ([[] for _ in range(300)], [1] * 1100, ["x" * 100 + str(number) for number in range(200)]):
+        with pytest.raises(SourceError, match="has more values than what it tells of tensors can take"):
+            read(path, pickle.dumps([value, "x" * 2000]))
+        assert read(path, pickle.dumps([some, value, "x" * 2000]))[1] == value
+    with pytest.raises(SourceError, match="has more values than what it tells of tensors can take"):
+        read(path, HEAD + b"(ca\nb\n\x94](" + b"h\0)\x81" * 2000 + b"et.")
+
+
+@pytest.mark.parametrize("levels", [200, 300])
+def test_objects_in_objects(path: Path, levels: int) -> None:
+    value = Thing({})
+    for _ in range(levels):
+        value = Thing({"a": value, "b": 1})
+    content = pickle.dumps(value, 4)
+    if levels < 256:
+        assert read(path, content).field("a").name == "Thing"
+    else:
+        with pytest.raises(SourceError, match="is nested too deeply"):
+            read(path, content)
+
+
+@pytest.mark.parametrize(
+    "begin", [b"\x85", b"K\x07\x86", b"ub", b"(ub", b"}(ub", b"N}(ub", b"ca\nb\n(}(ub", b"ca\nb\n()\x81"]
+)
+def test_phrases_without_what_they_need(path: Path, begin: bytes) -> None:
+    with pytest.raises(SourceError, match="takes a value|takes values|gives a state|ends before"):
+        read(path, HEAD + begin + b"\x94\x85\x94R\x94.")
+
+
+def test_attributes_that_all_objects_share_are_not_looked_through_again_and_again(path: Path) -> None:
+    shared = Thing({f"{number:06d}": 1 for number in range(100_000)} | {"last": 1})
+    found = read(path, pickle.dumps(shared))
+    began = time.process_time()
+    assert [found.field("last") for _ in range(10_000)] == [None] * 10_000
+    assert time.process_time() - began < 1

@@ -12,7 +12,8 @@ import fsspec
 import pytest
 from checkpoints import tree, write_ranks
 from faulty import IMPORTED, Faults, raising
-from remotes import COLUMNS, FULL, ROWS, get, put, records
+from remotes import COLUMNS, FULL, ROWS, at_urls, get, put, records
+from samples import slow
 
 import reshard
 from reshard import Layout, Strategy
@@ -56,12 +57,12 @@ def stop_after(files: int, error: type[BaseException] = KeyboardInterrupt) -> An
     return progress
 
 
-@pytest.mark.parametrize("finished", [1, 2])
-@pytest.mark.parametrize("scheduler", ["synchronous", "threads"])
+@at_urls("stop", [("synchronous", 1), ("threads", 1), ("synchronous", 2), ("threads", 2)], 3)
 def test_finished_files_are_not_written_again(
     root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str], several_groups: None,
-    finished: int, scheduler: str,
+    stop: tuple[str, int],
 ) -> None:  # fmt: skip
+    scheduler, finished = stop
     plan = reshard.plan(source, COLUMNS)
     with pytest.raises(KeyboardInterrupt) as caught:
         plan.run(f"{root}/out", scheduler=scheduler, threads=1, progress=stop_after(finished))
@@ -81,16 +82,17 @@ def test_finished_files_are_not_written_again(
     assert len(records(f"{root}/out")) == 3
 
 
+@pytest.mark.parametrize(("root", "every"), [("memory", 1), ("s3", 5), slow("s3", 1)], indirect=["root"])
 def test_a_run_that_fails_at_any_write_is_gone_on_with(
     root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str], several_groups: None,
-    faults: Faults, monkeypatch: pytest.MonkeyPatch,
+    faults: Faults, monkeypatch: pytest.MonkeyPatch, every: int,
 ) -> None:  # fmt: skip
     """Of files, records, names: whatever fails, no file is wrong, and what is whole is not written again."""
     monkeypatch.setattr(session, "FLUSH_SECONDS", 0)
     plan = reshard.plan(source, COLUMNS)
     operations, gone = ("write_at", "finish", "publish", "put"), raising(TargetError("the network is gone"))
     count = 0
-    for number in range(60):
+    for number in range(0, 60, every):
         with faults.broken(number, gone, *operations, after=True):
             try:
                 plan.run(f"{root}/out{number}", scheduler="synchronous")
@@ -104,7 +106,7 @@ def test_a_run_that_fails_at_any_write_is_gone_on_with(
         assert len(streamed) == len(undisturbed) - report.finished
         assert report.finished in {len(kept), len(kept) - 1}  # one whose record could not be written
         assert get(f"{root}/out{number}") == undisturbed
-    assert count > 3 * 4
+    assert count > 3 * 4 // every
 
 
 _KILLED = """
@@ -212,14 +214,14 @@ def test_somebody_elses_file_is_refused(
     assert streamed == [name]
 
 
-@pytest.mark.parametrize(
+@at_urls(
     "lines",
     [b"", b"[]", b"{", b"\xff", b"null", b'{"reshard": 1}', b"[" * 100_000,
      b'{"reshard": 2}\n{"file": "FILE", "digest": "DIGEST", "size": SIZE, "ready": [SIZE, 1]}',
      b'{"reshard": 1}\n{"file": "FILE", "digest": "DIGEST", "size": SIZE, "ready": [SIZE, 1]}',
      b'{"reshard": 1}\n{"file": "FILE", "digest": "DIGEST", "size": 1}',
      b'{"reshard": 1}\n{"file": "FILE", "digest": "DIGEST", "size": 1e400}'],
-    ids=lambda lines: lines[-60:].decode("ascii", "replace"),
+    4,
 )  # fmt: skip
 def test_a_ledger_that_lies(root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], lines: bytes) -> None:
     """A file that is there and of which no record says is anybody's."""
@@ -249,12 +251,21 @@ def test_checksums_are_those_of_a_local_run(root: str, source: reshard.Checkpoin
     assert plan.run(f"{root}/other", fsync=False).checksums is None
 
 
-@pytest.mark.parametrize("files", [reshard.MindSporeSet(9000), reshard.HuggingFaceSet(9000)], ids=["ms", "hf"])
-@pytest.mark.parametrize("finished", [1, 2])
+@at_urls(
+    "case",
+    [
+        (reshard.MindSporeSet(9000), 1),
+        (reshard.HuggingFaceSet(9000), 1),
+        (reshard.MindSporeSet(9000), 2),
+        (reshard.HuggingFaceSet(9000), 2),
+    ],
+    3,
+)
 def test_the_index_of_a_set_is_there_when_all_is(
-    root: str, source: reshard.Checkpoint, tmp_path: Path, several_groups: None, files: Any, finished: int
+    root: str, source: reshard.Checkpoint, tmp_path: Path, several_groups: None, case: tuple[Any, int]
 ) -> None:
     """Not while an older set is replaced either."""
+    files, finished = case
     plan = reshard.plan(source, files=files, format="safetensors")
     plan.run(tmp_path / "out")
     (index,) = (file.path for file in plan.files if file.last)

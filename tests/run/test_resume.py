@@ -19,6 +19,7 @@ from faulty import IMPORTED
 from generators import Model, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import examples
 from stopped_runs import (
     FULL,
     SOURCE,
@@ -75,7 +76,7 @@ def test_elements_before_a_row(given_block: tuple[tuple[int, ...], Block], data:
         assert recipe.before(0, axis, row) == rows[:row].sum()
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(models(), st.data())
 def test_only_what_is_not_there_is_written_again(
     tmp_path_factory: pytest.TempPathFactory, model: Model, data: st.DataObject

@@ -17,6 +17,7 @@ from checkpoints import assert_rank_files, numbers, places, tree, write_file, wr
 from eight_ranks import FULL, ROWS, TARGET, small_tasks, source
 from generators import Model, models
 from hypothesis import HealthCheck, given, settings
+from samples import examples
 
 import reshard
 from reshard import Layout, Strategy, plan
@@ -63,9 +64,9 @@ def test_bands_are_worked_out_anew_where_they_are_not_kept(
     full = {name: array.astype(cast) if cast and array.dtype == np.float64 else array for name, array in full.items()}
     lay_out, calls = engine._band, []
 
-    def counted(*given: Any) -> engine.Band:
+    def counted(*given: Any, in_order: bool) -> engine.Band:
         calls.append(given)
-        return lay_out(*given)
+        return lay_out(*given, in_order=in_order)
 
     monkeypatch.setattr(engine, "_band", counted)
     laid_out = []
@@ -143,7 +144,7 @@ def test_progress_adds_up(source: reshard.Checkpoint, tmp_path: Path, small_task
     assert len(report.files) == 6
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(models())
 def test_any_model_goes_there_and_back(tmp_path_factory: pytest.TempPathFactory, model: Model) -> None:
     root = tmp_path_factory.mktemp("model")

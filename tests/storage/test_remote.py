@@ -13,8 +13,9 @@ import fsspec
 import numpy as np
 import pytest
 from checkpoints import tree, write_file, write_ranks
+from commands import call, done
 from faulty import Faults, raising
-from remotes import COLUMNS, FULL, ROWS, Requests, changing, get, put, records
+from remotes import COLUMNS, FULL, ROWS, Requests, at_urls, changing, get, put, records
 
 import reshard
 from reshard import Layout, Strategy
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 BIG = {"w": np.arange(3 << 20, dtype=np.float32).reshape(1024, 3072), "v": np.ones((24, 12), np.float32)}
 
 
-@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+@at_urls("format", ["ckpt", "safetensors"], 2)
 def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> None:
     local = write_ranks(tmp_path / "src", FULL, ROWS, format)
     reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(tmp_path / "out")
@@ -197,7 +198,7 @@ def test_an_encrypted_source(root: str, mindspore_data: Path) -> None:
     assert reshard.open(f"{root}/out", cipher=exported).cipher is None
 
 
-@pytest.mark.parametrize("mode", ["AES-GCM", "SM4-CBC"])
+@at_urls("mode", ["AES-GCM", "SM4-CBC"], 2)
 def test_an_encrypted_target(root: str, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cryptography")
     monkeypatch.setattr("reshard.storage.cipher.BLOCK_BYTES", 500)
@@ -307,39 +308,35 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     reshard.write_strategy(COLUMNS, tmp_path / "s" / "columns.ckpt")
     put(tmp_path / "s", bucket)
 
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "reshard", *arguments], capture_output=True, text=True, check=False, env=os.environ
-        )
-
     options = ["--source-strategy", f"{bucket}/rows.ckpt", "--target-strategy", f"{bucket}/columns.ckpt"]
-    dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
+    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
     assert f"{bucket}/out/rank_0/checkpoint_0.safetensors" in dry.stdout
     assert "each writing whole files" in dry.stdout
-    done = command("transform", f"{bucket}/src", f"{bucket}/out", *options)
-    assert done.returncode == 0, done.stderr
-    assert f"to look at it: {sys.executable} -m reshard inspect {bucket}/out" in done.stderr
+    ran = subprocess.run(
+        [sys.executable, "-m", "reshard", "transform", f"{bucket}/src", f"{bucket}/out", *options],
+        capture_output=True, text=True, check=False, env=os.environ,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert f"to look at it: {sys.executable} -m reshard inspect {bucket}/out" in ran.stderr
     reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS).run(tmp_path / "out")
     assert get(f"{bucket}/out") == tree(tmp_path / "out")
-    dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
+    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
     assert (
         dry.stderr
         == "warning: 3 target files would be kept unread, finished by an earlier run; reshard verify reads every bit\n"
     )
-    dry = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "--cast=float32=float16")
+    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "--cast=float32=float16")
     assert "warning: 3 target files would be refused, made by another plan" in dry.stderr
-    again = command("transform", f"{bucket}/src", f"{bucket}/out", *options)
-    assert again.returncode == 0
+    again = call("transform", f"{bucket}/src", f"{bucket}/out", *options)
+    assert again.exit_code == 0
     assert "nothing is left to do" in again.stdout
-    changed = command("transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16")
-    assert changed.returncode == 6
+    changed = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16")
+    assert changed.exit_code == 6
     assert changed.stderr.count("\n") == 1
     assert "start over with --restart" in changed.stderr
-    assert "3 files" not in command("inspect", f"{bucket}/out", "--source-strategy", f"{bucket}/columns.ckpt").stderr
-    done = command("unify", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
-    assert done.returncode == 0, done.stderr
-    done = command("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
-    assert done.returncode == 0, done.stderr
+    assert "3 files" not in call("inspect", f"{bucket}/out", "--source-strategy", f"{bucket}/columns.ckpt").stderr
+    done("unify", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
+    done("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
     assert sorted(get(f"{bucket}/ckpt")) == [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(4)]
 
 

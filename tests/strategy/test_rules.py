@@ -89,7 +89,7 @@ def test_optimizer_states_go_with_their_weights() -> None:
         "accu_grads.adam_m.h.wq": "[2, 4] map [0, -1] opt -1",
         "row.h.wq": "[2, 4] map [1]",
     }
-    assert optimizer_states(shapes)["accu_grads.adam_m.h.wq"] == "adam_m.h.wq"
+    assert optimizer_states(shapes)["accu_grads.adam_m.h.wq"].weight == "adam_m.h.wq"
 
 
 def test_a_weight_whose_name_ends_as_another_does() -> None:

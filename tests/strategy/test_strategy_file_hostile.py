@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import examples
 from strategy_files import add_layout, add_operator, json_item, json_top, message, saved
 
 from reshard.errors import StrategyError
@@ -258,7 +259,7 @@ def reads_or_refuses(path: Path) -> None:
     assert (again.stages, again.devices, again.merged) == (strategy.stages, strategy.devices, strategy.merged)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(nearly_strategies())
 def test_any_json_is_a_strategy_or_one_error(tmp_path_factory: pytest.TempPathFactory, top: dict[str, object]) -> None:
     reads_or_refuses(saved(tmp_path_factory.getbasetemp() / "any.json", top))

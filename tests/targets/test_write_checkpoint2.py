@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import tracemalloc
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import helpers
 import numpy as np
 import pytest
-from checkpoints import blocks, numbers, tree, write_file
+from checkpoints import assert_equal, blocks, numbers, tree, write_file
 from commands import call, done
 from faulty import raising
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 
 import reshard
 from reshard import Checkpoint2, Layout, Strategy
@@ -61,13 +63,6 @@ STRATEGIES = {
     "a part of an axis": strategy([8, 1], {}, 2),
     "a pipeline": strategy([2, 2], {"h.0.w": [1, 0], "h.1.w": [-1, 1], "emb": [0, -1]}, -1, stages=2),
 }
-
-
-def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any]) -> None:
-    assert set(checkpoint) == set(full)
-    for name in checkpoint:
-        found = checkpoint[name].compute()
-        assert (found.shape, found.tobytes()) == (full[name].shape, full[name].tobytes()), name
 
 
 def opened(mindspore_data: Path, name: str) -> tuple[reshard.Checkpoint, dict[str, Any]]:
@@ -727,9 +722,9 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("transform", "--target-step", "3"), "--target-step: only for --style checkpoint2"),
+        (("transform", "--target-step", "3"), "--target-step: only for --style checkpoint2 or --format dcp"),
         (("transform", "--layouts-of", "x"), "--layouts-of: only for --style checkpoint2"),
-        (("unify", "--target-step", "3"), "--target-step: only for --style checkpoint2"),
+        (("unify", "--target-step", "3"), "--target-step: only for --style checkpoint2 or --format dcp"),
         (("unify", "--prefix", "a", "--style", "hf"), "--prefix: only for --style checkpoint2"),
         (("transform", "--style", "hf"), "`reshard unify` writes it"),
         (("transform", "--style", "checkpoint2", "--ranks", "0"), "a Checkpoint 2.0 has all ranks"),
@@ -766,8 +761,16 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize("before", [[2, 2], [3, 2], [16, 1]])
-@pytest.mark.parametrize("after", [[[2, 2], [1, 0]], [[4], [0, -1]], [[2, 3], [1, 0]], [[4], [-1, 0]]])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    sampled(
+        product(
+            [[2, 2], [3, 2], [16, 1]],
+            [[[2, 2], [1, 0]], [[4], [0, -1]], [[2, 3], [1, 0]], [[4], [-1, 0]]],
+        ),
+        3,
+    ),
+)
 def test_experts_are_stacked_as_the_pattern_has_them(tmp_path: Path, before: list[int], after: list[Any]) -> None:
     """From rows one below the other to planes, whatever the source cuts, and back; both are bit-equal and verified."""
     matrix, (first, second) = after

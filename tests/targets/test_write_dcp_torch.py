@@ -6,6 +6,7 @@ RESHARD_TORCH_PYTHON=torch/bin/python pytest -m torch
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,44 @@ if __name__ == "__main__":
 )
 
 
+LINKED = """
+import json, sys, torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+def bits(value):
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        return [str(value.dtype), list(value.shape), flat.tolist()]
+    return repr(value)
+
+def loaded(root):  # by dcp.load, into what is there by its own name
+    known = FileSystemReader(root).read_metadata().state_dict_metadata
+    state = {name: None if isinstance(one, BytesStorageMetadata) else torch.full(one.size, 1).to(one.properties.dtype)
+             for name, one in known.items()}
+    dcp.load(state, checkpoint_id=root)
+    return {name: bits(value) for name, value in state.items()}
+
+def nested(root):
+    dcp_to_torch_save(root, root + "/../whole.pt")
+    return torch.load(root + "/../whole.pt", weights_only=False)
+
+def shape_of(value):
+    if isinstance(value, dict):
+        return {key: shape_of(one) for key, one in value.items()}
+    return [shape_of(one) for one in value] if isinstance(value, list) else bits(value)
+
+names = json.load(open(sys.argv[1]))
+target, sources = loaded(sys.argv[2]), [loaded(root) for root in sys.argv[3:]]
+source = {name: value for some in sources for name, value in some.items()}
+assert target == {new: source[old] for old, new in names.items()}
+whole, before = shape_of(nested(sys.argv[2])), [shape_of(nested(root)) for root in sys.argv[3:]]
+print(json.dumps([whole, before]))
+"""
+
+
 def torch(script: str, tmp_path: Path, *arguments: str | Path) -> str:
     (tmp_path / "script.py").write_text(script)
     done = subprocess.run(
@@ -185,3 +224,69 @@ def test_fsdp_and_tensor_parallel_meshes(mesh: dict[str, int] | None, tmp_path: 
     reshard.plan(checkpoint, strategy, format="dcp").run(tmp_path / "out")
     arguments = (tmp_path / "out", expected(tmp_path / "full.npz", full), tmp_path / "meet")
     assert torch(MESHES, tmp_path, *arguments).endswith("SAME\n")
+
+
+def renamed(root: Path, source: reshard.Checkpoint, names: dict[str, str], **chosen: Any) -> dict[str, str]:
+    """Link, and return the names of all that is linked, old to new."""
+    plan = reshard.plan(source, files=reshard.LinkedDCP(), selection=reshard.Selection(names=names, **chosen))
+    plan.run(root / "out")
+    found = reshard.Selection(names=names).renamed([*source.every], source.every)
+    kept = {old: new for old, new in found.items() if old not in plan.left_out}
+    (root / "names.json").write_text(json.dumps(kept))
+    return kept
+
+
+def linked_is_loaded(root: Path, *sources: Path) -> Any:
+    """Check that `dcp.load` gives all that the sources have, by the new names; return both, nested."""
+    return json.loads(torch(LINKED, root, root / "names.json", root / "out", *sources))
+
+
+def test_renamed_by_metadata_alone(mindspore_data: Path, tmp_path: Path) -> None:
+    root = mindspore_data / "dcp" / "fsdp2_uneven" / "checkpoint"
+    names = renamed(tmp_path, reshard.open(root), {"model.layers.*": "model.blocks.*", "lr_scheduler.*": "lr.*"})
+    assert len(names) == 40
+    new, (old,) = linked_is_loaded(tmp_path, root)
+    assert new["model"] == {key.replace("layers", "blocks"): value for key, value in old["model"].items()}
+    assert new["optim"]["param_groups"] == old["optim"]["param_groups"]
+    state = {key.replace("layers", "blocks"): value for key, value in old["optim"]["state"].items()}
+    assert new["optim"]["state"] == state
+    assert (new["lr"], new["step"]) == (old["lr_scheduler"], old["step"])
+
+
+def test_every_kind_renamed(mindspore_data: Path, tmp_path: Path) -> None:
+    """Transposed and tied tensors, every dtype, lists, objects."""
+    root = mindspore_data / "dcp" / "kinds" / "checkpoint"
+    renamed(tmp_path, reshard.open(root), {"list.*": "other.list.*", "objects.int": "objects.number"})
+    new, (old,) = linked_is_loaded(tmp_path, root)
+    assert new["other.list"] == old["list"]
+    assert new["objects"] == {key.replace("int", "number"): value for key, value in old["objects"].items()}
+
+
+def test_selected_by_metadata_alone(mindspore_data: Path, tmp_path: Path) -> None:
+    root = mindspore_data / "dcp" / "fsdp2_uneven" / "checkpoint"
+    names = renamed(tmp_path, reshard.open(root), {}, exclude=("optim.*", "*.calls"))
+    assert len(names) == 9
+    new, (old,) = linked_is_loaded(tmp_path, root)
+    del old["optim"], old["model"]["layers.0.calls"]
+    assert new == old
+
+
+def test_merged_by_metadata_alone(mindspore_data: Path, tmp_path: Path) -> None:
+    """Two directories with files of the same names."""
+    sources = [mindspore_data / "dcp" / name / "checkpoint" for name in ("fsdp2_tp2d", "files")]
+    (tmp_path / "all").mkdir()
+    for number, source in enumerate(sources):
+        (tmp_path / "all" / f"part{number}").symlink_to(source)
+    names = renamed(tmp_path, reshard.open(tmp_path / "all"), {"w0": "w9"})
+    assert len(names) == 12
+    new, (one, two) = linked_is_loaded(tmp_path, *sources)
+    two["w9"] = two.pop("w0")
+    assert new == {**one, **two}
+
+
+def test_metadata_of_each_rank_in_one(mindspore_data: Path, tmp_path: Path) -> None:
+    """PyTorch loads them, where it cannot by one process what every rank wrote for itself."""
+    case = mindspore_data / "dcp" / "rank_local"
+    reshard.plan(reshard.open(case / "checkpoint"), files=reshard.LinkedDCP()).run(tmp_path / "out")
+    script = SAME + "state = {'w': torch.zeros(expected['w'].shape)}\ndcp.load(state, checkpoint_id=sys.argv[1])\n"
+    torch(script + "check('w', state['w'])", tmp_path, tmp_path / "out", case / "full.npz")

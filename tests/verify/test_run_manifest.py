@@ -14,6 +14,7 @@ from commands import call
 from generators import Model, models
 from hypothesis import given, settings
 from remotes import get
+from samples import examples
 from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture that is used by all
 
 import reshard
@@ -199,7 +200,7 @@ def test_after_a_run_without_sums_all_is_read(folder: Path, read: list[Any]) -> 
     assert_as_read("dst")
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(models())
 def test_of_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model) -> None:
     root = tmp_path_factory.mktemp("any")

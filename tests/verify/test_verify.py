@@ -20,6 +20,7 @@ from compared import AFTER, BEFORE, FULL, flip, rank_file
 from generators import Model, models
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from samples import examples
 
 import reshard
 from reshard import Layout, Selection, Strategy
@@ -78,7 +79,7 @@ def test_recorded_cases_are_equal_after_a_conversion(mindspore_data: Path, tmp_p
             assert set(found.dropped) == set(plan.dropped)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(model=models(), data=st.data(), format=st.sampled_from(["ckpt", "safetensors"]))
 def test_one_flipped_bit_is_found_where_it_is(
     tmp_path_factory: pytest.TempPathFactory, model: Model, data: st.DataObject, format: str

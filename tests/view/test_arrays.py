@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from itertools import count, pairwise, product
 from math import prod
@@ -17,11 +18,13 @@ import pytest
 from checkpoints import places
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import examples
 
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError
 from reshard.formats import by_name, index_file
 from reshard.formats.entries import Content, Entry, Extent, FileIndex
+from reshard.layout import strided
 from reshard.layout.block import Block
 from reshard.plan.plan import Held
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
@@ -148,7 +151,7 @@ def test_what_is_held_beside_the_result_is_bounded(
 ) -> None:
     values = numbered((5, 4, 25), "float32")  # 100 bytes a row
     lazy = tensor_array(stored(tmp_path, values, grid(values.shape, [[], [], []]), "float32"), "w")
-    monkeypatch.setattr(arrays, "_SCRATCH", 250)
+    monkeypatch.setattr(strided, "SCRATCH", 250)
     for index, expected in [
         ((slice(None), slice(None), slice(1, None)), [196, 196] * 5),  # two rows at a time
         ((slice(None), slice(1, None)), [300] * 5),  # straight into the result
@@ -194,7 +197,7 @@ def tensors(draw: st.DrawFn) -> tuple[Shape, list[list[int]], tuple[Any, ...]]:
     return shape, cuts, tuple(index)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     tensor=tensors(),
     dtype=st.sampled_from(["bool", "int8", "bfloat16", "float32", "complex64"]),
@@ -215,7 +218,7 @@ def test_any_index_gives_what_numpy_gives(
     checkpoint = stored(tmp_path_factory.getbasetemp(), values, grid(shape, cuts), dtype, cuts=runs)
     lazy = tensor_array(checkpoint, "w")
     (beneath,) = (item for item in dict(lazy.dask).values() if isinstance(item, arrays._Stored))
-    with mock.patch.multiple(arrays, _GAP=gap, _SCRATCH=scratch):
+    with mock.patch.multiple(strided, GAP=gap, SCRATCH=scratch):
         found = beneath[index]  # one read over all shards
         chunked = lazy[index].compute(scheduler="sync")  # one read a chunk
     for each in (found, chunked):
@@ -477,3 +480,60 @@ def test_on_a_cluster(client: Any, tmp_path: Path) -> None:
     kept = client.persist(lazy)
     assert type(kept) is TensorArray
     assert kept.sum().compute() == values.astype("float32").sum()
+
+
+@pytest.mark.parametrize(("gap", "scratch"), [(64 << 10, 8 << 20), (0, 8 << 20), (0, 64), (40, 200)])
+def test_elements_that_are_there_several_times(gap: int, scratch: int) -> None:
+    """Steps of 0, as of what was expanded, and windows that overlap, though what they span is as long as they are."""
+    stored = np.arange(4000, dtype=np.int32)
+    cases = [
+        ((9,), (0,)), ((2, 2), (3, 0)), ((5, 7), (1, 0)), ((5, 7), (0, 1)), ((98, 3), (1, 1)), ((2, 2, 2), (5, 1, 1)),
+        ((2, 90), (3000, 0)), ((3, 4, 5), (0, 7, 0)), ((4, 6), (6, 1)), ((6, 4), (1, 6)), ((40, 30), (1, 2)),
+    ]  # fmt: skip
+    held: list[int] = []
+
+    def read(offset: int, buffer: memoryview) -> None:
+        buffer[:] = stored.tobytes()[offset : offset + len(buffer)]
+
+    def take(nbytes: int) -> np.ndarray[Any, Any]:
+        held.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    with mock.patch.multiple(strided, GAP=gap, SCRATCH=scratch):
+        for shape, strides in cases:
+            expected = np.lib.stride_tricks.as_strided(stored, shape, tuple(4 * step for step in strides))
+            out = np.zeros(shape, np.int32)
+            strided.read_strided(read, 0, tuple(4 * step for step in strides), out, take)
+            assert (out == expected).all(), (shape, strides)
+            for room in (1 << 14, 40):
+                ahead = strided.Ahead(lambda nbytes: memoryview(bytearray(nbytes)))
+                ahead.share(shape, 1, room)
+                flat = np.zeros(out.size - 1, np.int32)
+                ahead.read(0, read, shape, strides, 1, flat)
+                assert (flat == expected.reshape(-1)[1:]).all(), (shape, strides, room)
+    assert not held or max(held) <= scratch
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((64, 900), (1, 64)), ((900, 64), (1, 900)), ((32, 8, 64), (1, 2048, 32))]
+)
+@pytest.mark.parametrize("band", [300, 900, 4000])
+def test_what_is_turned_is_read_ahead(shape: tuple[int, ...], strides: tuple[int, ...], band: int) -> None:
+    """Bands that are parts of a row, a row, or several: what is stored is read a few times, not once for each."""
+    size = math.prod(shape)
+    stored = np.arange(size, dtype=np.int32)
+    expected = np.lib.stride_tricks.as_strided(stored, shape, tuple(4 * step for step in strides)).reshape(-1)
+    count = 0
+
+    def read(offset: int, buffer: memoryview) -> None:
+        nonlocal count
+        count += len(buffer)
+        buffer[:] = stored.tobytes()[offset : offset + len(buffer)]
+
+    ahead = strided.Ahead(lambda nbytes: memoryview(bytearray(nbytes)))
+    ahead.share(shape, 1, 4 * size // 3)
+    for first in range(0, size, band):
+        out = np.zeros(min(band, size - first), np.int32)
+        ahead.read(0, read, shape, strides, first, out)
+        assert (out == expected[first : first + len(out)]).all()
+    assert count <= 6 * 4 * size

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import slow
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -19,7 +20,9 @@ ENDS = {
     "3_cluster": ("text/plain", "dashboard while it ran: http://127.0.0.1:"),
     "4_larger_than_memory": ("text/plain", "of 256 MB"),
     "5_believable_size": ("text/plain", "2,166 tensors on 512 ranks"),
+    "6_pytorch": ("text/plain", "equal bit for bit: True"),
 }
+LONG = {"3_cluster", "4_larger_than_memory"}  # half a minute each; `.ci/run` runs them
 
 
 def outputs(notebook: Any) -> list[Any]:
@@ -48,7 +51,7 @@ def test_what_is_stored_was_run_and_is_small(name: str) -> None:
     assert notebook.cells[-1].source.startswith("## Next\n"), "it ends with what to do next"
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in ENDS])
 def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)

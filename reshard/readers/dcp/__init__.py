@@ -9,7 +9,8 @@ each box the file that has it; several files may have the same one. Classes are 
 * hyper-parallel's files are safetensors files, in which a box is under the name of its tensor, or under a key of its
   own where a rank has several.
 
-What the files say is compared with the metadata. Objects are pickled one by one, and not read.
+What the files say is compared with the metadata. Objects are pickled one by one, and read when they are asked for
+(`objects`); so is what Megatron-Core keeps beside its files.
 
 Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem}.py`, megatron-core 0.16.1 and 0.12.3
 `dist_checkpointing/`, hyper-parallel `core/distributed_checkpoint` of September 2026 and `core/checkpoint` of March
@@ -18,32 +19,50 @@ Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem}.py`, megatro
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from operator import add
 from typing import TYPE_CHECKING, Literal
 
 from reshard.dtypes import BY_NAME
-from reshard.errors import Faults, SourceError, names
+from reshard.errors import Faults, Option, SourceError, Text, bytes_text, names
 from reshard.formats import safetensors
-from reshard.formats.entries import Extent, FileIndex, RangeReader, part_of
+from reshard.formats.directories import DCP_FILES
+from reshard.formats.entries import Extent, FileIndex, RangeReader
+from reshard.formats.sets import DCP_INDEX, DCP_ITEMS
+from reshard.layout.axes import row_major
 from reshard.layout.block import Block, flat_boxes, shape_text
-from reshard.readers.dcp.metadata import FILES, Metadata
+from reshard.readers.dcp.archive import Archives, Part
+from reshard.readers.dcp.metadata import BUCKET, BUCKETS, STREAM, Metadata
 from reshard.readers.dcp.torch_save import Span, read_items
 from reshard.readers.huggingface import without_notes
 from reshard.readers.listed import Listed, nothing_readable
-from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
+from reshard.readers.pickles import shown
+from reshard.source.checkpoint import Checkpoint, Object, SourceFile, TensorSpec
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
-from reshard.storage.places import of_each
+from reshard.source.reshape import laid
+from reshard.storage.places import any_store, of_each
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
-    from reshard.formats.entries import Entry
+    from reshard.formats.entries import Entry, Sums
+    from reshard.formats.zarr_chunks import Decoding
     from reshard.layout.block import Shape
     from reshard.readers.dcp.metadata import Item, Stated
+    from reshard.readers.dcp.zstd import Streams
     from reshard.source.checkpoint import Tensor
+    from reshard.storage.base import Status
     from reshard.storage.places import Place
+
+_LARGE_STREAM = 1 << 28
+_WHILE_NS = 2_000_000_000  # of time stamps
+
+
+COMMON, BACKEND = "common.pt", "metadata.json"
+"""Files that Megatron-Core keeps beside: what is no tensor, where that is not an object; and how it is kept."""
 
 
 def open_dcp(place: Place, there: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
@@ -53,8 +72,8 @@ def open_dcp(place: Place, there: Sequence[str], *, contents: bool | Literal["bl
     dropped without that.
 
     Args:
-        place: its directory.
-        there: the names of what is in it.
+        place: its directory, or one of several that make one checkpoint.
+        there: the names of what is in it; of several, the paths.
         contents: compare samples of replicas.
 
     Raises:
@@ -69,19 +88,47 @@ def _checkpoint(place: Place, there: Sequence[str], said: Metadata) -> Checkpoin
     held = _Files(place, there, said)
     listed = Listed()
     tensors: dict[str, Tensor] = {}
-    unreadable = {name: reason for name, reason in said.refused.items() if name in said.tensors}
+    unreadable: dict[str, str] = {}
     for name, one in said.tensors.items():
         try:
-            if name not in unreadable:
-                tensors[name] = _tensor(name, one, said, held, listed)
+            tensors[name] = _tensor(name, one, said, held, listed)
         except SourceError as error:
             unreadable[name] = str(error)
     if not tensors:
         raise SourceError(f"{place}: {nothing_readable(unreadable)}")
+    objects = {name: _object(place, said.items.get(name)) for name in said.objects}
+    beside = {} if said.paths else _beside(place, there)
     return Checkpoint(
-        str(place), tensors, held.files, held.ranks, warnings=tuple(_warnings(there, said, held)),
-        unreadable=unreadable, objects=said.objects, described_by=said.described_by,
+        str(place), tensors, held.files, held.ranks, warnings=tuple(_warnings(place, there, said, held)),
+        unreadable=unreadable, objects=objects, beside=beside, paths=None if beside else said.paths,
+        bound={name: BUCKET for name in tensors if name.startswith(BUCKETS)}, described_by=said.described_by,
+        decoding=held.decoding(),
     )  # fmt: skip
+
+
+def _object(place: Place, items: Sequence[Item] | None) -> Object:
+    """Return an object by its places; of several ranks that each have one, that of the first."""
+    if not items:
+        return Object(problem="is an object that is not read")
+    first = items[0]
+    problem = f"is encoded ({names(map(shown, first.encoding))}), which is not read" if first.encoding else ""
+    return Object(str(place.absolute() / first.file), first.begin, first.nbytes, problem)
+
+
+def _beside(place: Place, there: Sequence[str]) -> dict[str, Object]:
+    """Return what Megatron-Core keeps beside the files of tensors; nothing where it has not saved them."""
+    held = {name: [path for path in there if path.rpartition("/")[2] == name] for name in (COMMON, BACKEND)}
+    found = {}
+    for name, some in held.items() if held[BACKEND] else ():
+        try:
+            if len(some) == 1:
+                path = place.absolute() / some[0]
+                found[name] = Object(str(path), 0, _status(path).nbytes)
+            elif some:
+                found[name] = Object(problem=f"is not read: {names(some)} are two of a kind")
+        except SourceError as error:
+            found[name] = Object(problem=f"is not read: {error}")
+    return found
 
 
 class _Files:
@@ -91,9 +138,11 @@ class _Files:
         files: all, in the order of ranks.
         ranks: the rank of each.
         unlisted: what safetensors files have that the metadata do not list, by file.
+        streams: files of which every item is a zstd stream, by path.
     """
 
     def __init__(self, place: Place, there: Sequence[str], said: Metadata) -> None:
+        self._said = said
         items: dict[str, list[tuple[str, Item]]] = {}
         for name, some in said.items.items():
             for item in some:
@@ -104,12 +153,13 @@ class _Files:
         faults.raise_if_any(SourceError)
         by_rank: dict[int, list[str]] = {}
         for name in sorted(items):
-            by_rank.setdefault(_rank_of(name), []).append(name)
+            by_rank.setdefault(rank_of(name), []).append(name)
         ordered = [name for _, some in sorted(by_rank.items()) for name in some]
         self.ranks = tuple(rank for rank, some in sorted(by_rank.items()) for _ in some)
         self.numbers = {name: number for number, name in enumerate(ordered)}
         self.entries: dict[Item, Entry | str] = {}
         self.unlisted: dict[str, list[str]] = {}
+        self.streams: dict[str, Streams] = {}
         headed = [name for name in ordered if _has_header(place / name, [item for _, item in items[name]])]
         indexes, _ = read_indexes({0: [place / name for name in headed]}, None)
         known = dict(zip(headed, map(without_notes, indexes), strict=True))
@@ -120,50 +170,117 @@ class _Files:
             keys = {item.key for _, item in items[name]}
             self.unlisted[name] = sorted(key for key in file.index.entries if key not in keys)
         others = [name for name in ordered if name not in known]
-        known |= self._read(place, [(name, items[name]) for name in others], len(headed))
+        known |= self._read(place, [(name, items[name]) for name in others], len(headed), said.tensors)
         self.files = tuple(known[name] for name in ordered)
 
     def _read(
-        self, place: Place, some: Sequence[tuple[str, Sequence[tuple[str, Item]]]], first: int
+        self,
+        place: Place,
+        some: Sequence[tuple[str, Sequence[tuple[str, Item]]]],
+        first: int,
+        tensors: Collection[str],
     ) -> dict[str, SourceFile]:
-        """Read the heads of the items of files; return these, whose headers are numbered from one on."""
+        """Read the heads of the tensors in files; return these, whose headers are numbered from one on."""
         paths = [place.absolute() / file for file, _ in some]
-        states = list(of_each(lambda path: path.status(), paths))
+        states = list(of_each(_status, paths))
         faults = Faults(str(place))
         for (file, items), status in zip(some, states, strict=True):
-            end = max(item.begin + item.nbytes for _, item in items)
+            places = sorted({(item.begin, item.begin + item.nbytes) for _, item in items})
+            end = max(end for _, end in places)
             if end > status.nbytes:
                 faults.add(file, f"has {status.nbytes} bytes; its items end at {end}; was saving it interrupted?")
+            for (begin, end), (other, _) in pairwise(places):  # each would be read, of bytes that are there once
+                if end > other:
+                    both = f"has an item from byte {begin} to {end}, and another from {other} on"
+                    faults.add(
+                        file, f"{both}; expected one behind the other; does {self._said.described_by} belong to it?"
+                    )
+                    break
         faults.raise_if_any(SourceError)
-        every = [
-            (number, name, item) for number, (_, items) in enumerate(some) for name, item in items if not item.encoding
+        plain = [
+            (number, name, item)
+            for number, (_, items) in enumerate(some)
+            for name, item in items
+            if not item.encoding and name in tensors
         ]
-        spans = [Span(str(paths[number]), item.begin, item.nbytes) for number, _, item in every]
+        texts = list(map(str, paths))
+        spans = [Span(texts[number], item.begin, item.nbytes) for number, _, item in plain]
+        apart = list(dict.fromkeys(spans))  # any number of boxes may be said to be in one
+        heads = dict(zip(apart, read_items(apart), strict=True))
+        read = [(one, heads[span]) for one, span in zip(plain, spans, strict=True)]
+        for number, (_, items) in enumerate(some):
+            streams = [(name, item) for name, item in items if name in tensors]
+            if streams and all(item.encoding == STREAM for _, item in items):
+                found = self._read_streams(texts[number], streams)
+                read += zip([(number, *one) for one in streams], found, strict=True)
         indexes: list[dict[str, Entry]] = [{} for _ in some]
-        for (number, name, item), found in zip(every, read_items(spans), strict=True):
-            self.entries[item] = found
-            if not isinstance(found, str):  # under a name of its own, where a file has several boxes of a tensor
-                indexes[number][f"{name} {item.offsets}" if name in indexes[number] else name] = found
+        for (number, name, item), entry in read:
+            self.entries[item] = entry
+            if not isinstance(entry, str):  # under a name of its own, where a file has several boxes of a tensor
+                indexes[number][f"{name} {item.offsets}" if name in indexes[number] else name] = entry
+        sums = [self._sums(items) for _, items in some]
         return {
             file: SourceFile(
-                str(path), status.nbytes, status.mtime_ns, FileIndex("distcp", index, header=number), status.change
+                str(path), status.nbytes, status.mtime_ns, FileIndex(DCP_ITEMS, index, header=number, sums=carried),
+                status.change,
             )
-            for number, ((file, _), path, status, index) in enumerate(
-                zip(some, paths, states, indexes, strict=True), first
+            for number, ((file, _), path, status, index, carried) in enumerate(
+                zip(some, paths, states, indexes, sums, strict=True), first
             )
-        }
+        }  # fmt: skip
+
+    def _sums(self, items: Sequence[tuple[str, Item]]) -> Sums:
+        """Return which sums the items of a file carry; what is encoded otherwise has none that are known."""
+        parts = {Part(name, item.begin, item.nbytes): item.encoding for name, item in items}
+        plain = Archives(tuple(part for part, encoding in parts.items() if not encoding))
+        streams = [part for part, encoding in parts.items() if encoding == STREAM]
+        if not streams:
+            return plain
+        from reshard.readers.dcp.zstd import StreamArchives  # not on every start
+
+        said = self._said
+        most = ((part, said.nbytes(part.name) if part.name in said.tensors else None) for part in streams)
+        return StreamArchives(plain, tuple(most))
+
+    def _read_streams(self, path: str, items: Sequence[tuple[str, Item]]) -> list[Entry | str]:
+        """Read the heads of the items of a file of zstd streams, and note how it is decoded."""
+        from reshard.readers.dcp.zstd import read_streams  # not on every start
+
+        most = max(self._said.nbytes(name) for name, _ in items)
+        spans = [(item.begin, item.nbytes) for _, item in items]
+        self.streams[path], found = read_streams(path, spans, most)
+        return found
+
+    def decoding(self) -> Decoding | None:
+        """Return how the files are decoded; None where all are plain."""
+        if not self.streams:
+            return None
+        from reshard.formats.zarr_chunks import Decoding  # not on every start
+
+        # What is decoded is there twice for a moment, as nobody knew its size: half as much again of what is held.
+        sizes = [unit.chunk_bytes * 3 // 2 for unit in self.streams.values()]
+        return Decoding.of(self.streams, sizes, sizes)
 
     def entry(self, item: Item) -> Entry:
         """Return what a file has of a box; raise `SourceError` where it cannot be read."""
-        found = self.entries.get(item, f"is encoded ({item.encoding}), which is not read")
+        encodings = ", ".join(map(shown, item.encoding[:3]))
+        found = self.entries.get(item, f"is encoded ({encodings}), which is not read")
         if isinstance(found, str):
             raise SourceError(found)
         return found
 
 
-def _rank_of(name: str) -> int:
-    match = next(filter(None, (known.fullmatch(name) for known in FILES.values())), None)
-    return int(match["rank"]) if match and match["rank"] else 0
+def _status(path: Place) -> Status:
+    """Return the state of a file; one that had its name before, and is held open, is forgotten."""
+    any_store().size(str(path))
+    return path.status()
+
+
+def rank_of(path: str) -> int:
+    """Return the rank that wrote a file, by its name; 0 where that does not say it."""
+    name = path.rpartition("/")[2]
+    match = next(filter(None, (known.fullmatch(name) for known in DCP_FILES.values())), None)
+    return int(match[1]) if match and match[1] else 0
 
 
 def _has_header(path: Place, items: Sequence[Item]) -> bool:
@@ -180,24 +297,29 @@ def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: Liste
     """Return a tensor; raise `SourceError` where it cannot be read."""
     held = []
     dtypes = {one.dtype: BY_NAME[one.dtype]} if one.dtype else {}
+    places: dict[tuple[str, str, int], Shape] = {}
     for item in said.items.get(name, ()):
         entry = files.entry(item)
+        other = places.setdefault((item.file, item.key, item.begin), item.offsets)
+        if other != item.offsets and entry.nbytes:
+            both = f"{shape_text(other)} and {shape_text(item.offsets)}"
+            raise SourceError(f"has its boxes at {both} in one place of {item.file}; expected a place for each")
         shape = () if not one.shape and entry.shape == (1,) else entry.shape
         if (item.offsets, shape) not in one.boxes:
             there = [shape_text(extents) for offsets, extents in sorted(one.boxes) if offsets == item.offsets]
             where = f"at {shape_text(item.offsets)} in {item.file}"
             raise SourceError(f"is of shape {shape_text(shape)} {where}; expected {names(there) or 'no box'} there")
-        stop = tuple(begin + extent for begin, extent in zip(item.offsets, shape, strict=True))
-        block, number = Block(item.offsets, stop), files.numbers[item.file]
+        block, number = _block(item.offsets, shape), files.numbers[item.file]
         dtypes[entry.dtype.name] = entry.dtype
+        at = Extent(number, entry.runs, entry.strides)
         if name not in said.flat:
-            held.append((block, Extent(number, entry.runs)))
+            held.append((block, at))
             continue
-        begin = 0
+        begin, width, step = 0, entry.dtype.itemsize, (at.strides or (1,))[-1]
         for part in _unflattened(one.shape, said.flat[name], block):
-            nbytes = part.size * entry.dtype.itemsize
-            held.append((part, Extent(number, part_of(entry.runs, begin, nbytes))))
-            begin += nbytes
+            strides = tuple(step * each for each in row_major(part.shape))
+            held.append((part, laid(at, begin * step * width, part.shape, strides, width)))
+            begin += part.size
     if len(dtypes) != 1:
         raise SourceError(f"is {' and '.join(sorted(dtypes)) or 'in no file'}, as {said.described_by} and files say")
     (dtype,) = dtypes.values()
@@ -205,6 +327,11 @@ def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: Liste
     if isinstance(found, str):
         raise SourceError(found)
     return found
+
+
+@lru_cache(maxsize=1 << 16)  # tensors are cut alike
+def _block(offsets: Shape, shape: Shape) -> Block:
+    return Block(offsets, tuple(map(add, offsets, shape)))
 
 
 def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
@@ -234,12 +361,25 @@ def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
     ]
 
 
-def _warnings(there: Sequence[str], said: Metadata, files: _Files) -> Iterator[str]:
-    own = [name for name in there if any(known.fullmatch(name) for known in FILES.values())]
-    if others := sorted(name for name in own if name not in files.numbers):
+def _warnings(place: Place, there: Sequence[str], said: Metadata, files: _Files) -> Iterator[str]:
+    if DCP_INDEX in there:  # which comes last, but may be copied first
+        saved = (place / DCP_INDEX).status().mtime_ns + _WHILE_NS
+        if newer := [path for path, number in files.numbers.items() if files.files[number].mtime_ns > saved]:
+            yield (
+                f"{names(newer, most=3)} changed after {DCP_INDEX}, which comes last: copied in that order, or saving "
+                "another checkpoint here was interrupted"
+            )
+    own = [path for path in there if any(known.fullmatch(path.rpartition("/")[2]) for known in DCP_FILES.values())]
+    if others := sorted(path for path in own if path not in files.numbers):
         yield f"{said.described_by} does not name {names(others, most=3)}, which is not read"
+    if unfinished := sorted(name for name in there if name.endswith(".metadata.tmp")):
+        yield f"{unfinished[0]} is there: saving another checkpoint here was interrupted, which may have replaced files"
+    largest = max((unit.chunk_bytes for unit in files.streams.values()), default=0)
+    if largest > _LARGE_STREAM:
+        held = f"items are zstd streams, of which each thread holds one whole: up to {bytes_text(largest)}; "
+        yield Text(held, Option("memory"), " limits how many do")
     for name, some in files.unlisted.items():
         if some:
             yield f"{name} has {names(some, most=3)}, which {said.described_by} does not list"
-    if "common.pt" in there:
-        yield "common.pt, which has Megatron's arguments and step, is not read"
+    if several := [name for name in said.objects if len(said.items.get(name, ())) > 1]:
+        yield f"several ranks have an object {names(several, most=3)} each; that of the first rank is taken"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
+from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, names
-from reshard.formats.directories import DCP
+from reshard.formats.directories import DCP, DCP_FILES, DCP_OF_RANK
 from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX
 from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
@@ -22,20 +23,22 @@ if TYPE_CHECKING:
 
 _WHAT = "the metadata of a distributed checkpoint (DCP)"
 _MOST_BOXES = 1 << 21
+_DEEPEST = 64  # of dicts in each other
 
-_OF_RANK = re.compile(r"(?:\.rank|__|)(\d{1,9})(?:_metadata|\.metadata)")
-FILES = {
-    "StorageInfo": re.compile(r"_rank(?P<rank>\d{1,9})_\.safetensors"),
-    "_StorageInfo": re.compile(r"(?:[^/\\]*__(?P<rank>\d{1,9})_\d+|[^/\\]+)\.distcp", re.DOTALL),
-}
-"""The names of files of tensors, by the class that says which has a box: hyper-parallel's, PyTorch's."""
+STREAM = ("stream.zstd/1",)
+"""The encoding of items that are zstd streams."""
 
-_BUCKET = (
-    "is a bucket of Megatron's optimizer (dp_reshardable), of which nothing says what it holds: it can only be resumed "
-    "with the same layout"
+BUCKET = (
+    "is a bucket of Megatron's optimizer (dp_reshardable), of which nothing says what it holds: only another DCP can "
+    "have it, to be resumed with the same layout"
 )
-_WHOLE_SHAPE = "nd_reformulated_orig_global_shape"
-_BUCKETS = "optimizer.distributed.dp_group_idx_"
+_WIDEST = 16  # bytes of an element of a dtype that is not known
+WHOLE_SHAPE = "nd_reformulated_orig_global_shape"
+BUCKETS = "optimizer.distributed.dp_group_idx_"
+
+
+KeyPath = tuple[str | int, ...]
+"""Where something is in nested dicts and lists: keys and places."""
 
 
 class Stated(NamedTuple):
@@ -53,15 +56,15 @@ class Stated(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Where a box is.
+    """Where a box is, or an object.
 
     Attributes:
-        offsets: of the box in its tensor.
-        file: the name of the file that has it.
+        offsets: of the box in its tensor; none of an object.
+        file: the path of the file that has it, below the directory that was opened.
         key: its name in a safetensors file.
         begin: where an item of PyTorch's begins.
         nbytes: how long that is; 0 of a box in hyper-parallel's.
-        encoding: how the item is encoded; empty where it is not.
+        encoding: what the item is encoded by, one after the other; empty where it is not.
     """
 
     offsets: Shape
@@ -69,49 +72,53 @@ class Item(NamedTuple):
     key: str
     begin: int
     nbytes: int
-    encoding: str
+    encoding: tuple[str, ...]
 
 
 class Metadata:
-    """What the metadata say, read with nothing believed; the parts of all ranks are joined.
+    """What the metadata say, read with nothing believed; the parts of all ranks are joined, and those of directories.
 
     Attributes:
         described_by: the names of their files.
         tensors: each tensor, by name.
         objects: what is not a tensor, and what that is.
-        items: the places of the boxes of each tensor.
-        refused: tensors that cannot be read, with the reason.
+        items: the places of the boxes of each tensor; of an object, where PyTorch wrote it, its own.
+        paths: where PyTorch had a tensor or an object in nested dicts and lists, as far as that is said.
         flat: the whole shapes of tensors that are stored flattened.
     """
 
     def __init__(self, place: Place, there: Sequence[str]) -> None:
         files = _files(place, there)
-        self.described_by = names(files, most=1)
+        self.described_by = files[0] + (f" (and {len(files) - 1} more)" if len(files) > 1 else "")
+        self._directories: dict[str, str] = {}
         self.tensors: dict[str, Stated] = {}
-        self.objects: dict[str, str] = {}
+        self.objects: dict[str, None] = {}
         self.items: dict[str, list[Item]] = {}
-        self.refused: dict[str, str] = {}
+        self.paths: dict[str, KeyPath] = {}
         self.flat: dict[str, Shape] = {}
-        self.known: dict[Record, tuple[Shape, Shape]] = {}
-        self.count = 0
+        self._known: dict[Record, tuple[Shape, Shape]] = {}
+        self._count = 0
         for name in files:
             content = unpickled(RangeReader(str(place / name), window=0), _WHAT)
             try:
-                self._add(content)
+                self._add(content, name[: name.rfind("/") + 1])
             except SourceError as error:
                 raise SourceError(f"{place / name}: {error}") from None
 
-    def _add(self, content: object) -> None:
+    def nbytes(self, name: str) -> int:
+        """Return how many bytes the largest box of a tensor has at most."""
+        one = self.tensors[name]
+        itemsize = BY_NAME[one.dtype].itemsize if one.dtype else _WIDEST
+        return itemsize * min(prod(one.shape), max((prod(extents) for _, extents in one.boxes), default=0))
+
+    def _add(self, content: object, directory: str) -> None:
         if not (isinstance(content, Record) and content.name.endswith("Metadata")):
             raise SourceError(f"is not {_WHAT}")
         for name, one in _pairs(content, "state_dict_metadata"):
+            self._add_name(name, directory)
             kind = one.name if isinstance(one, Record) else ""
-            if not isinstance(name, str) or not is_text(name) or len(name.encode()) > LONGEST_NAME:
-                raise SourceError(
-                    f"{shown(name)} is the name of a tensor; expected at most {LONGEST_NAME} bytes of text"
-                )
             if kind == "BytesStorageMetadata":
-                self.objects[name] = "a pickled object, which is not read"
+                self.objects[name] = None
             elif kind == "TensorStorageMetadata":
                 self._add_tensor(name, one)
             else:
@@ -120,14 +127,26 @@ class Metadata:
         if both:
             raise SourceError(f"{names(sorted(both), most=3)} is both a tensor and an object")
         for index, info in _pairs(content, "storage_data"):
-            self._add_item(index, info)
+            self._add_item(index, info, directory)
+        planned = content.field("planner_data")
+        known = planned.items() if isinstance(planned, Pairs) else ()
+        self.paths |= {name: path for name, path in known if _is_path(path) and isinstance(name, str)}
         reshaped = content.field("mcore_data")
         for name, one in reshaped.items() if isinstance(reshaped, Pairs) else ():
-            if isinstance(name, str) and isinstance(one, Pairs) and _WHOLE_SHAPE in (keys := one[::2]):
-                self.flat[name] = shape = numbers(one[2 * keys.index(_WHOLE_SHAPE) + 1])
+            if isinstance(name, str) and isinstance(one, Pairs) and WHOLE_SHAPE in (keys := one[::2]):
+                self.flat[name] = shape = numbers(one[2 * keys.index(WHOLE_SHAPE) + 1])
                 if not is_possible(shape):
                     raise SourceError(f"tensor {shown(name)} was of shape {shape_text(shape)}, which no array can have")
-        self.refused |= {name: _BUCKET for name in self.tensors if name.startswith(_BUCKETS)}
+
+    def _add_name(self, name: object, directory: str) -> None:
+        if not isinstance(name, str) or not is_text(name) or len(name.encode()) > LONGEST_NAME:
+            raise SourceError(f"{shown(name)} is the name of a tensor; expected at most {LONGEST_NAME} bytes of text")
+        other = self._directories.setdefault(name, directory)
+        if other != directory:
+            raise SourceError(
+                f"has {shown(name)}, as {other.rstrip('/')} has; expected directories of different tensors, which make "
+                "one checkpoint; open one of them"
+            )
 
     def _add_tensor(self, name: str, one: Record) -> None:
         shape = numbers(one.field("size"))
@@ -141,8 +160,8 @@ class Metadata:
         chunks = one.field("chunks")
         if not isinstance(chunks, list) or not all(isinstance(chunk, Record) for chunk in chunks):
             raise SourceError(f"tensor {shown(name)} has no list of boxes")
-        self.count += len(chunks)
-        if self.count > _MOST_BOXES:  # which a file can repeat without being large
+        self._count += len(chunks)
+        if self._count > _MOST_BOXES:  # which a file can repeat without being large
             raise SourceError(f"has more than {_MOST_BOXES:,} boxes")
         boxes = {self._box(chunk) for chunk in chunks}
         if not all(len(shape) == len(offsets) == len(extents) for offsets, extents in boxes):
@@ -151,48 +170,88 @@ class Metadata:
 
     def _box(self, chunk: Record) -> tuple[Shape, Shape]:
         """Return the offsets and extents of a box."""
-        if chunk not in self.known:
-            self.known[chunk] = numbers(chunk.field("offsets")), numbers(chunk.field("sizes"))
-        return self.known[chunk]
+        if chunk not in self._known:
+            offsets, extents = chunk.fields("offsets", "sizes")
+            self._known[chunk] = numbers(offsets), numbers(extents)
+        return self._known[chunk]
 
-    def _add_item(self, index: object, info: object) -> None:
+    def _add_item(self, index: object, info: object, directory: str) -> None:
         if not (isinstance(index, Record) and isinstance(info, Record)):
             raise SourceError("has a place that is not one of a box")
-        name, file, key = index.field("fqn"), info.field("relative_path"), info.field("tensor_key")
-        if isinstance(name, str) and name in self.objects:
+        name, _, offset = index.fields("fqn", "index", "offset")
+        file, begin, nbytes, encoding, key = info.fields(
+            "relative_path", "offset", "length", "transform_descriptors", "tensor_key"
+        )
+        is_object = isinstance(name, str) and name in self.objects
+        if is_object and info.name != "_StorageInfo":
             return
-        if not isinstance(name, str) or name not in self.tensors:
+        if not isinstance(name, str) or not (is_object or name in self.tensors):
             raise SourceError(f"has a place of {shown(name)}, and no such tensor")
-        known = FILES.get(info.name)
-        if known is None:
+        if info.name not in DCP_FILES:
             raise SourceError(f"has a place of {shown(name)} that is a {shown(info.name)}, which is not known")
-        if not isinstance(file, str) or not known.fullmatch(file) or not file.isprintable():
+        if not isinstance(file, str) or not _is_of_rank(info.name, file):
             raise SourceError(
                 f"tensor {shown(name)} is in {shown(file)}; expected a file of a rank, without directories"
             )
         key = name if key is None else key
         if not isinstance(key, str):
             raise SourceError(f"tensor {shown(name)} has {shown(key)} for a tensor_key; expected text")
-        begin, nbytes, encoding = 0, 0, info.field("transform_descriptors")
-        if info.name == "_StorageInfo":
-            begin, nbytes = numbers((info.field("offset"), info.field("length")))
-        said = ", ".join(map(shown, encoding[:3])) if isinstance(encoding, list) else "" if not encoding else "?"
-        item = Item(numbers(index.field("offset")), file, key, begin, nbytes, said)
+        begin, nbytes = numbers((begin, nbytes)) if info.name == "_StorageInfo" else (0, 0)
+        encodings = encoding if isinstance(encoding, list) else [encoding] if encoding else []
+        offsets = () if is_object else numbers(offset)
+        item = Item(offsets, directory + file, key, begin, nbytes, tuple(map(_text, encodings)))
         self.items.setdefault(name, []).append(item)
 
 
+@lru_cache(maxsize=1 << 16)
+def _is_of_rank(kind: str, file: str) -> bool:
+    """Return whether a file has a name as those of a class that says which has a box."""
+    return DCP_FILES[kind].fullmatch(file) is not None and file.isprintable()
+
+
 def _files(place: Place, there: Sequence[str]) -> list[str]:
+    """Return the paths of the metadata, of each directory that has some of the names."""
+    by_directory: dict[str, list[str]] = {}
+    for path in there:
+        directory, slash, name = path.rpartition("/")
+        by_directory.setdefault(directory + slash, []).append(name)
+    if len(by_directory) < 2:
+        return _files_in(place, there)
+    return [f"{above}{name}" for above, some in by_directory.items() for name in _files_in(place / above[:-1], some)]
+
+
+def _files_in(place: Place, there: Sequence[str]) -> list[str]:
     """Return the names of the metadata: one file, or one a rank."""
-    if DCP_INDEX in there:
-        return [DCP_INDEX]
-    by_rank = {int(match[1]): name for name in there if (match := _OF_RANK.fullmatch(name))}
-    if not by_rank:
+    by_kind: dict[str, dict[int, str]] = {}
+    for match in filter(None, map(DCP_OF_RANK.fullmatch, there)):
+        by_kind.setdefault(match[1], {})[int(match[2])] = match[0]
+    firsts = [DCP_INDEX] * (DCP_INDEX in there) + sorted(some[min(some)] for some in by_kind.values())
+    if len(firsts) > 1:
+        both = f"has {firsts[0]} and {firsts[1]}, of two checkpoints that were saved here"
+        raise SourceError(f"{place}: {both}; remove the metadata of the older one, and its files")
+    if firsts == [DCP_INDEX]:
+        return firsts
+    if not by_kind:
         shown = f"{DCP.shown_by(place, sorted(there))} {DCP.problem}"
         raise SourceError(f"{place}: {shown}, and has no {DCP_INDEX}, which comes last; was saving it interrupted?")
+    (by_rank,) = by_kind.values()
     absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
     if absent:
         raise SourceError(f"{place}: has no metadata of rank {names(absent)}, and some of rank {max(by_rank)}")
     return [name for _, name in sorted(by_rank.items())]
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else "?"
+
+
+def _is_path(path: object) -> bool:
+    """Return whether it is keys of dicts and places in lists, one below the other."""
+    return (
+        isinstance(path, tuple)
+        and 0 < len(path) <= _DEEPEST
+        and all((isinstance(key, str) and is_text(key)) or (type(key) is int and 0 <= key < 1 << 31) for key in path)
+    )
 
 
 def _pairs(content: Record, name: str) -> Iterator[tuple[Any, Any]]:

@@ -4,7 +4,8 @@ An item is a zip archive of stored records. The first are small: how the tensor 
 bytes; then come the bytes, `data/0`. Sizes are behind the records, in data descriptors, so that the records are walked
 through from the first. Where the bytes begin is aligned to 64 within the item, not within the file.
 
-Strides count: a tensor that is transposed or permuted in memory is saved as it lies, and the metadata do not say so.
+Strides count: a tensor that is transposed, permuted or expanded in memory is saved as it lies, and the metadata do not
+say so.
 
 Sources: PyTorch 2.13 `torch/serialization.py`, `torch/_utils.py`, `caffe2/serialize/inline_container.cc`, and what that
 wrote (`tests/data/dcp`).
@@ -13,31 +14,35 @@ wrote (`tests/data/dcp`).
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.formats.entries import Entry
+from reshard.formats.entries import Entry, Extent
+from reshard.layout.axes import row_major
 from reshard.layout.block import is_possible, shape_text
 from reshard.readers.pickles import Name, Record, numbers, shown, unpickled
+from reshard.source.reshape import laid
+from reshard.storage.page_cache import GLANCE_BYTES
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reshard.dtypes import DType
-    from reshard.formats.entries import Runs
-    from reshard.layout.block import Shape
+    from reshard.layout.block import Block, Shape
     from reshard.storage.base import ReadStore, Want
 
 _HEAD = 2048  # has all that is needed of most items
 _LONGEST_HEAD = 1 << 18
-_MOST_RUNS = 1 << 16  # of an item that is not contiguous
-_MOST_RUNS_OF_ALL = 1 << 21
+_MOST_BEGINS, _MOST_HEADS = 8, 512  # of items that differ in nothing but their bytes
 _LOCAL = struct.Struct("<4s10xIIIHH")
 _DESCRIPTOR = b"PK\x07\x08"
+_WHAT = "a tensor that torch.save stored"
 
 STORAGES = {
     "BFloat16": "bfloat16", "Bool": "bool", "Byte": "uint8", "Char": "int8", "ComplexFloat": "complex64",
@@ -55,66 +60,114 @@ class Span(NamedTuple):
 
 
 def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
-    """Yield, for each item, the tensor that it has, with the runs of its bytes in the file; or why it cannot be read.
+    """Yield, for each item, the tensor that it has, with where its bytes are in the file; or why it cannot be read.
 
     Raises:
         SourceError: a file ends before an item does.
     """
-    known: dict[bytes, _Rebuilt] = {}
-    pieces = 0
-    for span, head in _heads(spans, _HEAD):
-        found = _item(span, head, known)
+    known = Known({}, {})
+    for span, head in read_heads(spans, _HEAD):
+        found = item(span, head, known)
         if found is None:
-            found = next((_item(span, more, known) for _, more in _heads([span], _LONGEST_HEAD)), None)
-        if isinstance(found, Entry):
-            pieces += len(found.runs)
-            if pieces - len(spans) > _MOST_RUNS_OF_ALL:
-                found = "is transposed in its file, as too many tensors are to be read"
+            found = next((item(span, more, known) for _, more in read_heads([span], _LONGEST_HEAD)), None)
         yield found or "is not a tensor that torch.save stored: its head is too long"
 
 
-def _heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes]]:
-    """Yield the first bytes of each item; at URLs, those of many are read at once."""
+def read_heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes]]:
+    """Yield the first bytes of each item; near ones are read together, and at URLs many at once."""
 
-    def steps() -> Iterator[tuple[tuple[Span, bytearray], ReadStore, list[Want]]]:
-        for span in spans:
-            head = bytearray(min(span.nbytes, nbytes))
-            yield (span, head), any_store(), [(span.path, span.begin, memoryview(head))]
+    def steps() -> Iterator[tuple[tuple[list[Span], bytearray], ReadStore, list[Want]]]:
+        for near in _near(spans, nbytes):
+            begin = near[0].begin
+            held = bytearray(near[-1].begin + min(near[-1].nbytes, nbytes) - begin)
+            yield (near, held), any_store(), [(near[0].path, begin, memoryview(held))]
 
-    for span, head in in_batches(steps()):
-        yield span, bytes(head)
+    for near, held in in_batches(steps()):
+        for span in near:
+            begin = span.begin - near[0].begin
+            yield span, bytes(held[begin : begin + min(span.nbytes, nbytes)])
 
 
-def _item(span: Span, head: bytes, known: dict[bytes, _Rebuilt]) -> Entry | str | None:
-    """Return what an item has, or why it cannot be read; None where its head goes on."""
+def _near(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
+    """Yield runs of items that follow each other, whose first bytes are within as many as are read at once."""
+    near: list[Span] = []
+    for span in spans:
+        if near:
+            (path, begin, _), last = near[0], near[-1]
+            if span.path != path or span.begin < last.begin + last.nbytes or span.begin + nbytes > begin + GLANCE_BYTES:
+                yield near
+                near = []
+        near.append(span)
+    if near:
+        yield near
+
+
+def item(span: Span, head: bytes, known: Known) -> Entry | str | None:
+    """Return what an item has, or why it cannot be read; None where its head goes on.
+
+    Args:
+        span: where it lies, or seems to.
+        head: its first bytes.
+        known: what was found in others.
+    """
+    try:
+        for begin, heads in known.heads.items():
+            if (alike := heads.get(head[:begin])) is not None:
+                return alike.entry(span.begin + begin, span.begin + span.nbytes)
+        found = _walked(head, is_whole=len(head) == span.nbytes)
+        if found is None:
+            return None
+        begin, name, pickled = found
+        if pickled not in known.pickles:
+            known.pickles[pickled] = rebuilt(unpickled(Held(span.path, pickled), _WHAT, outside=True))
+        alike = known.pickles[pickled]
+        if name != alike.record:
+            first = f"which has {name!r:.60} first"
+            raise SourceError(f"is in the record {alike.record!r:.60} of its item, {first}")  # noqa: TRY301 -- likewise
+        if begin in known.heads or len(known.heads) < _MOST_BEGINS:
+            heads = known.heads.setdefault(begin, {})
+            if len(heads) < _MOST_HEADS:
+                heads[head[:begin]] = alike
+        return alike.entry(span.begin + begin, span.begin + span.nbytes)
+    except SourceError as error:
+        return str(error)
+
+
+def _walked(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
+    """Return where the bytes of a tensor begin in an item, the name of their record, and what says how it is rebuilt.
+
+    Args:
+        head: what the item begins with.
+        is_whole: that is all of it; else, None is returned where it is too short.
+
+    Raises:
+        SourceError: it is not a tensor that `torch.save` stored.
+    """
     pickled, order, at = b"", b"little", 0
     while True:
         if len(head) - at < _LOCAL.size:
-            return None if len(head) < span.nbytes else "is not a tensor that torch.save stored: it has no bytes"
+            break
         mark, _, _, size, of_name, of_more = _LOCAL.unpack_from(head, at)
         method = head[at + 8 : at + 10]
         begin = at + _LOCAL.size + of_name + of_more
         if mark != b"PK\x03\x04" or method != b"\0\0":
-            return "is not a tensor that torch.save stored: it is not a zip archive of plain records"
+            raise SourceError("is not a tensor that torch.save stored: it is not a zip archive of plain records")
         name = head[at + _LOCAL.size : at + _LOCAL.size + of_name].partition(b"/")[2]
         if name.startswith(b"data/"):
             if order.strip() != b"little":
-                return f"has its bytes in the order {order!r:.20}, which is not read"
-            break
+                raise SourceError(f"has its bytes in the order {order!r:.20}, which is not read")
+            return begin, name, pickled
         end = _end_of(head, begin, size)
         if end is None:
-            return None if len(head) < span.nbytes else "is not a tensor that torch.save stored: it is cut off"
+            break
         content, at = head[begin : end[0]], end[1]
         if name == b"data.pkl":
             pickled = content
         elif name == b"byteorder":
             order = content
-    try:
-        if pickled not in known:
-            known[pickled] = _rebuilt(pickled, span)
-        return known[pickled].entry(name, span.begin + begin, span.begin + span.nbytes)
-    except SourceError as error:
-        return str(error)
+    if is_whole:
+        raise SourceError("is not a tensor that torch.save stored: it has no bytes, or is cut off")
+    return None
 
 
 def _end_of(head: bytes, begin: int, size: int) -> tuple[int, int] | None:
@@ -129,9 +182,30 @@ def _end_of(head: bytes, begin: int, size: int) -> tuple[int, int] | None:
     return None
 
 
+class Known(NamedTuple):
+    """What was found in items, of which many are alike.
+
+    Attributes:
+        pickles: how a tensor is rebuilt, by what says so.
+        heads: that, by where its bytes begin in an item and all before them.
+    """
+
+    pickles: dict[bytes, Rebuilt]
+    heads: dict[int, dict[bytes, Rebuilt]]
+
+
 @dataclass(frozen=True, slots=True)
-class _Rebuilt:
-    """How a tensor is rebuilt from its storage: from which element on, in what steps, along each dimension."""
+class Rebuilt:
+    """How a tensor is rebuilt from its storage.
+
+    Attributes:
+        dtype: of its elements.
+        record: the name of the record that is the storage.
+        elements: how many this has.
+        first: with which of them the tensor begins.
+        shape: its shape.
+        strides: how many elements are from one index to the next, along each dimension.
+    """
 
     dtype: DType
     record: bytes
@@ -140,35 +214,34 @@ class _Rebuilt:
     shape: Shape
     strides: Shape
 
-    def entry(self, record: bytes, begin: int, end: int) -> Entry:
+    def entry(self, begin: int, end: int) -> Entry:
         """Return the tensor, whose storage lies in a file from one byte on, in an item that ends at another."""
-        if record != self.record:
-            raise SourceError(f"is in the record {self.record!r:.60} of its item, which has {record!r:.60} first")
-        width = self.dtype.itemsize
-        if begin + self.elements * width > end:
+        if begin + self.elements * self.dtype.itemsize > end:
             raise SourceError("has an item that is shorter than the tensor")
-        return Entry(self.dtype, self.shape, self.runs(begin + self.first * width))
+        found = self.extent(0, begin)
+        return Entry(self.dtype, self.shape, found.runs, strides=found.strides)
 
-    def runs(self, begin: int) -> Runs:
-        """Return the byte ranges in row-major order."""
-        width = self.dtype.itemsize
-        depth, together = len(self.shape), 1
-        while depth and (self.shape[depth - 1] == 1 or self.strides[depth - 1] == together):
-            depth -= 1
-            together *= self.shape[depth]
-        if not prod(self.shape):
-            return ((begin, 0),)
-        if prod(self.shape[:depth]) > _MOST_RUNS:
-            pieces = f"{prod(self.shape[:depth]):,} pieces (strides {shape_text(self.strides)})"
-            raise SourceError(f"is transposed in its file, in {pieces}; at most {_MOST_RUNS:,} are read")
-        begins = [begin]
-        for extent, stride in zip(self.shape[:depth], self.strides[:depth], strict=True):
-            begins = [start + index * stride * width for start in begins for index in range(extent)]
-        return tuple((start, together * width) for start in begins)
+    def part(self, block: Block) -> Rebuilt:
+        """Return a part of the tensor."""
+        first = self.first + sum(map(mul, block.start, self.strides))
+        return replace(self, first=first, shape=block.shape)
+
+    def extent(self, file: int, begin: int) -> Extent:
+        """Return where it lies in a file, by its number, that has the storage from one byte on."""
+        _, runs, strides = _lying(self)
+        return Extent(file, tuple((begin + offset, nbytes) for offset, nbytes in runs), strides)
+
+
+@lru_cache(maxsize=1 << 12)  # items are alike
+def _lying(one: Rebuilt) -> Extent:
+    """Return where a tensor lies in its storage."""
+    width = one.dtype.itemsize
+    strides = one.strides if prod(one.shape) else row_major(one.shape)
+    return laid(Extent(0, ((0, one.elements * width),)), one.first * width, one.shape, strides, width)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class Held:
     """The bytes of a pickle, as `unpickled` reads a file."""
 
     path: str
@@ -176,15 +249,16 @@ class _Held:
 
     @property
     def size(self) -> int:
+        """How many there are."""
         return len(self.content)
 
     def upto(self, offset: int, nbytes: int) -> bytes:
+        """Return at most so many from one on."""
         return self.content[offset : offset + nbytes]
 
 
-def _rebuilt(pickled: bytes, span: Span) -> _Rebuilt:
-    """Return how a pickled tensor is rebuilt; `SourceError` where it is none, or one that is not read."""
-    made = unpickled(_Held(span.path, pickled), "a tensor that torch.save stored", outside=True)
+def rebuilt(made: object) -> Rebuilt:
+    """Return how a tensor is rebuilt that was pickled; `SourceError` where it is none, or one that is not read."""
     name, arguments = "", tuple[Any, ...]()
     while isinstance(made, Record) and isinstance(made.arguments, tuple):
         name, arguments = made.name, made.arguments
@@ -219,4 +293,4 @@ def _rebuilt(pickled: bytes, span: Span) -> _Rebuilt:
         raise SourceError("goes beyond its storage")
     if not isinstance(key, str):
         raise SourceError("has no storage")
-    return _Rebuilt(dtype, b"data/" + key.encode(), count, first, shape, strides)
+    return Rebuilt(dtype, b"data/" + key.encode(), count, first, shape, strides)

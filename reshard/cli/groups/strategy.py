@@ -182,7 +182,7 @@ def make_strategy(
     source strategy does not name (global_step and the like) is left out unless a rule gives it a layout.
     """
     from reshard.readers.open import files_read
-    from reshard.source.derive import strategy_by_rules
+    from reshard.source.strategies import strategy_by_rules
 
     refuse_existing(output, overwrite=overwrite)
     checkpoint = reshard.open(like, strategy=source_strategy, **reading)

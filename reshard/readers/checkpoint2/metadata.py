@@ -15,7 +15,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import LayoutError, SourceError, names
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.readers.members import members
+from reshard.readers.checkpoint2.members import members
 
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
@@ -32,7 +32,7 @@ _LONGEST_AXIS = 64
 _DTYPES = {name.replace("_", ""): name for name in BY_NAME}  # MindSpore's names have no underscores
 
 
-class Listed(NamedTuple):
+class Described(NamedTuple):
     """A tensor as the metadata list it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Metadata:
     """
 
     def __init__(self, path: Place) -> None:
-        self.listed: dict[str, Listed] = {}
+        self.listed: dict[str, Described] = {}
         self.places: dict[str, array[int]] = {}
         self.files: dict[str, int] = {}
         self.ranks: list[int] = []
@@ -88,13 +88,13 @@ class Metadata:
         groups = sorted(set(zip(places[::NUMBERS], places[3::NUMBERS], strict=True)))
         return [(number, rank) for number, group in groups for rank in self.groups[group]]
 
-    def _listed(self, value: dict[str, Any]) -> Listed:
+    def _listed(self, value: dict[str, Any]) -> Described:
         shape = _numbers(value["global_shape"])
         dtype = value["properties"]["dtype"].lower()
         dtype = _DTYPES.get(dtype.replace("_", ""), dtype)
         layout = value.get("layout")
         if layout is None:
-            return Listed(dtype, shape, None, "")
+            return Described(dtype, shape, None, "")
         tensor_map = [entry if isinstance(entry, int) else _numbers(entry) for entry in layout["tensor_map"]]
         axes = tuple(str(axis)[:_LONGEST_AXIS] for axis in layout.get("alias_name", ()))
         mesh = Mesh(Layout.of(_numbers(layout["device_matrix"]), tensor_map), _numbers(layout["rank_list"]), axes)
@@ -113,7 +113,7 @@ class Metadata:
                     f"has {shape[dim]} elements in dimension {dim}, which {ways} blocks do not divide; the format "
                     f"keeps {shape[dim] // ways} in each, so that {shape[dim] % ways} are lost"
                 )
-        return Listed(dtype, shape, self.meshes.setdefault(mesh, len(self.meshes)), reason)
+        return Described(dtype, shape, self.meshes.setdefault(mesh, len(self.meshes)), reason)
 
     def _place(self, key: str, value: list[dict[str, Any]]) -> None:
         name, number = _read_key(key)

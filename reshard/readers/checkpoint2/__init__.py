@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import CHECKPOINT2
 from reshard.layout.block import Block, shape_text
-from reshard.readers.checkpoint2_metadata import METADATA, NUMBERS, Listed, Metadata
+from reshard.readers.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
+from reshard.readers.listed import nothing_readable
 from reshard.source.assemble import assemble_whole, by_header, where
 from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec
 from reshard.source.headers import indexed
@@ -42,19 +43,20 @@ _LARGEST = 1 << 20
 _NONE, _BLOCK, _WHOLE, _OTHER = range(4)  # what a file has of a tensor
 
 
-def open_checkpoint2(place: Place, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+def open_checkpoint2(place: Place, there: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
     """Open a Checkpoint 2.0, reading its metadata and the headers of its files.
 
     A tensor of which blocks are lost or cannot be told is unreadable, with the reason: a plan needs it dropped by name.
 
     Args:
         place: its directory.
+        there: the names of what is in it.
         contents: compare samples of replicas and of different blocks; `blocks` compares the latter alone.
 
     Raises:
         SourceError: it is incomplete, or the metadata contradict the files; all at once.
     """
-    files = {name for name in place.names() if name.endswith(".safetensors")}
+    files = {name for name in there if name.endswith(".safetensors")}
     found = _Joined(place, files).checkpoint() if (place / METADATA).is_file() else _whole(place, files)
     return compare_contents(found, {}, contents=contents)
 
@@ -167,7 +169,7 @@ class _Joined:
             if name not in self.said.listed:
                 self._add_unlisted(name)
         if not self.tensors:
-            raise SourceError(f"{self.place}: holds no tensor that can be read; was saving it interrupted?")
+            raise SourceError(f"{self.place}: {nothing_readable(self.unreadable)}")
         if others := sorted(self.there - self.said.files.keys()):
             warnings.append(f"{METADATA} does not name {names(others, most=3)}, which is not read")
         defects = tuple(self._defects())
@@ -208,7 +210,7 @@ class _Joined:
             if numbers and name not in there and numbers.issuperset(places[1::NUMBERS])
         }
 
-    def _tensor(self, name: str, one: Listed) -> Tensor | str:
+    def _tensor(self, name: str, one: Described) -> Tensor | str:
         """Return a tensor, or why it cannot be read."""
         places = self.said.places.get(name, array("i"))
         key = (one.mesh, one.shape, places.tobytes())
@@ -225,7 +227,7 @@ class _Joined:
             self.contradicting.append(name)
         return self._of(name, one, cut)
 
-    def _of(self, name: str, one: Listed, cut: _Cut) -> Tensor | str:
+    def _of(self, name: str, one: Described, cut: _Cut) -> Tensor | str:
         """Return a tensor whose blocks are known, or why it cannot be read."""
         if cut.reason:
             return cut.reason
@@ -239,7 +241,7 @@ class _Joined:
         spec, runs = TensorSpec(name, held[0].dtype, one.shape), tuple(entry.runs for entry in held)
         return Tensor(spec, cut.sharding, runs, listed=one.mesh is not None, text=held[0].text)
 
-    def _in_places(self, one: Listed, places: Sequence[int]) -> _Cut:
+    def _in_places(self, one: Described, places: Sequence[int]) -> _Cut:
         """Return where the blocks of tensors of some shape, mesh and places are, by the metadata."""
         blocks, of_rank = self._grid(one)
         replicas: list[list[int]] = [[] for _ in blocks]
@@ -270,7 +272,7 @@ class _Joined:
         holders = self._holders(one, of_rank, outside, contradicts=contradicts)
         return cut._replace(contradicts=contradicts, holders=holders)
 
-    def _held_by(self, one: Listed, group: int) -> tuple[set[int], tuple[int, ...]]:
+    def _held_by(self, one: Described, group: int) -> tuple[set[int], tuple[int, ...]]:
         """Return the blocks that the layout gives the ranks of a group, and those that it is not about."""
         key = (one.mesh, one.shape, group)
         if key not in self._held:
@@ -281,7 +283,7 @@ class _Joined:
         return self._held[key]
 
     def _holders(
-        self, one: Listed, of_rank: Mapping[int, int], outside: Mapping[int, int], *, contradicts: bool
+        self, one: Described, of_rank: Mapping[int, int], outside: Mapping[int, int], *, contradicts: bool
     ) -> tuple[int, ...]:
         """Return the ranks that hold a tensor; none where the layout does not say which block some of them do."""
         others = tuple(sorted(outside))
@@ -297,7 +299,7 @@ class _Joined:
         sharding = Sharding(tuple(blocks), tuple(tuple(at[number] for number in sorted(some)) for some in replicas))
         return _Cut(sharding, firsts, reason=reason)
 
-    def _grid(self, one: Listed) -> tuple[tuple[Block, ...], dict[int, int]]:
+    def _grid(self, one: Described) -> tuple[tuple[Block, ...], dict[int, int]]:
         """Return the blocks of a tensor, and the number of that which each rank has."""
         if one.mesh is None:
             return (Block.whole(one.shape),), {}
@@ -308,7 +310,7 @@ class _Joined:
             self._grids[one.mesh, one.shape] = grid.blocks, of_rank
         return self._grids[one.mesh, one.shape]
 
-    def _in_files(self, name: str, one: Listed) -> _Cut:
+    def _in_files(self, name: str, one: Described) -> _Cut:
         """Return where a tensor is that is not where the metadata say: each rank's files have its block, or all of it.
 
         What is worked out for one serves all that the same files have alike.
@@ -347,7 +349,7 @@ class _Joined:
         if isinstance(found, Tensor):
             self.holders[name] = self.holders.get(_weight(name), ())
         else:
-            one = Listed("", entry.shape, None, "")
+            one = Described("", entry.shape, None, "")
             found = self._of(name, one, self._in_files(name, one))
         self._add(name, found)
         if prod(entry.shape) > 1 and not name.startswith("accu_grads."):

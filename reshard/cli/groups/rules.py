@@ -1,0 +1,163 @@
+"""`reshard rules`: check rules between the names and shapes of two programs, show and invert them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import reshard
+from reshard.cli.commands import Group, option
+from reshard.cli.options import json_option, overwrite_file_option, source_options
+from reshard.cli.selection import rules_numbers
+from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
+from reshard.cli.values import READ_PLACE, WRITE
+from reshard.errors import VerifyError, names
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.rules.derive import Derived
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
+
+
+@click.group(cls=Group, name="rules")
+def rules() -> None:
+    """Check rules between the names and shapes of two programs, show and invert them."""
+
+
+def _derived(
+    file: Place, source: Place, source_strategy: Place | None, model_config: Place | None, let: dict[str, int],
+    **reading: Any,
+) -> Derived:  # fmt: skip
+    rules = reshard.Rules.read(file, config=model_config, let=let)
+    derived = rules.derived(reshard.open(source, strategy=source_strategy, **reading))
+    say_warnings(derived.checkpoint.warnings)
+    return derived
+
+
+@rules.command(
+    "check",
+    epilog="""
+Example:
+
+  reshard rules check llama.yaml iter_0005000
+""",
+    details="""
+The object of --json has the keys source, sides (of the source, and of what is
+made), rules (rule, verb, sources, source, targets, target), dropped, kept,
+tensors, nbytes, and with TARGET differences.
+""",
+    short_help="Check rules against a checkpoint.",
+)
+@click.argument("file", type=READ_PLACE)
+@click.argument("source", type=READ_PLACE)
+@click.argument("target", type=READ_PLACE, required=False)
+@source_options
+@rules_numbers
+@json_option
+def check(file: Place, source: Place, target: Place | None, as_json: bool, **given: Any) -> None:
+    """Check the rules FILE against the checkpoint SOURCE: each tensor by one rule, shapes that add up, no hole.
+
+    Only headers are read. With TARGET, names, dtypes and shapes of what the rules make are compared with
+    those of another checkpoint.
+    """
+    from reshard.rules.show import table
+    from reshard.view.text import count_text, table_lines
+
+    derived = _derived(file, source, **given)
+    made, rows = derived.checkpoint, table(derived)
+    header = ("rule", "verb", "tensors", derived.sides[0], "become", derived.sides[1])
+    differences = _differences(made, reshard.open(target, contents=False)) if target else []
+    if as_json:
+        keys = ("rule", "verb", "sources", "source", "targets", "target")
+        print_json(
+            {
+                "source": made.root,
+                "sides": list(derived.sides),
+                "rules": [dict(zip(keys, row, strict=True)) for row in rows],
+                "dropped": list(derived.dropped),
+                "kept": list(derived.kept),
+                "tensors": len(made.tensors),
+                "nbytes": made.nbytes,
+                **({"differences": differences} if target else {}),
+            }
+        )
+    else:
+        print_text("\n".join(table_lines(header, [tuple(map(str, row)) for row in rows], width())) + "\n")
+        for what, some in (("left out", derived.dropped), ("kept as they are", derived.kept)):
+            if some:
+                click.echo(f"{what}: {count_text(len(some), 'tensor')}: {names(some)}")
+        click.echo(f"{count_text(sum(row[2] for row in rows), 'tensor')} become {sum(row[4] for row in rows)}")
+    if differences:
+        raise VerifyError(f"{target}: differs from what {file} make of {source}:\n  " + "\n  ".join(differences[:20]))
+
+
+def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:
+    """Return in what headers differ."""
+    from reshard.plan.select import Selection
+    from reshard.verify.match import match
+
+    return [f"{one.name}: {one.text}" for one in match(made, other, Selection()).differences if one.name]
+
+
+@rules.command(
+    "show",
+    epilog="""
+Example:
+
+  reshard rules show llama.yaml iter_5000 decoder.layers.mlp.linear_fc1.weight
+""",
+    short_help="Show which rows of a fused tensor are whose.",
+)
+@click.argument("file", type=READ_PLACE)
+@click.argument("source", type=READ_PLACE)
+@click.argument("tensors", nargs=-1, metavar="[TENSOR]...")
+@source_options
+@rules_numbers
+def show(file: Place, source: Place, tensors: tuple[str, ...], **given: Any) -> None:
+    """Show which rows of a fused tensor are which rows of its parts; by default of one tensor of every rule.
+
+    This is what shapes alone cannot tell: whether gate and up stand one behind the other or row by row,
+    how many groups there are. Compare it with what the program does.
+    """
+    from reshard.rules.show import shown
+
+    derived = _derived(file, source, **given)
+    firsts: dict[str, str] = {}  # of each rule
+    for name, made in derived.fused.items():
+        firsts.setdefault(made.use.rule.where, name)
+    for name in tensors or firsts.values():
+        print_text(f"{shown(derived, name)}\n")
+
+
+@rules.command(
+    "invert",
+    epilog="""
+Example:
+
+  reshard rules invert llama.yaml -o back.yaml
+""",
+    short_help="Write rules with their sides exchanged.",
+)
+@click.argument("file", type=READ_PLACE)
+@option(
+    "-o", "--output", under="Output", first=True, type=WRITE, required=True, metavar="FILE", help="The file to write."
+)
+@overwrite_file_option
+def invert(file: Place, output: Path, overwrite: bool) -> None:
+    """Write the rules FILE with its sides exchanged.
+
+    Rules work both ways as they are: which side the source is shows in its names.
+    """
+    import yaml  # not on every start
+
+    from reshard.rules.rules import Rules
+    from reshard.storage.small import refuse_existing, refuse_inputs, write_whole
+
+    refuse_existing(output, overwrite=overwrite)
+    refuse_inputs([output], [file])
+    data = Rules.read(file).inverted().data()
+    write_whole(output, yaml.safe_dump(data, sort_keys=False, allow_unicode=True).encode())
+    wrote()

@@ -1,0 +1,142 @@
+"""Axes of a tensor that are taken for several each, and the boxes that its blocks are then."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from math import prod
+from typing import TYPE_CHECKING
+
+from reshard.layout.block import Block, flat_boxes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from reshard.layout.block import Shape
+
+
+def factors(shape: Shape, space: Shape) -> list[Shape] | None:
+    """Return which axes of a space each axis of a shape is, in row-major order; None where they do not make it.
+
+    >>> factors((6, 2), (2, 3, 2)), factors((6, 2), (3, 4)), factors((4, 1), (4,))
+    ([(2, 3), (2,)], None, [(4,), ()])
+    """
+    found: list[Shape] = []
+    at = 0
+    for extent in shape:
+        axes: list[int] = []
+        while at < len(space) and prod(axes) != extent:
+            axes.append(space[at])
+            at += 1
+        if prod(axes) != extent:
+            return None
+        found.append(tuple(axes))
+    rest = space[at:]
+    if prod(rest) != 1:
+        return None
+    return [*found[:-1], (*found[-1], *rest)] if found else None if rest else found
+
+
+def common(shape: Shape, spaces: Iterable[Shape]) -> Shape | None:
+    """Return the coarsest space in which several spaces of a shape have their axes as several; None if there is none.
+
+    No extent is 0: a tensor without elements has no other space than its own.
+
+    >>> common((6, 4), [(2, 3, 4), (6, 4)]), common((12,), [(4, 3), (2, 6)]), common((12,), [(4, 3), (3, 4)])
+    ((2, 3, 4), (2, 2, 3), None)
+    """
+    steps: list[set[int]] = [set() for _ in shape]  # of each dimension: how far apart elements of its axes are
+    for space in spaces:
+        for known, sizes in zip(steps, factors(shape, space) or (), strict=False):
+            known.update(row_major(sizes))
+    found: list[int] = []
+    for extent, known in zip(shape, steps, strict=True):
+        chain = sorted({extent, 1, *known}, reverse=True)
+        if any(longer % shorter for longer, shorter in pairwise(chain)):
+            return None
+        found += [longer // shorter for longer, shorter in pairwise(chain)] or [1]
+    return tuple(found)
+
+
+def row_major(shape: Shape) -> Shape:
+    """Return the strides of an array whose elements lie in row-major order.
+
+    >>> row_major((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def position(index: Shape, corner: Shape, strides: Shape) -> int:
+    """Return which element something is of what has strides, from the one that is at a corner.
+
+    >>> position((2, 3), (1, 0), (10, 1))
+    13
+    """
+    return sum((at - start) * step for at, start, step in zip(index, corner, strides, strict=True))
+
+
+def together(shape: Shape, strides: Shape) -> tuple[int, int]:
+    """Return how many axes are in front of those whose elements follow each other, and how many elements these are.
+
+    >>> together((4, 2, 3), (100, 3, 1)), together((4, 2, 3), (6, 3, 1)), together((4, 5), (1, 4))
+    ((1, 6), (0, 24), (2, 1))
+    """
+    depth, count = len(shape), 1
+    while depth and (shape[depth - 1] == 1 or strides[depth - 1] == count):
+        depth -= 1
+        count *= shape[depth]
+    return depth, count
+
+
+def refined(block: Block, axes: Sequence[Shape]) -> Iterator[tuple[Block, Block]]:
+    """Yield the boxes that a block is when its axes are taken for several each, and which part of the block each is.
+
+    >>> [(str(box), str(part)) for box, part in refined(Block((1, 0), (4, 2)), [(2, 3), (2,)])]
+    [('[0:1, 1:3, 0:2]', '[1:3, 0:2]'), ('[1:2, 0:1, 0:2]', '[3:4, 0:2]')]
+    """
+    of_axis: list[list[tuple[Block, int, int]]] = []
+    for sizes, start, stop in zip(axes, block.start, block.stop, strict=True):
+        if len(sizes) == 1:
+            of_axis.append([(Block((start,), (stop,)), start, stop)])
+            continue
+        boxes = []
+        begin = start
+        for box in flat_boxes(sizes, start, stop):
+            boxes.append((box, begin, begin + box.size))
+            begin += box.size
+        of_axis.append(boxes)
+    for some in product(*of_axis):
+        yield (
+            Block(tuple(n for box, _, _ in some for n in box.start), tuple(n for box, _, _ in some for n in box.stop)),
+            Block(tuple(begin for _, begin, _ in some), tuple(end for _, _, end in some)),
+        )
+
+
+def split(strides: Shape, axes: Sequence[Shape]) -> Shape:
+    """Return the strides of axes that are taken for several each.
+
+    >>> split((10, 1), [(2, 3), (10,)])
+    (30, 10, 1)
+    """
+    return tuple(step * inner for step, sizes in zip(strides, axes, strict=True) for inner in row_major(sizes))
+
+
+def boxes(block: Block, axes: Sequence[Shape]) -> Iterator[tuple[Block, int]]:
+    """Yield boxes that a block in row-major order is when its axes are taken for several each, and where each begins.
+
+    The elements of each lie one after the other, from that element of the block on.
+
+    >>> [(str(box), begin) for box, begin in boxes(Block((0, 1), (2, 3)), [(2,), (3, 2)])]
+    [('[0:1, 0:1, 1:2]', 0), ('[1:2, 0:1, 1:2]', 2), ('[0:1, 1:2, 0:1]', 1), ('[1:2, 1:2, 0:1]', 3)]
+    """
+    strides = row_major(block.shape)
+    for box, piece in refined(block, axes):
+        begin = position(piece.start, block.start, strides)
+        steps = split(strides, axes)
+        depth, _ = together(box.shape, steps)
+        for index in product(*(range(count) for count in box.shape[:depth])):
+            start = tuple(a + n for a, n in zip(box.start, index, strict=False))
+            yield (
+                Block((*start, *box.start[depth:]), (*(n + 1 for n in start), *box.stop[depth:])),
+                begin + sum(n * step for n, step in zip(index, steps, strict=False)),
+            )

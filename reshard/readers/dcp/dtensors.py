@@ -1,0 +1,237 @@
+"""PyTorch's tensors as pickles have them: plain ones, and DTensors, of which a file has the part of one rank.
+
+Which part that is follows from the placements, the mesh, and the place of the rank in it; the shape of the part is
+compared with it. Classes move and change between versions of PyTorch, so that they are told by their names, and read by
+the names of their fields:
+
+* the ranks of a mesh, row by row: `_flatten_rank_map`, of a layout whose axes have a shape and strides (since 2.10),
+  or `_flatten_mesh_list`, of the shape of the tensor `mesh` (before);
+* what each axis of the mesh does: `placements` of a `Shard`, `_StridedShard` or `Replicate`.
+
+Sources: `_dtensor_spec.py`, `placement_types.py`, `device_mesh.py` and `_mesh_layout.py` of PyTorch 2.4, 2.6, 2.9 and
+2.13, and what 2.13 wrote (`tests/data/dcp`).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import LayoutError, SourceError
+from reshard.layout.block import MOST_DIMS, Block, is_possible, shape_text
+from reshard.layout.placements import Shard, held
+from reshard.readers.dcp.torch_save import rebuilt
+from reshard.readers.pickles import Name, Record, numbers, shown
+from reshard.strategy.names import ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reshard.layout.block import Shape
+    from reshard.layout.placements import Placement
+    from reshard.readers.dcp.torch_save import Rebuilt
+
+_MOST_BLOCKS = 1 << 10  # of a rank's part of a tensor
+_MOST_MESHES = 1 << 8
+_SUBCLASS = ("_rebuild_from_type_v2", "_rebuild_wrapper_subclass")
+
+
+class Mesh(NamedTuple):
+    """Which ranks a tensor is laid out on: the extents of the axes, outermost first, and the ranks row by row."""
+
+    extents: Shape
+    ranks: tuple[int, ...]
+
+
+class Spec(NamedTuple):
+    """What is said of a DTensor: the shape of the whole, and what each axis of a mesh does."""
+
+    shape: Shape
+    placements: tuple[Placement, ...]
+    mesh: Mesh
+
+
+class Kept(NamedTuple):
+    """What a rank keeps of a tensor: how that is rebuilt, and what part it is; None of a plain tensor."""
+
+    local: Rebuilt
+    spec: Spec | None
+
+    def parts(self, rank: int) -> Iterator[tuple[Block, Rebuilt]]:
+        """Yield which blocks of the tensor a rank has, and how each is rebuilt.
+
+        Raises:
+            SourceError: it cannot have them, or has something else.
+        """
+        if self.spec is None:
+            yield Block.whole(self.local.shape), self.local
+            return
+        shape, placements, mesh = self.spec
+        try:
+            ranges = held(mesh.extents, placements, shape, _place(mesh, rank))
+        except LayoutError as error:
+            raise SourceError(str(error)) from None
+        extents = tuple(sum(stop - start for start, stop in some) for some in ranges)
+        if extents != self.local.shape and not (0 in extents and 0 in self.local.shape):
+            raise SourceError(
+                f"is of shape {shape_text(self.local.shape)} in the file of rank {rank}; expected "
+                f"{shape_text(extents)} of {shape_text(shape)}, by its placements"
+            )
+        if prod(map(len, ranges)) > _MOST_BLOCKS:
+            raise SourceError(f"is in {prod(map(len, ranges)):,} blocks in a file; at most {_MOST_BLOCKS:,} are read")
+        yield from self._blocks(ranges)
+
+    def _blocks(self, ranges: list[list[tuple[int, int]]]) -> Iterator[tuple[Block, Rebuilt]]:
+        """Yield the blocks that ranges of each dimension make, which lie one behind the other in the part."""
+        along = []
+        for some in ranges:
+            position, steps = 0, list[tuple[int, int, int]]()
+            for start, stop in some:
+                steps.append((start, stop, position))
+                position += stop - start
+            along.append(steps)
+        for corner in product(*along):
+            block = Block(tuple(start for start, _, _ in corner), tuple(stop for _, stop, _ in corner))
+            at = tuple(position for _, _, position in corner)
+            inside = Block(at, tuple(begin + extent for begin, extent in zip(at, block.shape, strict=True)))
+            yield block, self.local.part(inside)
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether a value is what a pickle has in the place of a tensor, be it of a kind that is not read."""
+    return isinstance(value, Record) and (value.name.startswith("_rebuild_") or value.name == "ShardedTensor")
+
+
+class Tensors:
+    """Reads the tensors of one file.
+
+    Args:
+        rank: of the file.
+        count: how many ranks there are.
+    """
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+        self._meshes: dict[Record, Mesh] = {}
+
+    def kept(self, value: object) -> Kept:
+        """Return what the file keeps of a tensor; raise `SourceError` where that is not read."""
+        while isinstance(value, Record) and value.name.startswith("_rebuild_parameter") and _arguments(value):
+            value = _arguments(value)[0]
+        made = _arguments(value)
+        if not (isinstance(value, Record) and value.name == _SUBCLASS[0] and len(made) == 4):
+            return Kept(rebuilt(value), None)
+        kind = made[1].name if isinstance(made[1], Name) else ""
+        if not isinstance(made[0], Name) or made[0].name != _SUBCLASS[1]:
+            return Kept(rebuilt(value), None)
+        if kind != "DTensor":
+            raise SourceError(f"is kept as {shown(kind)}, a class of its own, which is not read")
+        state = Record(None, None)
+        state.state = made[3]
+        local, spec = rebuilt(state.field("_local_tensor")), state.field("_spec")
+        sizes = made[2][2] if isinstance(made[2], tuple) and len(made[2]) > 2 else None
+        return Kept(local, self._spec(spec, numbers(sizes)))
+
+    def _spec(self, value: object, shape: Shape) -> Spec:
+        """Return what is said of a DTensor whose whole is of a shape, as its other arguments say."""
+        if not isinstance(value, Record):
+            raise SourceError("has no spec, which says what part of it a rank has")
+        meta = _arguments(value.field("tensor_meta"))
+        if meta and numbers(meta[0]) != shape:
+            raise SourceError(f"is of shape {shape_text(shape)}, and of another one in its spec")
+        if not is_possible(shape):
+            raise SourceError(f"has the shape {shape_text(shape)}, which no array can have")
+        mesh, placements = self._mesh(value.field("mesh")), value.field("placements")
+        if not isinstance(placements, tuple) or len(placements) != len(mesh.extents):
+            raise SourceError(f"has {shown(placements)} for the placements on a mesh of {shape_text(mesh.extents)}")
+        order = value.field("shard_order")
+        for entry in order if isinstance(order, tuple) else ():
+            axes = numbers(_arguments(entry)[1]) if len(_arguments(entry)) == 2 else ()
+            if list(axes) != sorted(axes):
+                raise SourceError(f"is cut by the axes {shape_text(axes)} of its mesh in this order, which is not read")
+        return Spec(shape, tuple(map(_placement, placements)), mesh)
+
+    def _mesh(self, value: object) -> Mesh:
+        if not isinstance(value, Record):
+            raise SourceError("has no mesh")
+        if value not in self._meshes:
+            if len(self._meshes) == _MOST_MESHES:
+                raise SourceError(f"is laid out on one of more than {_MOST_MESHES} meshes")
+            mesh = self._meshes[value] = _mesh(value, self.rank, self.count)
+            saved_by, at = value.field("_rank"), value.field("_coordinate_on_dim")
+            if (saved_by is not None and saved_by != self.rank) or (
+                at is not None and numbers(at) != _place(mesh, self.rank)
+            ):
+                raise SourceError(f"was saved by another rank than {self.rank}, of which the file is by its name")
+        return self._meshes[value]
+
+
+def _arguments(value: object) -> tuple[Any, ...]:
+    """Return what something would have been made of; nothing of what would not."""
+    return value.arguments if isinstance(value, Record) and isinstance(value.arguments, tuple) else ()
+
+
+def _place(mesh: Mesh, rank: int) -> Shape:
+    """Return the place of a rank in a mesh, along each axis."""
+    number, place = mesh.ranks.index(rank), list[int]()
+    for extent in reversed(mesh.extents):
+        number, at = divmod(number, extent)
+        place.append(at)
+    return tuple(reversed(place))
+
+
+def _placement(value: object) -> Placement:
+    name = value.name if isinstance(value, Record) else ""
+    if name == "Replicate":
+        return None
+    if not isinstance(value, Record) or name not in {"Shard", "_StridedShard"}:
+        why = ": each rank has a part of a sum" if name.lstrip("_").endswith("Partial") else ""
+        raise SourceError(f"has the placement {shown(name)}, which is not read{why}")
+    dim, factor = value.field("dim"), value.field("split_factor") if name == "_StridedShard" else None
+    (dim,) = numbers((dim,))
+    if name == "Shard":
+        return Shard(dim)
+    (factor,) = numbers((factor,))
+    if not factor:
+        raise SourceError("has the split_factor 0")
+    return Shard(dim, factor)
+
+
+def _mesh(value: Record, rank: int, count: int) -> Mesh:
+    """Return the mesh, of so many ranks at most, that a rank is in: a layout stands for several, side by side."""
+    layout = value.field("_layout")
+    if not isinstance(layout, Record):
+        of_tensor = _arguments(value.field("mesh"))
+        shape = numbers(of_tensor[2] if len(of_tensor) > 2 else None)
+        axes: Any = [(extent, prod(shape[axis + 1 :])) for axis, extent in enumerate(shape)]
+        known = numbers(value.field("_flatten_mesh_list"), count)
+    else:
+        axes, known = layout.field("axes"), numbers(value.field("_flatten_rank_map"), count)
+        if axes is None:  # as in 2.10
+            axes = zip(_several(layout.field("shape")), _several(layout.field("stride")), strict=False)
+        else:
+            some = axes[: MOST_DIMS + 1] if isinstance(axes, tuple | list) else ()
+            axes = [(axis.field("shape"), axis.field("stride")) for axis in some if isinstance(axis, Record)]
+    if rank not in known:
+        raise SourceError(f"is laid out on {ranks_text(known)}, and in the file of rank {rank}")
+    begin = place = known.index(rank)
+    places, extents = [0], tuple[int, ...]()
+    for sizes, strides in axes:
+        along = [0]
+        for size, stride in zip(numbers(_several(sizes)), numbers(_several(strides)), strict=False):
+            if not 0 < size * len(along) * len(places) <= count:
+                raise SourceError(f"is laid out on a mesh of more ranks than the {count} of which there are files")
+            along = [start + number * stride for start in along for number in range(size)]
+            begin -= place // stride % size * stride if stride else 0
+        places, extents = [start + more for start in places for more in along], (*extents, len(along))
+        if len(extents) > MOST_DIMS or not 0 <= begin + max(places) < len(known):
+            raise SourceError(f"is laid out on a mesh of {shape_text(extents)} with {len(known)} ranks")
+    ranks = tuple(known[begin + place] for place in places)
+    if len(set(ranks)) != len(ranks) or max(ranks) >= count or rank not in ranks:
+        raise SourceError(f"is laid out on {ranks_text(ranks)}, some twice or not there; there are files of {count}")
+    return Mesh(extents, ranks)
+
+
+def _several(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,298 @@
+"""Objects of PyTorch's distributed checkpoints, and what Megatron-Core keeps beside: their bytes, and as plain data.
+
+Each is what `torch.save` makes of it: a zip archive of stored records, with checksums unless these were turned off, in
+which a pickle says what it is and other records have the bytes of its tensors. The pickle is followed by
+`readers.pickles`, which imports and calls nothing.
+
+Sources: PyTorch 2.13 `torch/serialization.py`, Megatron-LM `megatron/training/checkpointing.py`, and what these wrote
+(`tests/data/dcp`).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from reshard.errors import SourceError, bytes_text
+from reshard.layout.block import shape_text
+from reshard.readers.dcp import BACKEND, COMMON
+from reshard.readers.dcp.records import Damaged, carries_sums, directory
+from reshard.readers.dcp.torch_save import Held, rebuilt
+from reshard.readers.pickles import Name, Pairs, Record, unpickled
+from reshard.source.checkpoint import TensorSpec
+from reshard.storage.crc import crc32
+from reshard.storage.places import any_store, in_batches
+from reshard.storage.small import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from reshard.source.checkpoint import Checkpoint, Object
+    from reshard.storage.base import ReadStore, Want
+
+LARGEST = 1 << 28
+"""The most bytes of objects that are held at once."""
+
+_MOST_SHOWN = 1 << 20  # bytes of those that are looked at to be shown
+_LONGEST = 160  # of what is shown of one
+_MOST_VALUES = 1 << 20  # of an object; what is shared is counted wherever it is
+_MOST_VALUES_SHOWN = 1 << 17  # of all that are shown
+_DEEPEST = 64
+_LARGEST_KEY = 1 << 64  # integers beyond could be made to have equal hashes
+_WHAT = "an object that torch.save stored"
+
+
+def contents(objects: Mapping[str, Object]) -> Iterator[tuple[str, bytes]]:
+    """Yield the bytes of objects, each with its name.
+
+    Raises:
+        SourceError: those of one cannot be had; a short fact.
+    """
+    for problem in problems(objects).values():
+        raise SourceError(problem)
+
+    def steps() -> Iterator[tuple[tuple[str, bytearray], ReadStore, list[Want]]]:
+        for name, one in objects.items():
+            held = bytearray(one.nbytes)
+            yield (name, held), any_store(), [(one.path, one.begin, memoryview(held))]
+
+    for name, held in in_batches(steps()):
+        yield name, bytes(held)
+
+
+def problems(objects: Mapping[str, Object]) -> dict[str, str]:
+    """Return why the bytes of some objects cannot be had: short facts."""
+    found = {name: one.problem for name, one in objects.items() if one.problem}
+    large = {name: one.nbytes for name, one in objects.items() if one.nbytes > LARGEST}
+    return found | {n: f"has {bytes_text(size)}; at most {bytes_text(LARGEST)} are taken" for n, size in large.items()}
+
+
+def read_object(checkpoint: Checkpoint, name: str) -> Any:
+    """Return an object of a checkpoint, or a file beside its tensors, as plain data; nothing is imported or called.
+
+    What is not plain stays what would have made it: the `Name` of a class or function, or a `Record` of its call. A
+    tensor is a `TensorSpec`, and a `Namespace` a dict of its attributes.
+
+    Args:
+        checkpoint: which.
+        name: as `Checkpoint.objects` or `Checkpoint.beside` has it.
+
+    Raises:
+        KeyError: there is no such object.
+        SourceError: it cannot be read, or is damaged.
+    """
+    every = {**checkpoint.beside, **checkpoint.objects}
+    if name not in every:
+        raise KeyError(name)
+    try:
+        ((_, content),) = contents({name: every[name]})
+        return _value(name, every[name], content, _Plain(_MOST_VALUES))
+    except SourceError as error:
+        raise SourceError(f"{checkpoint.root}: object {name!r} {error}") from None
+
+
+def shown_objects(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what each object is, and each file beside the tensors, in a few words; of many the first are looked at."""
+    every = {**checkpoint.beside, **checkpoint.objects}
+    shown = {name: f"an object of {bytes_text(one.nbytes)}, which was not looked at" for name, one in every.items()}
+    shown |= (wrong := problems(every))
+    some, room = {}, _MOST_SHOWN
+    for name, one in every.items():
+        if name not in wrong and one.nbytes <= room:
+            some[name] = one
+            room -= one.nbytes
+    plain = _Plain(_MOST_VALUES_SHOWN)
+    for name, content in contents(some):
+        try:
+            shown[name] = text_of(_value(name, every[name], content, plain))
+        except SourceError as error:
+            shown[name] = str(error)
+    return shown
+
+
+def check_sums(content: bytes) -> None:
+    """Check what an object's archive says of itself; raise `SourceError`, with a short fact."""
+    for _ in _records(content):
+        pass
+
+
+def text_of(value: object) -> str:
+    """Write a value as Python does, as much of it as fits.
+
+    >>> text_of({"lr": [0.1, None], "kind": Name("torch", "float32")}), text_of(["word"] * 99)[-12:]
+    ("{'lr': [0.1, None], 'kind': <torch.float32>}", "rd', 'word'…")
+    """
+    text = ""
+    for piece in _written(value):
+        text += piece
+        if len(text) > _LONGEST:
+            return f"{text[: _LONGEST - 1]}…"
+    return text
+
+
+def facts(checkpoint: Checkpoint) -> dict[str, int | str]:
+    """Return what Megatron-Core says of the training: its iteration, optimizer, vocabulary and parallelism."""
+    said = _common(checkpoint)
+    arguments, content = (_dict(said.get(key)) for key in ("args", "content_metadata"))
+    found = [(word, some.get(key)) for word, some, key in (
+        ("iteration", said, "iteration"),
+        ("optimizer", content, "distrib_optim_sharding_type"),
+        ("vocabulary", arguments, "vocab_size"),
+        ("padded to", arguments, "padded_vocab_size"),
+        ("tensor parallel", arguments, "tensor_model_parallel_size"),
+        ("pipeline parallel", arguments, "pipeline_model_parallel_size"),
+        ("expert parallel", arguments, "expert_model_parallel_size"),
+    )]  # fmt: skip
+    return {word: fact for word, fact in found if type(fact) is int or (type(fact) is str and len(fact) <= 60)}
+
+
+def iteration(checkpoint: Checkpoint) -> int | None:
+    """Return how many steps Megatron-Core says were done; None where it does not say."""
+    found = _common(checkpoint).get("iteration")
+    return found if type(found) is int and found >= 0 else None
+
+
+def _common(checkpoint: Checkpoint) -> dict[Any, Any]:
+    """Return what Megatron-Core says besides tensors: in a file, or in an object; nothing where that is not so."""
+    if not checkpoint.beside:
+        return {}
+    names = (COMMON, *(name for name in checkpoint.objects if name.startswith("common_state/")))
+    for name in names:
+        try:
+            found = read_object(checkpoint, name)
+        except (KeyError, SourceError):
+            continue
+        return _dict(found[0] if isinstance(found, list) and len(found) == 1 else found)
+    return {}
+
+
+def _dict(value: object) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _value(name: str, one: Object, content: bytes, plain: _Plain) -> Any:
+    """Return an object as plain data; raise `SourceError`, with a short fact, where it is none."""
+    if name == BACKEND:
+        try:
+            return parse_json(content, [])
+        except ValueError as error:
+            raise SourceError(f"is not JSON: {error}") from None
+    pickled = next((record for path, record in _records(content) if path.endswith("/data.pkl")), None)
+    if pickled is None:
+        _refuse("it has no data.pkl")
+    return plain.of(unpickled(Held(one.path, pickled), _WHAT, outside=True))
+
+
+def _records(content: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the records of an archive, each with its path, having compared it with its header and its checksum."""
+    try:
+        records, _ = directory(len(content), lambda begin, nbytes: content[begin : begin + nbytes])
+        carries = carries_sums(records)
+        for one in records:
+            one.check(content[one.header : one.header + one.least])
+            path, record = one.name.decode(errors="replace"), content[one.begin : one.begin + one.size]
+            if carries and crc32(record) != one.crc:
+                raise SourceError(f"is damaged: the checksum (CRC-32) of {path!r:.60} is that of other bytes")
+            yield path, record
+    except Damaged as error:
+        _refuse(f"it {error}")
+
+
+def _refuse(why: str) -> NoReturn:
+    raise SourceError(f"is not one that torch.save stored: {why}")
+
+
+class _Plain:
+    """Makes plain data of what pickles say, of at most so many values."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def of(self, value: object, depth: int = 0) -> Any:
+        """Return a value as plain data."""
+        self.room -= 1
+        if depth > _DEEPEST or self.room < 0:
+            raise SourceError("is nested too deeply, or has too many values")
+        if isinstance(value, Pairs):
+            return self._dict(value, depth)
+        if isinstance(value, Record):
+            return self._made(value, depth)
+        if isinstance(value, list | tuple) and not isinstance(value, Name):
+            return type(value)(self.of(one, depth + 1) for one in value)
+        return value
+
+    def _dict(self, pairs: Pairs, depth: int) -> dict[Any, Any]:
+        found = {}
+        for key, one in pairs.items():
+            plain = self.of(key, depth + 1)
+            if not _is_key(plain):
+                raise SourceError("has a key of a dict that is no text or number")
+            found[plain] = self.of(one, depth + 1)
+        return found
+
+    def _made(self, record: Record, depth: int) -> Any:
+        """Return what a call would make, where that is plain data; else the record of the call."""
+        made: object = record
+        for one in (record, *(record.arguments if isinstance(record.arguments, tuple) else ())):
+            if isinstance(one, Record) and isinstance(one.made_by, Name) and not one.made_by.module:
+                raise SourceError(f"has a value of {one.name}, which is not held")
+        match record.name, record.arguments:
+            case "Namespace", _ if isinstance(record.state, Pairs):
+                made = self._dict(record.state, depth)
+            case "OrderedDict", ():
+                made = self._dict(record.items or Pairs(), depth)
+            case "Size", ((list() | tuple()) as some,):
+                made = tuple(self.of(one, depth + 1) for one in some)
+            case (("set" | "frozenset"), ((list() | tuple()) as some,)):
+                found = [self.of(one, depth + 1) for one in some]
+                made = set(found) if all(map(_is_key, found)) else record
+            case "encode", (str() as text, "latin1"):  # as protocol 2 has bytes
+                with suppress(UnicodeEncodeError):
+                    made = text.encode("latin-1")
+            case "bytes", ():
+                made = b""
+            case name, _ if name.startswith("_rebuild_"):
+                with suppress(SourceError):
+                    tensor = rebuilt(record)
+                    made = TensorSpec("", tensor.dtype, tensor.shape)
+        return made
+
+
+def _is_key(value: object) -> bool:
+    """Return whether a value may be hashed."""
+    if type(value) is tuple:
+        return all(map(_is_key, value))
+    if type(value) is int:
+        return abs(value) < _LARGEST_KEY
+    return value is None or type(value) in {bool, str, bytes} or (type(value) is float and isfinite(value))
+
+
+def _written(value: object) -> Iterator[str]:
+    """Yield a value as Python writes it, piece by piece; of long texts the beginning."""
+    if isinstance(value, Record):
+        value = value.made_by if isinstance(value.made_by, Name) else Name("", "record")
+    if isinstance(value, Name):
+        yield f"<{value.module}.{value.name}>".replace("<.", "<")
+    elif isinstance(value, TensorSpec):
+        yield f"tensor {value.dtype} {shape_text(value.shape)}"
+    elif isinstance(value, dict):
+        yield "{"
+        for number, (key, one) in enumerate(value.items()):
+            yield f"{', ' if number else ''}"
+            yield from _written(key)
+            yield ": "
+            yield from _written(one)
+        yield "}"
+    elif isinstance(value, list | tuple | set) and value:
+        yield "[" if isinstance(value, list) else "(" if isinstance(value, tuple) else "{"
+        yield from _apart(value)
+        yield "]" if isinstance(value, list) else "}" if isinstance(value, set) else ",)" if len(value) == 1 else ")"
+    else:
+        yield repr(value[:_LONGEST] if isinstance(value, str | bytes) else value)
+
+
+def _apart(values: Iterable[object]) -> Iterator[str]:
+    for number, one in enumerate(values):
+        yield ", " if number else ""
+        yield from _written(one)

@@ -1,0 +1,180 @@
+"""What files of ranks are, by a strategy and rules: which stage of a pipeline, whose, and how each tensor is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError
+from reshard.formats.directories import is_later_part
+from reshard.formats.rank_dirs import rank_of
+from reshard.layout.layout import Layout
+from reshard.source.made import made_of
+from reshard.storage.places import AnyName, Place, as_place
+from reshard.strategy.names import ALL_STAGES, matching, ranges_text, ranks_text
+from reshard.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.source.checkpoint import SourceFile
+
+COPY = "copy"
+"""The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
+
+
+def lone_rank(
+    path: AnyName | Mapping[int, AnyName],
+    strategy: Strategy | None,
+    files: Sequence[SourceFile],
+    rank: int,
+    warnings: list[str],
+) -> str:
+    """Return why files of one rank, opened as whole tensors, seem to be of one rank of several; empty if they do not.
+
+    Args:
+        path: what was opened.
+        strategy: says which block the rank holds; None for whole tensors.
+        files: what was found.
+        rank: whose they are taken to be.
+        warnings: gets the reason, or what else their place says.
+
+    Raises:
+        SourceError: by their place they are of another rank than the strategy would take them for.
+    """
+    place = None if isinstance(path, Mapping) else rank_of(as_place(path))
+    own, others = (place.rank, place.others) if place else (rank, [])
+    if strategy is not None:
+        if own != rank and len(strategy.ranks) > 1:
+            raise SourceError(
+                Text(
+                    f"{path}: is of rank {own} by its place, and would be taken for rank {rank}; expected the "
+                    "directory above it; open that, with ",
+                    Option("partial"),
+                    " if other ranks are not there",
+                )
+            )
+        return ""
+    shared = next((file.path for file in files if file.index.deduplicated), None)
+    alone = len(files) == 1 and is_later_part(files[0].path)
+    reason: str
+    if place and _is_in_ledger(place.above, files):
+        reason = (
+            f"{path}: is of rank {own}, as the ledger of the directory above says; expected whole tensors, found what "
+            "this rank holds; open the directory above, which needs no strategy"
+        )
+    elif others:
+        lies = f"{ranks_text(others)} {'lies' if len(others) == 1 else 'lie'}"
+        reason = Text(
+            f"{path}: is of rank {own} by its place, and {lies} next to it; expected whole tensors, found its blocks, "
+            "or replicas if none is cut; open the directory above with ",
+            Option("strategy"),
+        )
+    elif alone:
+        reason = (
+            f"{files[0].path}: is one of several parts of a checkpoint by its name, and the others are not there; "
+            "expected whole tensors, as no strategy is given; open the directory of all parts"
+        )
+    elif shared:
+        reason = (
+            f"{shared}: is de-duplicated, as its header says (remove_redundancy), and other ranks have what it lacks; "
+            "expected whole tensors, as no strategy is given; open the directory of all ranks with its strategy"
+        )
+    else:
+        if own:
+            warnings.append(f"{path}: is of rank {own} by its place; its tensors are taken for whole ones")
+        return ""
+    advised = Text(reason, ", or give ", Option("layout", "*", "whole"), " if it lacks nothing")
+    warnings.append(advised)
+    return advised
+
+
+def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
+    """Return whether the ledger of the directory of all ranks knows files, as they are, of a target with a strategy."""
+    made = made_of(above)
+    if made is None or not made.content["target"]["strategy"]:
+        return False
+    noted = {f"{made.root}/{file}": record.ready for file, record in made.records.items()}
+    return all(noted.get(file.path) == file.status[:2] for file in files)
+
+
+def one_stage(
+    root: str,
+    strategy: Strategy | None,
+    stage: int | Literal["own"] | None,
+    files: Sequence[SourceFile],
+    ranks: Sequence[int],
+    warnings: list[str],
+) -> tuple[Strategy | None, int | None]:
+    """Return the strategy of the stage that the source is of a longer pipeline, and its number; None of a whole one.
+
+    Raises:
+        StrategyError: it is one stage and none is asked for, or the strategy does not have the one that is.
+    """
+    if not (stage in {None, "own"} or isinstance(stage, int)):
+        raise UsageError(f"stage is {stage!r}; expected the number of one, or 'own'")
+    if strategy is None:
+        if isinstance(stage, int):
+            raise UsageError(f"stage {stage} is asked for, and no strategy says which ranks it has")
+        return None, None
+    if isinstance(stage, int):
+        return strategy.of_stage(stage), stage
+    beside = _has_other_stages(strategy, files, ranks)
+    if not (beside or strategy.stages.start or (strategy.others and stage is None)):
+        return strategy, None
+    number = strategy.stages.start
+    if stage is None:
+        others = ", and files of other stages are there" if beside else ", which has others"
+        raise StrategyError(
+            Text(
+                f"{root}: the strategy is that of stage {number} of a pipeline{others}; give {ALL_STAGES}, or ",
+                Option("stage", number),
+                " if only this one is meant",
+            )
+        )
+    warnings.append(
+        f"the strategy is that of stage {number} of a pipeline: of {len(set(ranks))} ranks only "
+        f"{ranges_text(strategy.ranks)} are read, and only the tensors of that stage are converted"
+    )
+    return strategy, number
+
+
+def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Sequence[int]) -> bool:
+    """Return whether files are there of other stages than the one that a strategy is of.
+
+    The file of the first stage does not say that there are others. Their ranks have other tensors; ranks that have the
+    same ones mean that the strategy is another.
+    """
+    outside = [number for number, rank in enumerate(ranks) if rank not in strategy.ranks]
+    if strategy.merged or len(strategy.stages) > 1 or not outside:
+        return False
+    inside = {n for file, rank in zip(files, ranks, strict=True) if rank in strategy.ranks for n in file.index.entries}
+    own = inside & set(strategy.tensors)
+    return not any(own <= set(files[number].index.entries) for number in outside)
+
+
+def with_rules(
+    strategy: Strategy | None, rules: Mapping[str, str], files: Sequence[SourceFile], ranks: Sequence[int]
+) -> tuple[Strategy | None, dict[str, str]]:
+    """Apply layouts given by hand; return the strategy, and the rule of each tensor that has one."""
+    if not rules:
+        return strategy, {}
+    shapes = {name: entry.shape for file in files for name, entry in file.index.entries.items()}
+    devices = strategy.devices if strategy else max(ranks) + 1
+    result = strategy or Strategy({}, range(1), devices)
+    ruled: dict[str, str] = {}
+    for pattern, rule in rules.items():
+        some = matching(pattern, shapes)
+        if not some:
+            raise StrategyError(Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"))
+        for name in some:
+            if not shapes[name] and name != pattern and rule != COPY:
+                continue  # a glob for tensors that can be cut means no scalar
+            try:
+                layout = None if rule == COPY else Layout.parse(rule, len(shapes[name]), devices)
+                result = result.with_layout(name, layout)
+            except (LayoutError, StrategyError) as error:
+                option = Option("layout", pattern, rule)
+                raise StrategyError(Text(option, f": tensor {name!r}: ", error.text)) from None
+            ruled[name] = rule
+    return result, ruled

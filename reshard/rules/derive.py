@@ -1,0 +1,532 @@
+"""A checkpoint in the names and shapes of another program, by rules: its tensors are blocks of the source's files.
+
+1. Names are matched first: each tensor by one rule, in its own name or behind the prefix of an optimizer state.
+2. Of each rule the shapes make an equation; what does not add up is a fault, and all are reported at once.
+3. The blocks of a tensor that is split become blocks of its parts, and the other way round. Only samples are read: of
+   padding that is left out, and of tensors that become one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.formats.entries import Extent
+from reshard.layout.axes import position, row_major
+from reshard.layout.block import Block, shape_text
+from reshard.rules.equation import of_fused, of_parts
+from reshard.rules.names import SCALES, STEP, Family, families
+from reshard.rules.rules import plain, read_config
+from reshard.source.checkpoint import Checkpoint, Origin, Shard, TensorSpec
+from reshard.source.reshape import Shared, laid, shards_in
+from reshard.storage.places import as_place
+from reshard.strategy.names import is_training_state, optimizer_states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from reshard.layout.block import Shape
+    from reshard.rules.equation import Equation, Part
+    from reshard.rules.rules import Rule, Rules
+    from reshard.source.checkpoint import Tensor
+
+_SCALE_ROWS = 128
+"""How many rows and columns of a weight a scale is of (DeepSeek-V3), unless `scale_block` in `let` says another."""
+
+_MOST_PARTS = 1 << 17
+"""How many tensors one may become: sixty layers of two thousand experts."""
+
+
+@dataclass(slots=True)
+class Use:
+    """What a rule does with the tensors of one family.
+
+    Attributes:
+        rule: the rule.
+        family: the family.
+        sources: the names of the source's tensors.
+        targets: the names of those that are made of them.
+    """
+
+    rule: Rule
+    family: Family
+    sources: list[str] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+
+
+class Fused(NamedTuple):
+    """A fused tensor, whichever side it is on.
+
+    Attributes:
+        name: its name.
+        dtype: the name of its dtype.
+        use: of the rule that is about it.
+        equation: what it is made of.
+        parts: the names of its parts.
+    """
+
+    name: str
+    dtype: str
+    use: Use
+    equation: Equation
+    parts: tuple[str, ...]
+
+
+class Derived(NamedTuple):
+    """What rules make of a checkpoint.
+
+    Attributes:
+        checkpoint: the tensors in the names and shapes of the other side.
+        side: the side that the source is, 0 or 1.
+        sides: what the source and what is made are called.
+        uses: what each rule did, in the order of the rules.
+        dropped: names of the source's tensors that have no counterpart.
+        kept: names of what every rank has of the training's state, which stays as it is.
+        fused: the tensors that are fused, or split, by name.
+    """
+
+    checkpoint: Checkpoint
+    side: int
+    sides: tuple[str, str]
+    uses: tuple[Use, ...]
+    dropped: tuple[str, ...]
+    kept: tuple[str, ...]
+    fused: Mapping[str, Fused]
+
+
+def derive(source: Checkpoint, rules: Rules) -> Derived:
+    """Return what rules make of a checkpoint, reading only samples: of padding, and of tensors that become one.
+
+    Args:
+        source: the checkpoint.
+        rules: between its names and those of another program.
+
+    Raises:
+        SourceError: tensors that no rule names, or several; parts that are not there; shapes that do not add up; all at
+            once.
+        UsageError: its names are those of neither side, or of both.
+    """
+    source.require_whole()
+    if source.origin is not None and source.origin.rules is not None:
+        raise UsageError(
+            f"{source.root}: is made by {source.origin.rules.root} already; make these and {rules.root} one file"
+        )
+    if source.part is not None:
+        raise UsageError(f"{source.root}: is one stage of a pipeline, and rules are of all tensors; open all stages")
+    return _Deriving(source, rules).made()
+
+
+def side_of(source: Checkpoint, rules: Rules) -> int:
+    """Return which side of rules a checkpoint is: that whose names more of its tensors have."""
+    if rules.source:
+        return rules.sides.index(rules.source)
+    counts = _counts(rules, source.tensors)
+    if not any(counts):  # of the weights themselves; those of the optimizer's states have several possible names
+        states = optimizer_states(source.every)
+        counts = _counts(rules, (weight for name in source.tensors for _, weight in families(name, states)))
+    if not any(counts):
+        shown = names((rule.side(rule.made)[0].text for rule in rules.rules), most=3)
+        raise UsageError(
+            f"{source.root}: has {names(source.tensors, most=3)}; {rules.root} names none of them: {shown}"
+        )
+    if counts[0] == counts[1]:
+        raise UsageError(
+            f"{rules.root}: the names of {source.root} are those of both sides ({names(rules.sides)}); say which is "
+            "the source"
+        )
+    return int(counts[1] > counts[0])
+
+
+def _counts(rules: Rules, weights: Iterable[str]) -> list[int]:
+    """Return how many names each side of rules has."""
+    counts = [0, 0]
+    for name in weights:
+        for side in range(2):
+            counts[side] += any(p.match(name) is not None for rule in rules.rules for p in rule.side(side))
+    return counts
+
+
+_Bound = dict[str, int | str]
+_Key = tuple[tuple[str, int | str], ...]
+
+
+class _Deriving:
+    """What is worked out of one checkpoint by rules."""
+
+    def __init__(self, source: Checkpoint, rules: Rules) -> None:
+        if not rules.numbers.config and (config := as_place(source.root) / "config.json").is_file():
+            rules = replace(rules, numbers=replace(rules.numbers, config=plain(read_config(config))))
+        self.opened, self.source, self.rules = source, source.unbound(), rules
+        self.side = side_of(source, rules)
+        self.faults = Faults(rules.root)
+        self.shared = Shared()
+        self.tensors: dict[str, Tensor] = {}
+        self.made_by: dict[str, str] = {}
+        self.fused: dict[str, Fused] = {}
+        self.extents: dict[tuple[str, str], tuple[int, str]] = {}
+        self.padding: dict[str, list[str]] = {}
+        self.warnings: list[str] = []
+        self.uses: dict[tuple[int, Family], Use] = {}
+        self.states = optimizer_states(self.source.every)
+        self.scale_rows = self._scale_rows()
+
+    def made(self) -> Derived:
+        """Return what comes of it."""
+        found = self._matches()
+        for (number, family), groups in found.items():
+            use = self.uses[number, family]
+            for bound, members in groups.items():
+                try:
+                    self._apply(use, dict(bound), members)
+                except (SourceError, ValueError) as error:
+                    self.faults.add(use.rule.where, f"{family.of(use.rule.fused.text)} {error}")
+        self.faults.raise_if_any(SourceError)
+        for what, some in self.padding.items():
+            self.warnings.append(f"rows of padding are left out of {names(some)}: {what}, as far as was looked")
+        left_out = frozenset({*self.dropped, *self.source.objects})
+        if lost := [*self.dropped, *self.source.objects, *self.source.beside]:
+            self.warnings.append(
+                f"left out by {self.rules.root}, as rules are of tensors that they name: {names(lost)}"
+            )
+        made = replace(
+            self.source, tensors=self.tensors, strategy=None, layouts={}, holders={},
+            elsewhere=frozenset(), warnings=(*self.source.warnings, *self.warnings),
+            left_out=self.source.left_out.union(left_out), objects={}, beside={}, paths={},
+            origin=Origin(self.opened.opened.without(self.opened.left_out), self.rules, left_out, self.opened.lora),
+        )  # fmt: skip
+        ordered = sorted(self.uses.items(), key=lambda item: (item[0][0], item[0][1]))
+        uses = tuple(use for _, use in ordered)
+        sides = self.rules.sides[self.side], self.rules.sides[1 - self.side]
+        return Derived(made, self.side, sides, uses, tuple(self.dropped), tuple(self.kept), self.fused)
+
+    # --- names
+
+    def _matches(self) -> dict[tuple[int, Family], dict[_Key, dict[str, tuple[int, _Bound]]]]:
+        """Return which names each rule is of: by rule and family, and by all that is bound but axes.
+
+        Of each name the number of the part that it is, and all that is bound.
+        """
+        found: dict[tuple[int, Family], dict[_Key, dict[str, tuple[int, _Bound]]]] = {}
+        self.dropped: list[str] = []
+        self.kept: list[str] = []
+        matched = set[int]()
+        for name, tensor in self.source.tensors.items():
+            uses = list(self._uses_of(name))
+            if not uses:
+                if is_training_state(name, tensor):
+                    self.kept.append(name)
+                    self.tensors[name] = tensor
+                    self.made_by[name] = "the source"
+                else:
+                    self.faults.add(
+                        f"tensor {name!r}",
+                        f"is in no rule; add one, with null for {self.rules.sides[1 - self.side]} to leave it out",
+                    )
+                continue
+            numbers = {number for number, _, _, _ in uses}
+            matched |= numbers
+            if len(numbers) > 1:
+                where = names(self.rules.rules[number].where for number in sorted(numbers))
+                self.faults.add(f"tensor {name!r}", f"is in several rules: {where}; expected one")
+                continue
+            number, family, part, bound = uses[0]
+            rule = self.rules.rules[number]
+            if not rule.parts:
+                self.dropped.append(name)
+                continue
+            use = self.uses.setdefault((number, family), Use(rule, family))
+            use.sources.append(name)
+            axes = {word for word, _ in rule.by}
+            key = tuple(sorted((word, value) for word, value in bound.items() if word not in axes))
+            found.setdefault((number, family), {}).setdefault(key, {})[name] = (part, bound)
+        for number, rule in enumerate(self.rules.rules):
+            if number not in matched and not rule.optional and rule.side(self.side):
+                said = names(pattern.text for pattern in rule.side(self.side))
+                self.faults.add(rule.where, f"matches no tensor: {said}; correct it, or make it optional: true")
+        return found
+
+    def _uses_of(self, name: str) -> Iterator[tuple[int, Family, int, _Bound]]:
+        """Yield which rules are of a name: by itself, or, where none is, by the weight that it is of.
+
+        Of these, those whose own names are nearest to it: with the fewest words in them.
+        """
+        for family, weight in families(name, self.states):
+            some = [
+                (number, family, part, bound)
+                for number, rule in enumerate(self.rules.rules)
+                for part, pattern in enumerate(rule.side(self.side))
+                if (bound := pattern.match(weight)) is not None
+            ]
+            if some:
+                fewest = min(len(bound) for *_, bound in some)
+                yield from (use for use in some if len(use[3]) == fewest)
+                return
+
+    # --- shapes
+
+    def _apply(self, use: Use, bound: _Bound, members: Mapping[str, tuple[int, _Bound]]) -> None:
+        """Make the tensors of one set of names."""
+        rule = use.rule
+        is_number = self._is_number_of(use, members)
+        for name in () if is_number or (rule.is_name_only and len(members) == 1) else members:
+            tensor = self.source.tensors[name]
+            if tensor.text is not None:
+                raise SourceError(f"has to do with {name!r}, which is text; expected a tensor, to be cut and joined")
+            if tensor.varies and len(tensor.sharding.replicas[0]) > 1:
+                self.warnings.append(f"{name} is taken from one rank; those of others may be different")
+        if rule.is_name_only or is_number:
+            self._rename(use, bound, members)
+        elif self.side == rule.made:
+            for name in members:
+                self._split(use, bound, name)
+        else:
+            self._join(use, bound, members)
+
+    def _is_number_of(self, use: Use, members: Mapping[str, object]) -> bool:
+        """Return whether it is the step of each weight: a single number."""
+        return use.family.suffix == STEP and all(prod(self.source.tensors[name].spec.shape) == 1 for name in members)
+
+    def _rename(self, use: Use, bound: _Bound, members: Mapping[str, tuple[int, _Bound]]) -> None:
+        """Give tensors other names; where several become one they must be equal."""
+        rule = use.rule
+        first, *others = members
+        if others:
+            self._check_equal(use, first, others)
+        if self.side != rule.made:
+            self._add(use, rule.fused.write(bound), self.source.tensors[first])
+            return
+        counts = self._counts(rule)
+        if rule.by and None in counts.values():
+            raise SourceError(f"is a single number of each of several: say in by how many {names(counts)} there are")
+        _check_count(prod(count or 0 for count in counts.values()) * len(rule.parts))
+        for index in product(*(range(count or 0) for count in counts.values())):
+            for part in rule.parts:
+                self._add(
+                    use, part.write({**bound, **dict(zip(counts, index, strict=True))}), self.source.tensors[first]
+                )
+
+    def _check_equal(self, use: Use, first: str, others: Sequence[str]) -> None:
+        """Check that tensors that become one are the same."""
+        from reshard.rules.look import equal  # not on every start: it brings numpy
+
+        for other in others:
+            if not equal(self.source, first, other):
+                raise SourceError(f"is made of {first!r} and {other!r}, which differ; expected equal ones")
+        if not self._is_number_of(use, {first: None}):
+            self.warnings.append(f"{names([first, *others])} become one; they were compared by samples")
+
+    def _counts(self, rule: Rule) -> dict[str, int | None]:
+        """Return how many there are of each number that is an axis, where that is said."""
+        try:
+            found = {word: None if n is None else self.rules.numbers.value(n) for word, n in rule.by}
+        except ValueError as error:
+            raise SourceError(f"{error} (in by)") from None
+        for word, count in found.items():
+            if count is not None and count < 1:
+                raise SourceError(f"has {count} of {word} in by; expected at least 1")
+        return found
+
+    def _scale_rows(self) -> int:
+        try:
+            found = self.rules.numbers.value("scale_block") if "scale_block" in self.rules.numbers.let else _SCALE_ROWS
+        except ValueError as error:
+            raise UsageError(f"{self.rules.root}: $.let.scale_block: {error}") from None
+        if found < 1:
+            raise UsageError(f"{self.rules.root}: $.let.scale_block is {found}; expected at least 1")
+        return found
+
+    def _scale(self, use: Use) -> int:
+        return self.scale_rows if use.family.suffix in SCALES else 1
+
+    def _split(self, use: Use, bound: _Bound, name: str) -> None:
+        """Make the parts of a tensor."""
+        tensor, rule = self.source.tensors[name], use.rule
+        counts = self._counts(rule)
+        self._check_scales(use, [name], list(counts.values()))
+        cut = rule.cut(self.rules.numbers, scale=self._scale(use))
+        equation = of_fused(
+            tensor.spec.shape, len(rule.parts), cut, list(counts.values()), flat=rule.flat, transposed=rule.transposed
+        )
+        _check_count(prod(equation.front) * len(equation.parts))
+        if equation.padding:
+            self._look_at_padding(tensor, equation)
+        held: dict[tuple[Shape, int], list[Shard]] = {
+            (index, part): [] for index in product(*map(range, equation.front)) for part in range(len(equation.parts))
+        }
+        for shard in shards_in(tensor, (*equation.front, *equation.space)):
+            for index, part, piece in _pieces(equation, shard, tensor.spec.dtype.itemsize):
+                held[index, part].append(piece)
+        before = len(use.targets)
+        for (index, number), shards in held.items():
+            new = rule.parts[number].write({**bound, **dict(zip(counts, index, strict=True))})
+            one = equation.parts[number]
+            spec = TensorSpec(use.family.of(new), tensor.spec.dtype, one.shape)
+            self._add(use, new, self.shared.tensor(spec, shards, space=one.space))
+        self.fused[name] = Fused(name, tensor.spec.dtype.name, use, equation, tuple(use.targets[before:]))
+
+    def _look_at_padding(self, tensor: Tensor, equation: Equation) -> None:
+        """Look at the rows that are left out, as far as they lie together, and say what is there."""
+        from reshard.rules.look import is_zero  # not on every start: it brings numpy
+
+        padding = equation.padding
+        assert padding is not None  # noqa: S101 -- as it was asked
+        together = not any(padding.start[1:]) and not equation.front
+        size = prod(tensor.spec.shape)
+        known = is_zero(self.source, tensor, size - padding.size, padding.size) if together else None
+        self.padding.setdefault({True: "zeros", False: "not zeros", None: "not looked at"}[known], []).append(
+            tensor.spec.name
+        )
+
+    def _join(self, use: Use, bound: _Bound, members: Mapping[str, tuple[int, _Bound]]) -> None:
+        """Make a tensor of its parts."""
+        rule = use.rule
+        counts = self._counts(rule)
+        there: dict[tuple[Shape, int], str] = {}
+        for name, (part, found) in members.items():
+            there[tuple(int(found[word]) for word in counts), part] = name
+        front = tuple(
+            max(index[n] for index, _ in there) + 1 if said is None else said for n, said in enumerate(counts.values())
+        )
+        keys = ((index, part) for index in _indices(front) for part in range(len(rule.parts)))
+        every = []
+        for index, part in keys:
+            if (index, part) not in there:
+                absent = rule.parts[part].write({**bound, **dict(zip(counts, index, strict=True))})
+                raise SourceError(f"lacks {use.family.of(absent)!r}, and the source has {names(members, most=2)}")
+            every.append((index, part))
+        for word, count in zip(counts, front, strict=True):
+            other, name = self.extents.setdefault((rule.where, word), (count, use.family.of(rule.fused.write(bound))))
+            if count != other:
+                raise SourceError(f"has {count} of {word}, and {name!r} has {other}; were some not saved?")
+        if len(there) > len(every):
+            raise SourceError(f"has {len(there)} parts; expected {shape_text(front)} of {names(counts)}")
+        specs = [self.source.tensors[there[key]].spec for key in every]
+        dtypes = {spec.dtype.name for spec in specs}
+        if len(dtypes) > 1:
+            raise SourceError(f"is made of {names(sorted(dtypes))}; expected parts of one dtype")
+        shapes: list[set[Shape]] = [set() for _ in rule.parts]
+        for spec, (_, part) in zip(specs, every, strict=True):
+            shapes[part].add(spec.shape)
+        for pattern, some in zip(rule.parts, shapes, strict=True):
+            if len(some) > 1:
+                raise SourceError(f"is made of {pattern.text} of {names(map(shape_text, sorted(some)))}")
+        self._check_scales(use, [there[key] for key in every[: len(rule.parts)]], front)
+        cut = rule.cut(self.rules.numbers, scale=self._scale(use))
+        equation = of_parts([shape for (shape,) in shapes], cut, front, flat=rule.flat, transposed=rule.transposed)
+        dtype = specs[0].dtype
+        shards: list[Shard] = []
+        for (index, number), spec in zip(every, specs, strict=True):
+            shards += _placed(self.source.tensors[spec.name], index, equation.parts[number])
+        if equation.padding:
+            shards += [_zeros(equation.padding, index) for index in product(*map(range, front))]
+        new = rule.fused.write(bound)
+        spec = TensorSpec(use.family.of(new), dtype, equation.shape)
+        self._add(use, new, self.shared.tensor(spec, shards, space=(*equation.front, *equation.space)))
+        self.fused[spec.name] = Fused(spec.name, dtype.name, use, equation, tuple(members))
+
+    def _check_scales(self, use: Use, scales: Sequence[str], front: Sequence[int | None]) -> None:
+        """Check that each scale of quantised weights stays one of a whole block of them.
+
+        Args:
+            use: of the scales.
+            scales: the name of what is split, or those of the parts of one set of numbers.
+            front: how many there are of each number that has an axis in front, where that is known.
+        """
+        rule, block = use.rule, self._scale(use)
+        if block == 1:
+            return
+        shapes: list[Shape] = []
+        for name in scales:
+            weight = name.removesuffix(use.family.suffix)
+            if weight not in self.source.tensors:
+                raise SourceError(f"is of the scales of {weight!r}, which is not there")
+            shape, found = self.source.tensors[weight].spec.shape, self.source.tensors[name].spec.shape
+            expected = (*shape[:-2], *(-(-extent // block) for extent in shape[-2:]))
+            if found != expected and not rule.flat:
+                what = f"is of {name!r} of {shape_text(found)}, and {weight!r} is of {shape_text(shape)}"
+                raise SourceError(f"{what}; expected {shape_text(expected)}")
+            shapes.append(shape)
+        cut = rule.cut(self.rules.numbers)
+        options = {"flat": rule.flat, "transposed": rule.transposed}
+        if self.side == rule.made:
+            made = of_fused(shapes[0], len(rule.parts), cut, front, **options)
+        else:
+            made = of_parts(shapes, cut, tuple(count or 0 for count in front), **options)
+        last = sum(made.axes[: cut.axis % len(made.axes) + 1]) - 1  # of the axes that the one that is cut is taken for
+        rows = [part.region.start[last] for part in made.parts]
+        rows += [made.space[last]] if made.axes[cut.axis % len(made.axes)] > 1 else []
+        rows += [prod(made.space[: made.axes[0]])] if rule.flat and prod(made.front) > 1 else []
+        if wrong := [row for row in rows if row % block]:
+            raise SourceError(f"would be cut at row {wrong[0]} of the weights, and a scale is of {block}")
+
+    def _add(self, use: Use, weight: str, tensor: Tensor) -> None:
+        """Add a tensor, by the name of its weight."""
+        name = use.family.of(weight)
+        if name in self.made_by:
+            self.faults.add(f"tensor {name!r}", f"is made by {self.made_by[name]} and {use.rule.where}; expected one")
+            return
+        self.made_by[name] = use.rule.where
+        use.targets.append(name)
+        self.tensors[name] = tensor._replace(spec=tensor.spec._replace(name=name))
+
+
+def _check_count(count: int) -> None:
+    """Check that a tensor becomes no more than a model may have: what says how many may be a few bytes."""
+    if count > _MOST_PARTS:
+        raise SourceError(f"would be {count:,} tensors; expected {_MOST_PARTS:,} at most")
+
+
+def _indices(extents: Shape) -> Iterator[Shape]:
+    """Yield all indices, one by one: there may be more of them than any memory holds."""
+    if not extents:
+        yield ()
+        return
+    for first in range(extents[0]):
+        for rest in _indices(extents[1:]):
+            yield (first, *rest)
+
+
+def _pieces(equation: Equation, shard: Shard, itemsize: int) -> Iterator[tuple[Shape, int, Shard]]:
+    """Yield what each part has of a block of a fused tensor: the numbers in front, the part's, and the part's block."""
+    block = shard.block
+    depth = len(equation.front)
+    for number, part in enumerate(equation.parts):
+        body = Block(block.start[depth:], block.stop[depth:]) & part.region
+        if body is None:
+            continue
+        start, stop = ([at[axis] - part.region.start[axis] for axis in part.order] for at in (body.start, body.stop))
+        box = Block(tuple(start), tuple(stop))
+        steps = row_major(block.shape)
+        for index in product(*(range(a, b) for a, b in zip(block.start[:depth], block.stop[:depth], strict=True))):
+            corner = (*index, *body.start)
+            replicas = []
+            for at in shard.replicas:
+                strides = at.strides or steps
+                begin = position(corner, block.start, strides)
+                own = tuple(strides[depth + axis] for axis in part.order)
+                replicas.append(laid(at, begin * itemsize, box.shape, own, itemsize))
+            yield index, number, Shard(box, tuple(replicas))
+
+
+def _placed(tensor: Tensor, index: Shape, part: Part) -> Iterator[Shard]:
+    """Yield the blocks of a part as those of the fused tensor."""
+    itemsize = tensor.spec.dtype.itemsize
+    for block, replicas in shards_in(tensor, part.space):
+        start, stop = list(part.region.start), list(part.region.stop)
+        for axis, a, b in zip(part.order, block.start, block.stop, strict=True):
+            start[axis], stop[axis] = part.region.start[axis] + a, part.region.start[axis] + b
+        box = Block((*index, *start), (*(n + 1 for n in index), *stop))
+        found = []
+        for at in replicas:
+            strides = dict(zip(part.order, at.strides or row_major(block.shape), strict=True))
+            own = (*(1 for _ in index), *(strides[axis] for axis in range(len(start))))
+            found.append(laid(at, 0, box.shape, own, itemsize))
+        yield Shard(box, tuple(found))
+
+
+def _zeros(padding: Block, index: Shape) -> Shard:
+    """Return a block of padding."""
+    return Shard(Block((*index, *padding.start), (*(n + 1 for n in index), *padding.stop)), (Extent(0, ()),))

@@ -1,0 +1,273 @@
+"""What a rule says of shapes: which box of a fused tensor, with which axes, each of its parts is.
+
+The fused tensor's axes are taken for several each where the rule cuts them: the rows of `linear_qkv` are groups of
+rows, so that the queries of all groups are one box of `[groups, rows of a group, columns]`. In front are the axes that
+numbers in names stand for. A part has the axes of its box, some in another order.
+
+Catalogue: `shared/RULES.md` of the project, from the sources of Megatron-Core, torchtitan, transformers and
+MindSpore Transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.layout.block import Block, shape_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.layout.block import Shape
+
+
+class Part(NamedTuple):
+    """A part of a fused tensor.
+
+    Attributes:
+        region: its box in `Equation.space`, without the axes in front.
+        order: of each of its axes which of these axes it is.
+        axes: how many of its axes each of its dimensions is, one behind the other.
+    """
+
+    region: Block
+    order: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    @property
+    def space(self) -> Shape:
+        """The extents of its axes."""
+        return tuple(self.region.shape[axis] for axis in self.order)
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape as a tensor."""
+        extents = iter(self.space)
+        return tuple(prod(next(extents) for _ in range(count)) for count in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """A fused tensor and its parts.
+
+    Attributes:
+        front: the extents of the axes that numbers in names stand for.
+        space: those of the others.
+        axes: how many of these each dimension is, behind those in front.
+        flat: the axes in front and the first dimension are one.
+        parts: what one of each set of numbers has.
+        padding: what no part has.
+    """
+
+    front: Shape
+    space: Shape
+    axes: tuple[int, ...]
+    flat: bool
+    parts: tuple[Part, ...]
+    padding: Block | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the fused tensor."""
+        extents = iter(self.space)
+        body = tuple(prod(next(extents) for _ in range(count)) for count in self.axes)
+        return (prod(self.front) * body[0], *body[1:]) if self.flat else (*self.front, *body)
+
+
+class Cut(NamedTuple):
+    """How a rule cuts one axis of a fused tensor, as numbers.
+
+    Attributes:
+        axis: which, of those behind the ones in front.
+        interleaved: parts are there in turn, of each so many rows a group; otherwise one behind the other.
+        sizes: the rows of each part: of a group, or all; None where that is not said.
+        groups: how many groups there are; None likewise.
+        halves: one part, each group of which has so many pieces, whose rows are there in turn; 0 where it is not so.
+        size, padded: rows without and with padding; None where that is not said.
+        multiple: what the padded rows are a multiple of, where that says how many they are.
+    """
+
+    axis: int = 0
+    interleaved: bool = False
+    sizes: tuple[int, ...] | None = None
+    groups: int | None = None
+    halves: int = 0
+    pads: bool = False
+    size: int | None = None
+    padded: int | None = None
+    multiple: int | None = None
+
+
+def of_parts(shapes: Sequence[Shape], cut: Cut, front: Shape, *, flat: bool, transposed: bool) -> Equation:
+    """Return the equation of a fused tensor that is made of parts.
+
+    Args:
+        shapes: of the parts.
+        cut: how the rule cuts the fused tensor.
+        front: how many there are of the numbers that become axes in front.
+        flat: these and the first dimension are one.
+        transposed: the parts have the last two dimensions the other way round.
+
+    Raises:
+        ValueError: they do not make one; with why.
+    """
+    bodies = [_turned(shape, transposed=transposed) for shape in shapes]
+    axis = _axis(cut.axis, bodies[0])
+    rest = {(*body[:axis], *body[axis + 1 :]) if body else () for body in bodies}
+    if len(rest) > 1 or len({len(body) for body in bodies}) > 1:
+        raise ValueError(f"has parts of {' and '.join(map(shape_text, shapes))}, which differ in more than one axis")
+    rows = tuple(body[axis] if body else 1 for body in bodies)
+    return _made(bodies[0], rows, None, cut, front, flat=flat, transposed=transposed)
+
+
+def of_fused(
+    shape: Shape, count: int, cut: Cut, front: Sequence[int | None], *, flat: bool, transposed: bool
+) -> Equation:
+    """Return the equation of a fused tensor that is split.
+
+    Args:
+        shape: its shape.
+        count: how many parts it has.
+        cut: how the rule cuts it.
+        front: how many there are of each number that has an axis in front; None where its extent says so.
+        flat: as for `of_parts`.
+        transposed: likewise.
+
+    Raises:
+        ValueError: it cannot be; with why.
+    """
+    if flat:
+        every = [number for number in front if number is not None]
+        if len(every) < len(front):
+            raise ValueError("has axes in front that are not its own: say how many of each there are")
+        if not shape or not prod(every) or shape[0] % prod(every):
+            raise ValueError(f"is of {shape_text(shape)}, whose rows are not {prod(every)} equal parts")
+        body: Shape = (shape[0] // prod(every), *shape[1:])
+    else:
+        if len(shape) < len(front):
+            raise ValueError(f"is of {shape_text(shape)}; expected {len(front)} axes in front")
+        every = list(shape[: len(front)])
+        if any(said not in {None, there} for said, there in zip(front, every, strict=True)):
+            raise ValueError(f"is of {shape_text(shape)}; expected {shape_text(n or 0 for n in front)} in front")
+        body = shape[len(front) :]
+    axis = _axis(cut.axis, body)
+    rows = body[axis] if body else 1
+    return _made(body, None, (rows, count), cut, tuple(every), flat=flat, transposed=transposed)
+
+
+def _turned(shape: Shape, *, transposed: bool) -> Shape:
+    if not transposed:
+        return shape
+    if len(shape) < 2:
+        raise ValueError(f"is of {shape_text(shape)}; what is transposed has two dimensions at least")
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _axis(axis: int, body: Shape) -> int:
+    found = axis + len(body) if axis < 0 else axis
+    if not 0 <= found < max(len(body), 1):
+        raise ValueError(f"has no axis {axis}: it is of {shape_text(body)}")
+    return found
+
+
+def _made(
+    body: Shape, rows: Shape | None, fused: tuple[int, int] | None, cut: Cut, front: Shape, *, flat: bool,
+    transposed: bool,
+) -> Equation:  # fmt: skip
+    """Return an equation by the rows of the parts along the axis that is cut, or by those of the fused tensor."""
+    if not body:
+        count = len(rows) if rows else fused[1] if fused else 1
+        if count > 1 or cut.pads or cut.halves or flat:
+            raise ValueError("is of single numbers, which have no rows")
+        return Equation(front, (), (), flat, (Part(Block((), ()), (), ()),))
+    axis = _axis(cut.axis, body)
+    extents, spans, padding = _of_axis(rows, fused, cut)
+
+    def box(span: _Span) -> Block:
+        start, stop = span
+        before, behind = (0,) * axis, (0,) * (len(body) - axis - 1)
+        return Block((*before, *start, *behind), (*body[:axis], *stop, *body[axis + 1 :]))
+
+    axes = tuple(len(extents) if dim == axis else 1 for dim in range(len(body)))
+    ends = list(accumulate(axes, initial=0))
+    of_dims = [list(range(a, b)) for a, b in pairwise(ends)]
+    if cut.halves:
+        groups, within, pieces = of_dims[axis]
+        of_dims[axis] = [groups, pieces, within]
+    if transposed:
+        of_dims[-2:] = of_dims[:-3:-1]
+    order = tuple(n for some in of_dims for n in some)
+    parts = tuple(Part(box(span), order, tuple(map(len, of_dims))) for span in spans)
+    space = (*body[:axis], *extents, *body[axis + 1 :])
+    return Equation(front, space, axes, flat, parts, padding and box(padding))
+
+
+_Span = tuple["Shape", "Shape"]
+
+
+def _of_axis(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tuple[Shape, list[_Span], _Span | None]:
+    """Return the axes that the axis that is cut is taken for, the range of each part along them, and the padding."""
+    if cut.pads:
+        return _padded(rows[0] if rows else None, fused[0] if fused else None, cut)
+    if cut.halves:
+        total = rows[0] if rows else fused[0] if fused else 0
+        if not cut.groups or total % (cut.groups * cut.halves):
+            raise ValueError(f"has {total} rows, which are not {cut.groups} groups of {cut.halves} equal pieces")
+        extents = (cut.groups, total // cut.groups // cut.halves, cut.halves)
+        return extents, [((0, 0, 0), extents)], None
+    groups, sizes = _shares(rows, fused, cut)
+    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    begins = [end - size for end, size in zip(ends, sizes, strict=True)]
+    if groups == 1:
+        return (ends[-1],), [((a,), (b,)) for a, b in zip(begins, ends, strict=True)], None
+    return (groups, ends[-1]), [((0, a), (groups, b)) for a, b in zip(begins, ends, strict=True)], None
+
+
+def _padded(rows: int | None, total: int | None, cut: Cut) -> tuple[Shape, list[_Span], _Span | None]:
+    size = cut.size if rows is None else rows
+    if size is None:
+        raise ValueError("is padded: say with size how many rows are not padding")
+    if cut.size not in {None, size}:
+        raise ValueError(f"has {size} rows; the rule says {cut.size}")
+    if total is None:
+        total = -(-size // cut.multiple) * cut.multiple if cut.multiple else cut.padded
+    if total is None:
+        raise ValueError("is to be padded: say with to, or with multiple, to how many rows")
+    if total < size:
+        raise ValueError(f"has {size} rows without padding and {total} with it")
+    if cut.padded not in {None, total}:
+        raise ValueError(f"has {total} rows with padding; the rule says {cut.padded}")
+    return (total,), [((0,), (size,))], ((size,), (total,)) if size < total else None
+
+
+def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tuple[int, tuple[int, ...]]:
+    """Return how many groups there are, and how many rows of each part are in one."""
+    count = len(rows) if rows else fused[1] if fused else 1
+    sizes, groups = cut.sizes, cut.groups if cut.interleaved else 1
+    if sizes is not None and (len(sizes) != count or min(sizes) < 1):
+        raise ValueError(f"has the sizes {shape_text(sizes)} for {count} parts; expected one of at least 1 for each")
+    if rows:
+        if sizes is None and groups is None:
+            sizes = (1,) * count  # row by row
+        if groups is None:
+            groups = rows[0] // sizes[0] if sizes else 1
+        if sizes is None:
+            sizes = tuple(-(-some // groups) for some in rows) if groups else ()
+        if [groups * size for size in sizes] != [*rows]:
+            raise ValueError(f"has parts of {shape_text(rows)} rows; {groups} groups of {shape_text(sizes)} are others")
+        return groups, sizes
+    total = fused[0] if fused else 1
+    if sizes is None:
+        if count > 2 and not (cut.interleaved and groups is None):
+            raise ValueError(f"has {count} parts in {total} rows, which need not be equal; say the sizes")
+        each = count if groups is None else total // groups
+        if each % count:
+            raise ValueError(f"has {total} rows, of which {count} equal parts cannot be made; say the sizes")
+        sizes = (each // count,) * count
+    if groups is None:
+        groups = total // sum(sizes)
+    if groups * sum(sizes) != total:
+        raise ValueError(f"has {total} rows; {groups} groups of {shape_text(sizes)} have {groups * sum(sizes)}")
+    return groups, sizes

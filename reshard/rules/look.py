@@ -1,0 +1,71 @@
+"""A look at the contents of tensors that rules make one of: are they equal?"""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.formats.entries import wants
+from reshard.layout.axes import position, row_major
+from reshard.layout.block import flat_boxes
+from reshard.layout.strided import read_strided
+from reshard.storage.cipher import store_of
+
+if TYPE_CHECKING:
+    from reshard.formats.entries import Runs
+    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.storage.base import ReadStore
+
+_WHOLE = 1 << 20
+"""The most bytes of a tensor that are compared whole."""
+
+_SAMPLES, _SAMPLE = 32, 16 << 10
+"""How many places of longer ones are looked at, and how many bytes of each."""
+
+
+def equal(source: Checkpoint, name: str, other: str) -> bool:
+    """Return whether two tensors are equal, as far as is looked: all of small ones, samples of others."""
+    one, two = source.tensors[name], source.tensors[other]
+    if (one.spec.dtype.name, one.spec.shape) != (two.spec.dtype.name, two.spec.shape):
+        return False
+    size = one.spec.nbytes // one.spec.dtype.itemsize
+    length = size if one.spec.nbytes <= _WHOLE else _SAMPLE // one.spec.dtype.itemsize
+    last = size - length
+    begins = {0, last, *(Random(name).randrange(last) for _ in range(_SAMPLES if last else 0))}  # noqa: S311
+    return all(
+        np.array_equal(_elements(source, one, begin, length), _elements(source, two, begin, length))
+        for begin in sorted(begins)
+    )
+
+
+def is_zero(source: Checkpoint, tensor: Tensor, first: int, count: int) -> bool:
+    """Return whether some elements of a tensor are zeros, from one on: as far as is looked, the first of many."""
+    return not _elements(source, tensor, first, min(count, _WHOLE // tensor.spec.dtype.itemsize)).any()
+
+
+def _elements(source: Checkpoint, tensor: Tensor, first: int, count: int) -> np.ndarray[Any, Any]:
+    """Return some elements of a tensor in row-major order, as bits."""
+    store, dtype = store_of(source.coding), tensor.spec.dtype.carrier()
+    found = [np.empty(0, dtype)]
+    for box in flat_boxes(tensor.space or tensor.spec.shape, first, first + count):
+        out = np.zeros(box.shape, dtype)
+        for block, replicas in tensor.shards:
+            common = block & box
+            if common is None or not replicas:
+                continue
+            at = replicas[0]
+            strides = at.strides or row_major(block.shape)
+            begin = position(common.start, block.start, strides) * out.itemsize
+            read = partial(_read, store, source.files[at.file].path, at.runs)
+            pitch = tuple(step * out.itemsize for step in strides)
+            part: np.ndarray[Any, Any] = out[(*common.within(box), ...)]  # type: ignore[arg-type]  # of one number too
+            read_strided(read, begin, pitch, part)
+        found.append(out.reshape(-1))
+    return np.concatenate(found)
+
+
+def _read(store: ReadStore, path: str, runs: Runs, begin: int, buffer: memoryview) -> None:
+    store.read(wants(path, runs, begin, buffer))

@@ -1,0 +1,55 @@
+"""LoRA adapters: which one is meant. `adapter` reads it, `merge` adds it to the weights of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from reshard.errors import SourceError, UsageError
+from reshard.storage.places import as_place
+
+if TYPE_CHECKING:
+    from reshard.source.checkpoint import Checkpoint
+
+MOST_ALPHA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """A LoRA adapter, as PEFT saves it; nothing is read before it is merged.
+
+    Attributes:
+        root: the directory of `adapter_config.json` and `adapter_model.safetensors`.
+        alpha: in place of the configuration's `lora_alpha`; None to take that.
+        digest: of the adapter that is meant; empty to take what is there.
+
+    Raises:
+        UsageError: alpha is not a number.
+
+    >>> LoRA("/adapters/sql", alpha=16)
+    LoRA(root='/adapters/sql', alpha=16, digest='')
+    """
+
+    root: str
+    alpha: float | None = None
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None and not is_alpha(self.alpha):
+            raise UsageError(f"the alpha of a LoRA adapter is {self.alpha!r:.60}; expected a number, such as 16")
+        object.__setattr__(self, "root", str(as_place(self.root).absolute()))
+
+    def merged(self, source: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with the adapter in its weights: see `Checkpoint.merge_lora`."""
+        from reshard.rules.lora.adapter import read_adapter  # not on every start
+        from reshard.rules.lora.merge import merge
+
+        adapter = read_adapter(self)
+        if self.digest not in {"", adapter.digest}:
+            raise SourceError(f"{self.root}: is another LoRA adapter than was planned with, or merged; give that one")
+        return merge(source, adapter, replace(self, digest=adapter.digest))
+
+
+def is_alpha(given: object) -> bool:
+    """Return whether something is a number that may be an alpha, neither infinite nor absurd."""
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and abs(given) <= MOST_ALPHA

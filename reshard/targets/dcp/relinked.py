@@ -1,0 +1,278 @@
+"""A distributed checkpoint (DCP) of PyTorch made of another by `.metadata` alone: its data files are links.
+
+Names are in `.metadata` and nowhere else, so that tensors and objects get other names, are left out, or come from
+several DCPs, in a time that does not depend on their bytes. What is carried is not looked into: encoded items, objects,
+buckets of Megatron's optimizer. A file is linked if anything in it is carried.
+
+Source: PyTorch 2.13 `distributed/checkpoint/filesystem.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import Counter
+from itertools import chain
+from math import prod
+from operator import add
+from typing import TYPE_CHECKING
+
+from reshard.dtypes import BY_NAME
+from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
+from reshard.formats.directories import DCP, DCP_FILES, parts_below
+from reshard.formats.entries import FileLayout
+from reshard.formats.sets import DCP_INDEX, DCP_ITEMS, DCP_NAME
+from reshard.layout.block import Block, cover_fault, shape_text
+from reshard.readers.dcp import rank_of
+from reshard.readers.dcp.metadata import WHOLE_SHAPE, Metadata
+from reshard.readers.dcp.objects import problems
+from reshard.storage.places import as_place, can
+from reshard.strategy.names import matches, optimizer_states
+from reshard.targets.dcp import DCPTarget
+from reshard.targets.dcp.carried import old_names, read_carried
+from reshard.targets.dcp.metadata import Listed, Part, metadata
+from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
+from reshard.targets.destination import Destination, TargetFile, literal
+from reshard.targets.torch_save import torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from reshard.errors import Faults
+    from reshard.layout.block import Shape
+    from reshard.plan.budget import Share
+    from reshard.plan.plan import Request
+    from reshard.readers.dcp.metadata import Item, KeyPath, Stated
+    from reshard.source.checkpoint import Checkpoint
+    from reshard.storage.places import Place
+
+_ITEM_BYTES = 2000  # resident memory of an item: as the metadata are read, twice, and written
+_ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")
+
+
+class Relinked(Destination):
+    """A DCP that has something of another, or of several that were opened as one.
+
+    Attributes:
+        dropped: names in the source that cannot be carried, and need not be.
+    """
+
+    format = DCP_NAME
+    links = True
+
+    def __init__(
+        self, source: Checkpoint, request: Request, _items: object, objects: Mapping[str, str], faults: Faults
+    ) -> None:
+        """Find out what is linked, of which the new names are given, be it a tensor or not.
+
+        Raises:
+            UsageError: it is not a DCP of PyTorch, not on this machine, or has safetensors files, which hold names.
+            SourceError: it was changed since it was opened, or the faults, all at once.
+        """
+        place, said = _metadata_of(source)
+        if not objects.keys() <= said.tensors.keys() | said.objects.keys():
+            raise SourceError(f"{place}: {said.described_by} was changed since it was opened; start again")
+        carried, dropped = {}, []
+        for old, new in objects.items():
+            if old in source.unreadable and matches(old, request.selection.drop):
+                dropped.append(old)
+            else:
+                carried[new] = old
+                if fault := _fault(old, said, source.unreadable.get(old)):
+                    faults.add(f"tensor {old!r}" if old in said.tensors else f"object {old!r}", fault)
+        if not carried:
+            raise UsageError("selection: leaves nothing for the target; all that is chosen is dropped")
+        paths = {new: followed(said.paths[old], old, new) for new, old in carried.items() if old in said.paths}
+        check_nesting(paths, faults)
+        paths = without_gaps(paths)
+        beside = read_carried(source.beside, faults)
+        faults.raise_if_any(SourceError)
+        files = _Links(source, place)
+        listed = [_listed(new, old, said, paths.get(new), files) for new, old in carried.items()]
+        flat = {new: {WHOLE_SHAPE: said.flat[old]} for new, old in carried.items() if old in said.flat}
+        content = metadata(listed, {"mcore_data": flat} if flat else {})
+        copies = [TargetFile(0, name, literal(own)) for name, own in beside.items()]
+        index = TargetFile(0, DCP_INDEX, literal(content), last=True)
+        self.dropped = tuple(dropped)
+        self.ranks = tuple(sorted({link.rank for link in files.links.values()}))
+        self.memory: tuple[Share, ...] = (
+            ("metadata", _ITEM_BYTES * sum(len(file.index.entries) for file in source.files)),
+        )
+        self._files = (*files.links.values(), *copies, index)
+        self._warnings = (files.shared(), *_warnings(source, carried))
+
+    @classmethod
+    def settled(cls, request: Request, source: Checkpoint) -> Request:
+        """Return what is asked for; raise `UsageError` where linked files are not as that has them."""
+        if request.target:
+            raise UsageError(
+                "linked files keep their blocks: no target strategy or pattern; leave it out, or the links"
+            )
+        if request.selection.cast:
+            raise UsageError("linked files keep their dtypes; leave the cast out, or the links")
+        if request.selection.rules:
+            raise UsageError("linked files keep the shapes of what is in them; leave the rules out, or the links")
+        if source.lora:
+            raise UsageError("linked files keep their bytes; leave the adapter out, or the links")
+        return DCPTarget.settled(request, source)
+
+    def files(self, *_: object) -> tuple[TargetFile, ...]:
+        """Return the links, and `.metadata`."""
+        return self._files
+
+    def warnings(self) -> tuple[str, ...]:
+        """Warn of what is linked and does not go with the rest."""
+        return self._warnings
+
+
+def _metadata_of(source: Checkpoint) -> tuple[Place, Metadata]:
+    """Return where a source is, and its metadata; raise `UsageError` where its files cannot be linked."""
+    place = as_place(source.root)
+    if not can(source.root).positioned:
+        raise UsageError(f"{place}: is at a URL, where no file can be linked; make a copy of it, which needs no links")
+    if source.format != DCP_ITEMS:
+        what = f"has {source.format} files, which hold names" if source.described_by else "is not one"
+        raise UsageError(f"{place}: {what}; expected a DCP as PyTorch writes it by default; make a copy, without links")
+    there = place.names()
+    if not DCP.shown_by(place, there):
+        there = parts_below(place, there)
+    return place, Metadata(place, there)
+
+
+class _Links:
+    """The files that are linked, as they are found to be needed.
+
+    Attributes:
+        links: by their paths in the source, below its root.
+    """
+
+    def __init__(self, source: Checkpoint, place: Place) -> None:
+        self._sizes = {file.path: file.nbytes for file in source.files}
+        self._source, self._place = source, place
+        self._names: dict[str, str] = {}
+        self._held: dict[str, int] = {}
+        self.links: dict[str, TargetFile] = {}
+
+    def part(self, item: Item, start: Shape | None, shape: Shape) -> Part:
+        """Return where an item is in the target."""
+        link = self.links.get(item.file) or self._link(item.file)
+        self._held[item.file] = self._held.get(item.file, 0) + item.nbytes
+        return Part(start, shape, link.path, item.begin, item.nbytes, item.encoding)
+
+    def ordered(self, name: str, items: Sequence[Item]) -> list[Item]:
+        """Return the items of a tensor, those first in which bytes of it were found when the source was opened."""
+        tensor, begins = self._source.tensors[name], dict[str, list[int]]()
+        for at in chain.from_iterable(tensor.sharding.replicas):
+            runs = (begin for begin, nbytes in tensor.runs[at.runs] if nbytes)
+            begins.setdefault(self._source.files[at.file].path, []).extend(runs)
+        found = {path: sorted(some) for path, some in begins.items()}
+
+        def is_empty(item: Item) -> bool:
+            some = found.get(str(self._place.absolute() / item.file), [])
+            first = bisect_left(some, item.begin)
+            return first == len(some) or some[first] >= item.begin + item.nbytes
+
+        return sorted(items, key=is_empty)
+
+    def _link(self, file: str) -> TargetFile:
+        path = str(self._place.absolute() / file)
+        if path not in self._sizes:
+            raise SourceError(f"{path}: is named by .metadata now, and was not when it was opened; start again")
+        name = file.replace("/", "")  # of a directory of several, so that each has names of its own
+        other = self._names.setdefault(name, file)
+        if other != file or not DCP_FILES["_StorageInfo"].fullmatch(name) or not name.isprintable():
+            raise SourceError(f"{self._place}: {file} would be linked as {name!r}; rename the directory that it is in")
+        self.links[file] = link = TargetFile(rank_of(file), name, FileLayout(self._sizes[path], ()), link=path)
+        return link
+
+    def shared(self) -> str:
+        """Return what to know of files that are linked."""
+        size = sum(link.layout.size for link in self.links.values())
+        idle = size - sum(self._held.values())
+        rest = f"; {bytes_text(idle)} of their {bytes_text(size)} are of nothing that is listed" if idle > 0 else ""
+        return (
+            f"data files are links: what is changed in place in {self._place} is changed in the target, too, unless "
+            f"the file system has copies that share blocks{rest}"
+        )
+
+
+def _fault(name: str, said: Metadata, reason: str | None) -> str | None:
+    """Return why something cannot be carried; None where it can, be it readable or not.
+
+    Args:
+        name: in the source.
+        said: what the metadata say.
+        reason: why it is not readable.
+    """
+    items = said.items.get(name, [])
+    if any(not _ENCODING.fullmatch(one) for item in items for one in item.encoding):
+        return f"is encoded by {names(items[0].encoding, most=3)}, which is no name of an encoding"
+    if name in said.objects:
+        return None if items else "is in no file"
+    one = said.tensors[name]
+    is_apart = any(item.encoding for item in items)
+    if reason is not None and not is_apart:
+        return Text(f"{reason}; to leave it out give ", Option("drop", name))
+    if not one.dtype:
+        return Text("is of a dtype that is not known; to leave it out give ", Option("drop", name))
+    extents = _extents(one)
+    if any(item.offsets not in extents for item in items):
+        return "is somewhere in a file where no box of it is"
+    return _encoded_fault(name, one, items) if is_apart else None
+
+
+def _encoded_fault(name: str, one: Stated, items: Sequence[Item]) -> str | None:
+    """Return why the encoded items of a tensor, which is all that is known of it, do not make it."""
+    if unclear := sorted(_of_several(one, items)):
+        why = f"has boxes of several sizes at {shape_text(unclear[0])} and encoded items; nothing says which is which"
+        return Text(f"{why}; make a copy, without links, or to leave it out give ", Option("exclude", name))
+    extents = _extents(one)
+    boxes = {Block(at, tuple(map(add, at, extents[at]))) for at in {item.offsets for item in items}}
+    return cover_fault(one.shape, boxes)
+
+
+def _extents(one: Stated) -> dict[Shape, Shape]:
+    """Return the extents of the box at each place; of several there, those of the one that is not empty."""
+    return dict(sorted(one.boxes, key=lambda box: prod(box[1])))
+
+
+def _of_several(one: Stated, items: Sequence[Item]) -> set[Shape]:
+    """Return the offsets of which there are several items, and boxes of several extents: all but one are empty."""
+    counts = Counter(offsets for offsets, _ in one.boxes)
+    return {offsets for offsets, n in Counter(item.offsets for item in items).items() if n > 1 and counts[offsets] > 1}
+
+
+def _listed(new: str, old: str, said: Metadata, path: KeyPath | None, files: _Links) -> Listed:
+    """Return what the new metadata say of a tensor or an object."""
+    items = said.items[old]
+    if old in said.objects:
+        return Listed(new, None, (), [files.part(items[0], None, ())], path)
+    one = said.tensors[old]
+    if _of_several(one, items):
+        items = files.ordered(old, items)
+    first: dict[Shape, Item] = {}  # ranks that say each for themselves may have the same box
+    for item in items:
+        first.setdefault(item.offsets, item)
+    extents = _extents(one)
+    parts = [files.part(item, offsets, extents[offsets]) for offsets, item in first.items()]
+    return Listed(new, torch_dtype(old, BY_NAME[one.dtype]), one.shape, parts, path)
+
+
+def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
+    """Yield what a user should know of what is carried, new names to old ones."""
+    for name, problem in problems(source.beside).items():
+        yield f"{name} {problem}, and left out"
+    if unread := sorted(set(carried.values()) & source.unreadable.keys()):
+        yield f"carried as they are, and not looked into: {names(unread, most=3)}"
+    yield from old_names(source, carried, carried.values())
+    if states := sorted(_left_behind(source, carried)):
+        yield f"optimizer states keep their names though their weights do not: {names(states, most=3)}"
+
+
+def _left_behind(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
+    """Yield the optimizer states that have their names still, though their weights have others."""
+    new_names = {old: new for new, old in carried.items()}
+    for name, state in optimizer_states(source.every).items():
+        new = new_names.get(state.weight, state.weight)
+        if new_names.get(name) == name != state.of(new) and new != state.weight:
+            yield name

@@ -1,0 +1,246 @@
+"""What one task compares: bands of references with what copies of them have, read in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reshard.formats.entries import Extent, Where, wants
+from reshard.layout.block import Block
+from reshard.plan.bands import AHEAD
+from reshard.plan.plan import Piece, Way
+from reshard.run.engine import Band, BandReader, Write, cast, copies_ahead, read_block, scratch
+from reshard.storage.cipher import store_of
+from reshard.storage.places import in_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from reshard.dtypes import DType
+    from reshard.layout.block import Shape
+    from reshard.storage.base import ReadStore, Want
+    from reshard.verify.compare import Check, Comparison
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Where a copy differs from its references.
+
+    Attributes:
+        file: the number of the file that the copy is in.
+        block: what part of the tensor it is.
+        index: of the first element that differs, in the whole tensor.
+        count: how many elements differ, of those that were compared.
+        found: the bits of that element, in the copy.
+        expected: the bits that it should have.
+        reference: the number of the source file that says so.
+    """
+
+    file: int
+    block: Block
+    index: tuple[int, ...]
+    count: int
+    found: int
+    expected: int
+    reference: int
+
+
+class Compared(NamedTuple):
+    """What a task found.
+
+    Attributes:
+        found: mismatches, each with the number of its check.
+        read: how many bytes were read.
+        varying: tensors of which source ranks do have different values of their own.
+    """
+
+    found: list[tuple[int, Mismatch]]
+    read: int
+    varying: list[str]
+
+
+_Side = tuple[object, int, int]
+"""A copy in strides among those that are read side by side: what tells these from others, their number, and its own."""
+
+_Turn = tuple[tuple[int, Band] | tuple[int, Write, Extent | None, memoryview, _Side], "ReadStore", list["Want"]]
+"""What is read in turn: a band, or a part of a copy (the number of its check, the part, the copy and its buffer).
+
+A part of no copy is what its copies are compared with, cast; it comes before they are read.
+"""
+
+
+class Comparer:
+    """Compares what one task is about."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison = comparison
+        self._stores = [store_of(coding) for coding in comparison.codings]
+        self._token = object()  # what is read ahead is for this one alone
+        self.found: list[tuple[int, Mismatch]] = []
+        self.varying: list[str] = []
+        self.nbytes = 0
+
+    def compare(self, pieces: Sequence[Piece]) -> None:
+        """Compare some rows of some tensors; all of those of which every rank has a value of its own."""
+        checks = {piece.move: self._comparison.checks[piece.move] for piece in pieces}
+        self.found += self._rows(checks, [piece for piece in pieces if not checks[piece.move].own_values])
+        for number, check in checks.items():
+            if check.own_values:
+                self.found += [(number, mismatch) for mismatch in self._own_values(check)]
+
+    def _rows(self, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[tuple[int, Mismatch]]:
+        """Compare some rows of some tensors."""
+        moves = {number: check.move for number, check in checks.items()}
+        reader = BandReader(moves, self._comparison.paths, self._stores[0], self._comparison.band_bytes)
+        converted = memoryview(b"")
+        for turn in in_batches(self._turns(reader, checks, pieces)):
+            if len(turn) == 2:  # another band of the references is there
+                reader.gather(*turn)
+                continue
+            number, write, copy, found, side = turn
+            check = checks[number]
+            if copy is None:
+                converted = cast(write.put_together(), check.move.dtype, check.move.target_dtype)
+                continue
+            dtype = self._comparison.copy_dtype(check, copy.file)
+            shape = check.move.recipe.targets[write.target].shape
+            self._gather(copy, shape, dtype, write.first * dtype.itemsize, found, side)
+            expected = write.content if dtype is check.move.dtype else converted
+            if expected is write.content and write.copies:
+                # The copy is where its columns would be put together: they are compared where they were read.
+                if all(np.array_equal(*columns) for columns in write.copies):
+                    continue
+                found = memoryview(bytes(found))
+                write.put_together()
+            here, there = (np.frombuffer(some, dtype.carrier()) for some in (found, expected))
+            unequal = here != there
+            if unequal.any():
+                yield number, self._mismatch(check, write.target, copy.file, write.first, unequal, here, there)
+        self.nbytes += reader.nbytes
+
+    def _turns(self, reader: BandReader, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[_Turn]:
+        """Yield what is read in turn: a band of the references, then every copy of each part of it."""
+        for (number, band), store, wanted in reader.bands(pieces):
+            yield (number, band), store, wanted
+            move = checks[number].move
+            writes, targets, apart, place = band.writes, tuple[int, ...](), 0, 0
+            if any(_is_apart(copy) for copies in move.writes for copy in copies):
+                writes = list(writes)
+                targets = tuple(write.target for write in writes)
+                apart = sum(_is_apart(copy) for target in targets for copy in move.writes[target])
+            for write in writes:
+                elements = len(write.content) // move.dtype.itemsize
+                dtype = move.dtype
+                for copy in move.writes[write.target]:
+                    before, dtype = dtype, self._comparison.copy_dtype(checks[number], copy.file)
+                    if dtype is not before:
+                        yield (number, write, None, write.content, (number, 1, 0)), store, []
+                    itemsize = dtype.itemsize
+                    found, of_copy, reading = self._reading(copy, write.first * itemsize, elements * itemsize)
+                    yield (number, write, copy, found, ((number, targets), apart, place)), of_copy, reading
+                    place += _is_apart(copy)
+
+    def _mismatch(
+        self, check: Check, target: int, file: int, first: int, unequal: Array, here: Array, there: Array
+    ) -> Mismatch:
+        """Return which elements of a part of a copy are unequal."""
+        place = int(unequal.argmax())
+        recipe = check.move.recipe
+        block = recipe.targets[target]
+        inside = np.unravel_index(first + place, block.shape)
+        index = tuple(start + int(at) for start, at in zip(block.start, inside, strict=True))
+        reference = next(
+            at.file
+            for source, at in zip(recipe.sources, check.move.way.reads, strict=True)
+            if all(a <= i < b for a, i, b in zip(source.start, index, source.stop, strict=True))
+        )
+        count = int(np.count_nonzero(unequal))
+        if not check.shape:
+            index = ()
+        elif check.shape != recipe.shape:
+            index, *corners = (
+                _unravelled(at, recipe.shape, check.shape)
+                for at in (index, block.start, tuple(end - 1 for end in block.stop))
+            )
+            block = Block(corners[0], tuple(at + 1 for at in corners[1]))
+        return Mismatch(file, block, index, count, int(here[place]), int(there[place]), reference)
+
+    def _own_values(self, check: Check) -> Iterator[Mismatch]:
+        """Look whether every copy in the target is that of one source rank; a wrong one is compared with the first."""
+        move = check.move
+        known = {*self._digests(check, check.references)}
+        if len(known) > 1:
+            self.varying.append(check.source_name)
+        for block, copies in zip(move.recipe.targets, move.way.writes, strict=True):
+            digests = self._digests(check, copies)
+            wrong = tuple(at for at, digest in zip(copies, digests, strict=True) if digest not in known)
+            if wrong:
+                recipe = replace(move.recipe, targets=(block,))
+                one = replace(check, move=move._replace(way=Way(recipe, move.axis, move.way.reads, (wrong,))))
+                found: dict[int, Mismatch] = {}
+                for _, mismatch in self._rows({0: one}, [Piece(0, 0, move.rows)]):
+                    before = found.get(mismatch.file)
+                    found[mismatch.file] = joined(before, mismatch) if before else mismatch
+                yield from found.values()
+
+    def _digests(self, check: Check, copies: Sequence[Where]) -> list[bytes]:
+        """Return the digests of all that files have of a tensor, cast as a conversion casts it."""
+        found = [blake2b(digest_size=32) for _ in copies]
+        for number, extent, begin, content in in_batches(self._contents(check, copies)):
+            dtype = self._comparison.copy_dtype(check, extent.file)
+            self._gather(extent, check.shape, dtype, begin, content, ((check.source_name, number), 1, 0))
+            found[number].update(cast(content, dtype, check.move.target_dtype))
+        return [digest.digest() for digest in found]
+
+    def _contents(
+        self, check: Check, copies: Sequence[Where]
+    ) -> Iterator[tuple[tuple[int, Extent, int, memoryview], ReadStore, list[Want]]]:
+        """Yield what is read in turn of some copies, each whole: the copy, by number, too, and from which byte on."""
+        for number, at in enumerate(copies):
+            itemsize = self._comparison.copy_dtype(check, at.file).itemsize
+            total = prod(check.shape) * itemsize
+            step = max(1, self._comparison.band_bytes // itemsize) * itemsize
+            for begin in range(0, total, step):
+                extent = Extent(at.file, check.move.read_runs[at.runs], at.strides)
+                content, store, wanted = self._reading(extent, begin, min(step, total - begin))
+                yield (number, extent, begin, content), store, wanted
+
+    def _reading(self, extent: Extent, begin: int, nbytes: int) -> tuple[memoryview, ReadStore, list[Want]]:
+        """Return the buffer for contents of a copy from a byte on, the store that has them, and what fills it."""
+        view = scratch(nbytes)
+        self.nbytes += nbytes
+        path = self._comparison.paths[extent.file]
+        return view, self._store(extent), [] if _is_apart(extent) else wants(path, extent.runs, begin, view)
+
+    def _gather(self, extent: Extent, shape: Shape, dtype: DType, begin: int, view: memoryview, side: _Side) -> None:
+        """Fill the buffer for contents of a copy, in its turn, where nothing else does: elements in strides, zeros."""
+        if _is_apart(extent):
+            of, count, place = side
+            ahead = copies_ahead()
+            ahead.share((self._token, of), count, AHEAD * self._comparison.band_bytes)
+            read_block(self._store(extent), self._comparison.paths, extent, shape, dtype, begin, view, ahead, place)
+
+    def _store(self, extent: Extent) -> ReadStore:
+        return self._stores[extent.file >= self._comparison.sources]
+
+
+def _is_apart(extent: Extent) -> bool:
+    """Return whether a copy lies in strides, or is zeros."""
+    return bool(extent.strides) or not extent.runs
+
+
+def _unravelled(index: Shape, space: Shape, shape: Shape) -> Shape:
+    """Return the index in a shape of an element of a space."""
+    return tuple(int(at) for at in np.unravel_index(int(np.ravel_multi_index(index, space)), shape))
+
+
+def joined(a: Mismatch, b: Mismatch) -> Mismatch:
+    """Join what two bands of one copy say."""
+    first = min(a, b, key=lambda mismatch: mismatch.index)
+    return replace(first, count=a.count + b.count)

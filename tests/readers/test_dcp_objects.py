@@ -1,0 +1,253 @@
+"""Objects of distributed checkpoints, and what Megatron keeps beside: as plain data, nothing imported or called."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import pickle
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import numbers
+from commands import done
+from dcp_files import item, saved, write_torch
+
+import reshard
+from reshard import read_object
+from reshard.dtypes import BY_NAME
+from reshard.errors import SourceError
+from reshard.readers.dcp import objects as module
+from reshard.readers.pickles import Name, Record
+from reshard.source.checkpoint import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FULL = numbers({"w": (6, 4)})
+W = ("w", ((0, 0), (6, 4)), item(FULL["w"]))
+
+KINDS = {
+    "list.2": 5, "objects.int": 3, "objects.float": 0.5, "objects.none": None, "objects.text": "héllo",
+    "objects.bytes": b"\x00\x01", "objects.tuple": (1, 2), "objects.set": {1, 2}, "objects.ordered.a": 1,
+    "objects.list": [1, [2, 3]], "objects.size": (2, 3), "objects.dtype": Name("torch", "bfloat16"),
+}  # fmt: skip
+GROUP = {
+    "lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.01, "amsgrad": False, "maximize": False,
+    "foreach": False, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
+    "params": [
+        "emb.weight", "layers.0.norm.weight", "layers.0.norm.bias", "layers.0.up.weight", "layers.0.up.bias",
+        "layers.0.down.weight",
+    ],
+}  # fmt: skip
+COMMON = {
+    "optimizer": {"param_groups": [{"lr": 0.01, "step": 5}]}, "iteration": 5, "checkpoint_version": 3.0,
+    "args": {"num_layers": 4}, "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def opened(mindspore_data: Path) -> Callable[[str], reshard.Checkpoint]:
+    return lambda name: reshard.open(mindspore_data / "dcp" / name / "checkpoint")
+
+
+def of(tmp_path: Path, **objects: bytes) -> reshard.Checkpoint:
+    return reshard.open(write_torch(tmp_path / "src", FULL, {0: [W]}, objects=objects))
+
+
+def test_real_ones_are_plain_data(opened: Callable[[str], reshard.Checkpoint]) -> None:
+    found = opened("kinds")
+    assert {name: read_object(found, name) for name in found.objects} == KINDS
+    found = opened("fsdp2_uneven")
+    group = "optim.param_groups.0."
+    assert {
+        name.removeprefix(group): read_object(found, name) for name in found.objects if name.startswith(group)
+    } == GROUP
+    assert found.paths
+    assert found.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
+    with pytest.raises(KeyError, match="nothing"):
+        read_object(found, "nothing")
+
+
+def test_what_megatron_keeps_beside(opened: Callable[[str], reshard.Checkpoint]) -> None:
+    found = opened("mcore_tp2_pp2")
+    assert set(found.beside) == {"common.pt", "metadata.json"}
+    assert read_object(found, "common.pt") == COMMON
+    assert read_object(found, "metadata.json")["sharded_backend"] == "torch_dist"
+    assert read_object(found, "decoder.layers.mlp.linear_fc1._extra_state/shard_2_4") == [None]
+    assert not found.warnings
+    assert found.paths is None
+    assert reshard.Checkpoint2().of(found).step == 5
+
+
+def test_they_are_shown(mindspore_data: Path, opened: Callable[[str], reshard.Checkpoint]) -> None:
+    root = mindspore_data / "dcp"
+    lines = done("inspect", root / "mcore_moe_ep2" / "checkpoint").stdout.splitlines()
+    assert lines[1] == "Megatron: iteration 5, optimizer fully_reshardable"
+    shapes = {line.split()[0]: line for line in lines if line.startswith("decoder.layers.")}
+    assert " [2 layers, 18, 6] " in shapes["decoder.layers.self_attention.linear_qkv.weight"]
+    assert " [2 layers, 4 experts, 10, 6] " in shapes["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert "not a tensor: decoder.layers.self_attention.linear_qkv._extra_state/shard_{0-1}_2: [None]" in lines
+    assert any(line.startswith("not a tensor: common.pt: {'optimizer': {'param_groups': [{'lr'") for line in lines)
+    data = json.loads(done("inspect", root / "mcore_moe_ep2" / "checkpoint", "--json").stdout)
+    assert data["training"] == {"iteration": 5, "optimizer": "fully_reshardable"}
+    stacked = {one["name"]: one["stacked"] for one in data["tensors"]}
+    assert stacked["decoder.layers.mlp.experts.experts.linear_fc2.weight"] == ["layer", "expert"]
+    assert stacked["optimizer.state.exp_avg.decoder.layers.mlp.router.weight"] == ["layer"]
+    assert stacked["output_layer.weight"] == []
+    apart = json.loads(done("inspect", root / "mcore_layers_apart" / "checkpoint", "--json").stdout)
+    assert not any(one["stacked"] for one in apart["tensors"])
+    data = json.loads(done("inspect", root / "kinds" / "checkpoint", "--json").stdout)
+    assert data["objects"]["objects.set"] == "{1, 2}"
+    assert data["objects"]["objects.dtype"] == "<torch.bfloat16>"
+    assert data["training"] == {}
+    shown = opened("mcore_moe_ep2")._repr_html_()
+    assert "[2 layers, 4 experts, 10, 6]" in shown
+    assert "fully_reshardable" in shown
+
+
+def test_arguments_of_megatron(tmp_path: Path) -> None:
+    """The vocabulary as it is and as it is padded, in what one version keeps in a file and the next in an object."""
+    some = argparse.Namespace(vocab_size=13, padded_vocab_size=16, tensor_model_parallel_size=2, lr=0.1)
+    common = {"args": some, "iteration": 7}
+    write_torch(tmp_path, FULL, {0: [W]}, planner_data=None, objects={"common_state/shard_0_1": saved([common])})
+    (tmp_path / "metadata.json").write_text("{}")
+    line = "Megatron: iteration 7, vocabulary 13, padded to 16, tensor parallel 2"
+    assert line in done("inspect", tmp_path).stdout.splitlines()
+    (tmp_path / "common.pt").write_bytes(saved({**common, "iteration": 8}))
+    assert line.replace("7", "8") in done("inspect", tmp_path).stdout.splitlines()
+    (tmp_path / "common.pt").write_bytes(b"no")
+    shown = done("inspect", tmp_path).stdout
+    assert line in shown
+    assert "not a tensor: common.pt: is not one that torch.save stored: it is no zip archive, or is cut off" in shown
+
+
+class Called:
+    """Pickled as a call that would leave a file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("called", "w")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (collections.OrderedDict(a=[1, {"b": (2.5, True)}]), {"a": [1, {"b": (2.5, True)}]}),
+        (argparse.Namespace(a=1, b=None), {"a": 1, "b": None}),
+        ([b"", b"\xff\x00", "é"], [b"", b"\xff\x00", "é"]),
+        ({(1, ("a",)): {2, "b"}}, {(1, ("a",)): {2, "b"}}),
+        (-(2**70), -(2**70)),
+    ],
+)
+def test_plain_data_of_any_kind(tmp_path: Path, value: Any, expected: Any) -> None:
+    found = read_object(of(tmp_path, o=saved(value)), "o")
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize("value", ["x" * 70_000, {"a": [b"y" * 70_000]}, {"z" * 70_000: 1}])
+def test_a_long_text_is_said_not_to_be_held(tmp_path: Path, value: Any) -> None:
+    source = of(tmp_path, o=saved(value))
+    with pytest.raises(SourceError, match=r"object 'o' has a value of 70.0 kB of text or bytes, which is not held"):
+        read_object(source, "o")
+
+
+def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = of(tmp_path, o=saved({"a": [Called()]}))
+    found = read_object(source, "o")["a"][0]
+    assert isinstance(found, Record)
+    assert (found.name, found.arguments) == ("open", ("called", "w"))
+    assert "not a tensor: o: {'a': [<" in done("inspect", source.root).stdout
+    assert not (tmp_path / "called").exists()
+
+
+def test_tensors_in_objects_are_described(tmp_path: Path) -> None:
+    source = of(tmp_path, o=item(FULL["w"], wrapped="_rebuild_parameter"), bad=item(FULL["w"], first=9))
+    assert read_object(source, "o") == TensorSpec("", BY_NAME["float32"], (6, 4))
+    assert isinstance(read_object(source, "bad"), Record)
+    assert "not a tensor: o: tensor float32 [6, 4]" in done("inspect", source.root).stdout
+
+
+def changed(content: bytes) -> bytes:
+    at = content.index(b"word")
+    return content[:at] + b"W" + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (changed(saved("word")), "is damaged: the checksum (CRC-32) of 'archive/data.pkl' is that of other bytes"),
+        (saved("word")[:-1], "it is no zip archive, or is cut off"),
+        (b"", "it is no zip archive, or is cut off"),
+        (saved({float("nan"): 1}), "has a key of a dict that is no text or number"),
+        (pickle.dumps(1), "it is no zip archive"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, said: str) -> None:
+    source = of(tmp_path, o=content)
+    with pytest.raises(SourceError) as caught:
+        read_object(source, "o")
+    assert str(caught.value).startswith(f"{source.root}: object 'o' is not one") or said in str(caught.value)
+    assert said in str(caught.value)
+    assert said in done("inspect", source.root).stdout
+
+
+def without_sums(content: bytes, name: bytes) -> bytes:
+    """Put 0 for the sums of a record, in its header and in the directory."""
+    found = bytearray(content)
+    for mark, place, of_name in ((b"PK\x03\x04", 14, 30), (b"PK\x01\x02", 16, 46)):
+        at = found.index(name)
+        while found[at - of_name :][:4] != mark:
+            at = found.index(name, at + 1)
+        begin = at - of_name + place
+        found[begin : begin + 4] = bytes(4)
+    return bytes(found)
+
+
+def test_sums_may_be_left_out(tmp_path: Path) -> None:
+    """As `torch.serialization.set_crc32_options(False)` does: all are 0. One alone that is 0 is wrong."""
+    content = without_sums(saved("word"), b"archive/data.pkl")
+    with pytest.raises(SourceError, match=r"checksum \(CRC-32\) of 'archive/data.pkl' is that of other bytes"):
+        read_object(of(tmp_path / "one", o=content), "o")
+    assert read_object(of(tmp_path / "all", o=without_sums(content, b"archive/version")), "o") == "word"
+
+
+def test_many_are_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = saved("word")
+    source = of(tmp_path, a=one, b=one, c=one)
+    monkeypatch.setattr(module, "_MOST_SHOWN", 2 * len(one))
+    shown = module.shown_objects(source)
+    assert list(shown.values()) == ["'word'", "'word'", f"an object of {len(one)} B, which was not looked at"]
+
+
+def test_objects_of_ranks_that_each_have_one(tmp_path: Path, mindspore_data: Path) -> None:
+    root = shutil.copytree(mindspore_data / "dcp" / "rank_local" / "checkpoint", tmp_path / "src")
+    source = reshard.open(root)
+    assert source.warnings == ("several ranks have an object n each; that of the first rank is taken",)
+    assert source.objects["n"].path == f"{root}/__0_0.distcp"
+    assert type(read_object(source, "n")) is int
+
+
+def test_a_file_that_has_objects_alone_is_not_stale(tmp_path: Path) -> None:
+    write_torch(tmp_path, FULL, {0: [], 1: [W]}, objects={"o": saved(1)})
+    found = reshard.open(tmp_path)
+    assert not found.warnings
+    assert [len(file.index.entries) for file in found.files] == [0, 1]
+    assert read_object(found, "o") == 1
+    (tmp_path / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(SourceError, match=r"object 'o' .*__0_0.distcp"):
+        read_object(found, "o")
+    with pytest.raises(SourceError, match=r"__0_0.distcp: has 0 bytes; its items end at \d+; was saving"):
+        reshard.open(tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(SourceError, match="__0_0.distcp: is not there, and .metadata names it"):
+        reshard.open(tmp_path)
+
+
+def test_encoded_ones_are_not_read(tmp_path: Path) -> None:
+    write_torch(tmp_path, FULL, {0: [W]}, objects={"o": saved(1)}, coded=["stream.zstd/1"])
+    with pytest.raises(SourceError, match=r"object 'o' is encoded \('stream.zstd/1'\), which is not read"):
+        read_object(reshard.open(tmp_path), "o")

@@ -1,0 +1,80 @@
+"""Rules on the command line: from a DCP of Megatron's to a Hugging Face set and back, by an example's name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+from commands import call, done
+from truths import assert_arrays, truth
+
+import reshard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LLAMA = ["--rules", "llama-hf-mcore"]
+CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 13}
+
+
+def test_forth_and_back(mindspore_data: Path, tmp_path: Path) -> None:
+    case = truth(mindspore_data, "mcore_tp2_pp2")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    words = [*LLAMA, "--model-config", config, "--let", "divisor=16"]
+    done("unify", case.checkpoint, tmp_path / "hf", "--style", "huggingface", *words)
+    assert_arrays(reshard.open(tmp_path / "hf"), case.hf)
+    done("verify", tmp_path / "hf")
+    done("verify", tmp_path / "hf", "--against", case.checkpoint, *words)
+    shutil.copy(config, tmp_path / "hf")  # where a set of Hugging Face has it
+    done("unify", tmp_path / "hf", tmp_path / "back", "--format", "dcp", *LLAMA, "--let", "divisor=16")
+    assert_arrays(reshard.open(tmp_path / "back"), case.back)
+    (tmp_path / "back" / "__0_0.distcp").write_bytes(
+        (tmp_path / "back" / "__0_0.distcp")
+        .read_bytes()
+        .replace(case.back["decoder.final_layernorm.weight"].tobytes(), bytes(32))
+    )
+    assert call("verify", tmp_path / "back").exit_code == 3, (
+        "what the ledger says that it was made from is something else"
+    )
+
+
+def test_a_saved_plan(mindspore_data: Path, tmp_path: Path) -> None:
+    case = truth(mindspore_data, "mcore_tp2_pp2")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = [*LLAMA, "--model-config", tmp_path / "config.json", "--weights-only"]
+    done("plan", case.checkpoint, *words, "-o", tmp_path / "plan.json")
+    (tmp_path / "config.json").unlink()  # the plan has its numbers
+    done("run", tmp_path / "plan.json", tmp_path / "out")
+    weights = {name: value for name, value in case.hf.items() if not name.startswith("optimizer.")}
+    assert_arrays(reshard.open(tmp_path / "out"), weights)
+    done("verify", tmp_path / "out")
+
+
+def test_what_is_said_of_wrong_options(mindspore_data: Path, tmp_path: Path) -> None:
+    case = truth(mindspore_data, "mcore_tp2_pp2")
+    missing = call("unify", case.checkpoint, tmp_path / "out", *LLAMA)
+    assert missing.exit_code == 4
+    assert (
+        "needs config.vocab_size, which is not there; give it a value in let, or the model's config.json"
+        in missing.stderr
+    )
+    absent = call("unify", case.checkpoint, tmp_path / "out", "--rules", "lama-hf-mcore")
+    assert (absent.exit_code, "lama-hf-mcore: cannot be read" in absent.stderr) == (2, True)
+    alone = call("unify", case.checkpoint, tmp_path / "out", "--let", "heads=4")
+    assert (alone.exit_code, "--let is for rules; give --rules FILE" in alone.stderr) == (2, True)
+    number = call("unify", case.checkpoint, tmp_path / "out", *LLAMA, "--let", "heads=four")
+    assert (number.exit_code, "expected WORD=N, e.g. heads=32" in number.stderr) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_and_convert_have_rules_too(mindspore_data: Path, tmp_path: Path) -> None:
+    case = truth(mindspore_data, "mcore_tp2_pp2")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = [*LLAMA, "--model-config", tmp_path / "config.json"]
+    told = json.loads(done("inspect", case.checkpoint, *words, "--json").stdout)
+    assert {item["name"]: tuple(item["shape"]) for item in told["tensors"]} == {
+        name: np.shape(value) for name, value in case.hf.items()
+    }

@@ -1,0 +1,630 @@
+"""LoRA adapters in the weights of a checkpoint: what numpy makes of the whole matrices, however they are cut."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import helpers
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import assert_rank_files, tree, write_file, write_ranks
+from commands import call, done, least_memory
+from dcp_files import item, write_torch
+
+import reshard
+from reshard import Cipher, HuggingFaceSet, Layout, LoRA, Rules, Selection, Strategy, ZarrGroup
+from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
+from reshard.formats.entries import Extent
+from reshard.plan import budget
+from reshard.source.checkpoint import Shard, Tensor
+from reshard.storage.cipher import store_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from helpers import Array
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+MODEL = {
+    "model.embed_tokens.weight": (48, 32),
+    "model.layers.0.q_proj.weight": (64, 32),
+    "model.layers.0.k_proj.weight": (16, 32),
+    "model.layers.0.down_proj.weight": (32, 80),
+    "model.layers.0.norm.weight": (32,),
+}
+LAYERS = ("model.layers.0.q_proj", "model.layers.0.k_proj", "model.layers.0.down_proj")
+RANK, ALPHA = 4, 6
+CUTS = {"rows": ([2], [0, -1]), "columns": ([2], [-1, 0]), "both": ([2, 2], [1, 0]), "nested": ([4], [0, -1])}
+
+
+def weights(dtype: str = "bfloat16", shapes: Mapping[str, tuple[int, ...]] = MODEL) -> dict[str, Array]:
+    rng = np.random.default_rng(1)
+    return {
+        name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def matrices(model: Mapping[str, Array], layers: tuple[str, ...] = LAYERS, rank: int = RANK) -> dict[str, Array]:
+    """A and B of some layers, by their names in PEFT."""
+    rng = np.random.default_rng(2)
+    found = {}
+    for layer in layers:
+        out, columns = model[f"{layer}.weight"].shape
+        found[f"base_model.model.{layer}.lora_A.weight"] = rng.standard_normal((rank, columns), dtype=np.float32)
+        found[f"base_model.model.{layer}.lora_B.weight"] = rng.standard_normal((out, rank), dtype=np.float32)
+    return found
+
+
+def written(bits: Mapping[str, Array]) -> dict[str, Array]:
+    """The same with uint16 for bfloat16, as the helpers have it."""
+    return {name: value.view(np.uint16) if value.dtype == BF16 else value for name, value in bits.items()}
+
+
+def save(root: Path, pairs: Mapping[str, Array], **config: object) -> LoRA:
+    """Write an adapter."""
+    write_file(root / "adapter_model.safetensors", written(pairs))
+    said = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **config}
+    (root / "adapter_config.json").write_text(json.dumps({key: one for key, one in said.items() if one is not ...}))
+    return LoRA(str(root))
+
+
+def product(pairs: Mapping[str, Array], layer: str) -> Array:
+    a, b = (pairs[f"base_model.model.{layer}.lora_{side}.weight"].astype(np.float32) for side in "AB")
+    return b @ a
+
+
+def merged(model: Mapping[str, Array], pairs: Mapping[str, Array], scale: float = ALPHA / RANK) -> dict[str, Array]:
+    """What numpy makes of whole matrices: in float32, and rounded once."""
+    found = dict(model)
+    for name in model:
+        layer = name.removesuffix(".weight")
+        if f"base_model.model.{layer}.lora_A.weight" in pairs:
+            total = model[name].astype(np.float32) + np.float32(scale) * product(pairs, layer)
+            found[name] = total.astype(model[name].dtype)
+    return found
+
+
+def cut(shapes: Mapping[str, Array], how: str) -> Strategy:
+    matrix, axes = CUTS[how]
+    layouts = {name: Layout.of(matrix, axes if one.ndim == 2 else [-1] * one.ndim) for name, one in shapes.items()}
+    return Strategy.of(layouts)
+
+
+def assert_arrays(found: Mapping[str, Any], expected: Mapping[str, Array]) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        got = np.asarray(found[name])
+        assert (got.dtype, got.shape, got.tobytes()) == (value.dtype, value.shape, value.tobytes()), name
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> reshard.Checkpoint:
+    return reshard.open(write_file(tmp_path / "base" / "model.safetensors", written(weights())))
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> LoRA:
+    return save(tmp_path / "lora", matrices(weights()))
+
+
+EXPECTED = merged(weights(), matrices(weights()))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("how", CUTS)
+def test_ranks_to_ranks(tmp_path: Path, dtype: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of rows, of columns and of both, to others: all of numpy's bits; so do bands of a few elements."""
+    model = weights(dtype)
+    pairs = matrices(model)
+    full, lora = merged(model, pairs), save(tmp_path / "lora", pairs)
+    format = "ckpt" if how == "rows" else "safetensors"
+    source = cut(model, how)
+    opened = reshard.open(write_ranks(tmp_path / "src", written(model), source, format), strategy=source)
+    assert_arrays(opened.merge_lora(lora), full)
+    target = cut(model, "columns" if how == "rows" else "rows")
+    for at, band in (("default", budget.BAND_BYTES), ("small", 96)):
+        monkeypatch.setattr(budget, "BAND_BYTES", band)
+        monkeypatch.setattr(budget, "TASK_BYTES", 8 * band)
+        reshard.plan(opened, target, selection=Selection(lora=lora)).run(tmp_path / at, fsync=False)
+        assert_rank_files(tmp_path / at, written(full), target)
+        assert reshard.verify(tmp_path / at).equal, "by what the ledger says that it was made from"
+    assert not reshard.verify(tmp_path / "small", target, against=opened).equal
+
+
+@pytest.mark.parametrize("rank", [8, 64])
+def test_an_element_is_the_same_however_it_is_read(tmp_path: Path, rank: int) -> None:
+    """Of a weight of many tiles: numpy's of the whole matrices, in any box that is read."""
+    model = weights("float32", {"w.weight": (208, 1200)})
+    pairs = matrices(model, ("w",), rank)
+    full = merged(model, pairs, ALPHA / rank)["w.weight"]
+    opened = reshard.open(write_file(tmp_path / "base.safetensors", model))
+    found = opened.merge_lora(save(tmp_path / "lora", pairs, r=rank))["w.weight"]
+    assert found.compute().tobytes() == full.tobytes()
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        (top, bottom), (left, right) = (sorted(rng.choice(extent + 1, 2, replace=False)) for extent in full.shape)
+        assert found[top:bottom, left:right].compute().tobytes() == full[top:bottom, left:right].tobytes()
+
+
+def test_odd_sizes_are_the_same_in_any_box(tmp_path: Path) -> None:
+    model = weights("float32", {"w.weight": (77, 333)})
+    pairs = matrices(model, ("w",), 37)
+    found = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(
+        save(tmp_path / "lora", pairs, r=37)
+    )["w.weight"]
+    whole = found.compute()
+    np.testing.assert_allclose(whole, merged(model, pairs, ALPHA / 37)["w.weight"], rtol=1e-4, atol=1e-5)
+    for at in range(0, 77, 5):
+        assert (
+            found[at : at + 5, at : -at or None].compute().tobytes() == whole[at : at + 5, at : -at or None].tobytes()
+        )
+
+
+def test_tiles_are_of_the_weights_own_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is read: their rows and columns begin where those of the whole would, and they are as large."""
+    model = weights("float32", {"w.weight": (208, 1200)})
+    lora = save(tmp_path / "lora", matrices(model, ("w",), 64), r=64)
+    found = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(lora)["w.weight"]
+    multiplied, tiles = np.matmul, set()
+
+    def place(part: Array) -> tuple[int, ...]:
+        assert part.base is not None
+        place = (part.__array_interface__["data"][0] - part.base.__array_interface__["data"][0]) // part.itemsize
+        return divmod(place, part.base.shape[1])
+
+    def noted(b: Array, a: Array, out: Array) -> None:
+        tiles.add((place(b)[0], place(a)[1], b.shape[0], a.shape[1]))
+        multiplied(b, a, out=out)
+
+    monkeypatch.setattr(np, "matmul", noted)
+    found.compute()
+    whole = set(tiles)
+    assert whole == {
+        (top, left, 16, min(256, 1200 - left)) for top in range(0, 208, 16) for left in range(0, 1200, 256)
+    }
+    tiles.clear()
+    found[5:37, 100:700].compute()
+    assert tiles
+    assert tiles < whole
+
+
+def test_blocks_in_several_runs(base: reshard.Checkpoint, lora: LoRA) -> None:
+    name = "model.layers.0.q_proj.weight"
+    tensor = base.tensors[name]
+    ((begin, nbytes),) = tensor.shards[0].replicas[0].runs
+    runs = ((begin, 70), (begin + 70, 130), (begin + 200, nbytes - 200))
+    parted = Tensor.of(tensor.spec, [Shard(tensor.shards[0].block, (Extent(0, runs),))])
+    source = replace(base, tensors={**base.tensors, name: parted})
+    assert_arrays(source.merge_lora(lora), EXPECTED)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_matrices_of_every_dtype_and_name(tmp_path: Path, base: reshard.Checkpoint, dtype: str) -> None:
+    kind = BF16 if dtype == "bfloat16" else np.dtype(dtype)
+    pairs = {name: one.astype(kind) for name, one in matrices(weights()).items()}
+    named = {name.replace(".weight", ".default.weight"): one for name, one in pairs.items()}
+    assert_arrays(base.merge_lora(save(tmp_path / "lora", named)), merged(weights(), pairs))
+
+
+def test_scales(tmp_path: Path, base: reshard.Checkpoint) -> None:
+    """alpha / r, alpha / sqrt(r), by patterns as PEFT matches them, and as given."""
+    pairs = matrices(weights())
+    some = {name: one for name, one in pairs.items() if "k_proj" not in name}
+    wide = matrices(weights(), ("model.layers.0.k_proj",), 9)
+    every = {**some, **wide}
+    model = weights()
+    by_rank = {"rank_pattern": {"k_proj": 9}}
+    cases: list[tuple[dict[str, Any], float | None, tuple[float, float]]] = [
+        (by_rank, None, (ALPHA / RANK, ALPHA / 9)),
+        ({**by_rank, "use_rslora": True}, None, (ALPHA / 2, ALPHA / 3)),
+        ({**by_rank, "alpha_pattern": {r".*\.k_proj": 27, "k_proj": 1}}, None, (ALPHA / RANK, 3)),
+        ({**by_rank, "alpha_pattern": {r"^model.layers.0.k_pro": 27}}, None, (ALPHA / RANK, ALPHA / 9)),
+        ({**by_rank, "lora_alpha": ...}, 8, (2, 8 / 9)),
+        (by_rank, 8, (2, 8 / 9)),
+    ]
+    for number, (config, alpha, (scale, other)) in enumerate(cases):
+        lora = LoRA(save(tmp_path / f"lora{number}", every, **config).root, alpha)
+        name = "model.layers.0.k_proj.weight"
+        expected = {**merged(model, some, scale), name: merged(model, wide, other)[name]}
+        assert_arrays(base.merge_lora(lora), expected)
+
+
+def test_embeddings_and_transposed_layers(tmp_path: Path, base: reshard.Checkpoint) -> None:
+    model, rng = weights(), np.random.default_rng(4)
+    a, b = rng.standard_normal((RANK, 48), dtype=np.float32), rng.standard_normal((32, RANK), dtype=np.float32)
+    name = "model.embed_tokens"
+    prefix = f"base_model.model.{name}"
+    total = model[f"{name}.weight"].astype(np.float32) + np.float32(ALPHA / RANK) * (b @ a).T
+    expected = {**model, f"{name}.weight": total.astype(BF16)}
+    embedding = {f"{prefix}.lora_embedding_A": a, f"{prefix}.lora_embedding_B.default": b}
+    assert_arrays(base.merge_lora(save(tmp_path / "embedding", embedding)), expected)
+    layer = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    of_layer = base.merge_lora(save(tmp_path / "layer", layer, fan_in_fan_out=True))
+    assert_arrays(of_layer, expected)
+    assert of_layer[f"{name}.weight"][7:11, 3:9].compute().tobytes() == expected[f"{name}.weight"][7:11, 3:9].tobytes()
+
+
+def test_weights_that_lie_in_strides(tmp_path: Path) -> None:
+    """In items of a DCP, rows or columns lie one behind the other, or apart; of an embedding, the product is turned."""
+    shapes = {f"model.{name}.weight": (80, 96) for name in ("turned", "rows", "columns", "embed", "every_other")}
+    model = weights("float32", shapes)
+    wide = {name: np.full((96 + 80, 96 + 80), 7, np.float32) for name in ("rows", "columns")}
+    wide["rows"][:80, 3:99] = model["model.rows.weight"]
+    wide["columns"][:96, 5:85] = model["model.columns.weight"].T
+    other = np.repeat(model["model.every_other.weight"], 2, axis=1)
+    lies: dict[str, dict[str, Any]] = {
+        **{
+            name: {"storage": model[f"model.{name}.weight"].T.reshape(-1), "strides": (1, 80)}
+            for name in ("turned", "embed")
+        },
+        "rows": {"storage": wide["rows"].reshape(-1), "strides": (176, 1), "first": 3},
+        "columns": {"storage": wide["columns"].reshape(-1), "strides": (1, 176), "first": 5},
+        "every_other": {"storage": other.reshape(-1), "strides": (192, 2)},
+    }
+    box = (0, 0), (80, 96)
+    items = [(f"model.{name}.weight", box, item(model[f"model.{name}.weight"], **how)) for name, how in lies.items()]
+    source = reshard.open(write_torch(tmp_path / "dcp", model, {0: items}))
+    assert all(tensor.sharding.is_strided for tensor in source.tensors.values())
+    pairs = matrices(model, ("model.turned", "model.rows", "model.columns"))
+    a, b = (np.random.default_rng(4).standard_normal(shape, dtype=np.float32) for shape in ((RANK, 80), (96, RANK)))
+    embedding = {"base_model.model.model.embed.lora_embedding_A": a, "base_model.model.model.embed.lora_embedding_B": b}
+    total = model["model.embed.weight"] + np.float32(ALPHA / RANK) * (b @ a).T
+    expected = merged(model, pairs) | {"model.embed.weight": total}
+    found = source.merge_lora(save(tmp_path / "adapter", pairs | embedding))
+    assert_arrays(found, expected)
+    reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    assert_arrays(reshard.open(tmp_path / "hf"), expected)
+    with pytest.raises(
+        SourceError, match=r"every_other.* lies in the strides \[192, 2\] in .*expected rows or columns"
+    ):
+        source.merge_lora(save(tmp_path / "other", matrices(model, ("model.every_other",))))
+
+
+RULES = {
+    "reshard-rules": 1,
+    "sides": ["hf", "other"],
+    "rules": [
+        {"hf": ["model.layers.{n}.q_proj.weight", "model.layers.{n}.k_proj.weight"], "other": {"concat": "{n}.qk"}},
+        {"hf": "model.layers.{n}.down_proj.weight", "other": {"transpose": "{n}.down"}},
+        {"hf": "model.layers.{n}.norm.weight", "other": "{n}.norm"},
+        {"hf": "model.embed_tokens.weight", "other": None},
+    ],
+}
+
+
+def test_rules_come_after(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    """Fused and transposed of what is merged; a plan of it, sharded, and what its ledger and its plan file say."""
+    layer = "model.layers.0"
+    expected = {
+        "0.qk": np.concatenate([EXPECTED[f"{layer}.{one}_proj.weight"] for one in "qk"]),
+        "0.down": np.ascontiguousarray(EXPECTED[f"{layer}.down_proj.weight"].T),
+        "0.norm": EXPECTED[f"{layer}.norm.weight"],
+    }
+    rules = Rules.of(RULES)
+    both = base.merge_lora(lora).derive(rules)
+    assert_arrays(both, expected)
+    assert both.opened.tensors == base.tensors
+    target = cut(expected, "rows")
+    plan = reshard.plan(base, target, selection=Selection(rules=rules, lora=lora))
+    plan.run(tmp_path / "out", fsync=False)
+    assert_rank_files(tmp_path / "out", written(expected), target)
+    assert reshard.verify(tmp_path / "out").equal
+    # Of a checkpoint that was derived in Python the plan file and the ledger say the same.
+    some = reshard.plan(both.sel("0.qk", "0.norm"))
+    some.save(tmp_path / "plan.json")
+    again = reshard.read_plan(tmp_path / "plan.json")
+    again.run(tmp_path / "again", fsync=False)
+    assert set(helpers.read_rank_file(tmp_path / "again" / "rank_0" / "checkpoint_0.safetensors")) == {"0.qk", "0.norm"}
+    assert reshard.verify(tmp_path / "again").equal
+    with pytest.raises(UsageError, match="has other names, or an adapter, already; merge one adapter, and first"):
+        both.merge_lora(lora)
+
+
+def test_layers_that_were_left_out_before(base: reshard.Checkpoint, lora: LoRA) -> None:
+    name = "model.layers.0.q_proj.weight"
+    assert_arrays(base.sel(name).merge_lora(lora), {name: EXPECTED[name]})
+    assert_arrays(base.merge_lora(lora).sel(name), {name: EXPECTED[name]})
+
+
+def test_zarr_encrypted_and_dcp_sources(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    """The store is around that which decodes or decrypts; and what comes may be a zarr store."""
+    files = ZarrGroup(chunk_bytes=512, compression="zstd")
+    reshard.plan(base, files=files).run(tmp_path / "base.zarr", fsync=False)
+    assert_arrays(reshard.open(tmp_path / "base.zarr").merge_lora(lora), EXPECTED)
+    cipher = Cipher("AES-GCM", bytes(16))
+    reshard.plan(base, format="ckpt", target_cipher=cipher).run(tmp_path / "sealed", fsync=False)
+    sealed = reshard.open(tmp_path / "sealed", cipher=cipher)
+    assert_arrays(sealed.merge_lora(lora), EXPECTED)
+    assert sealed.merge_lora(lora).cipher is not None
+    reshard.plan(base, format="dcp").run(tmp_path / "dcp", fsync=False)
+    saved = reshard.open(tmp_path / "dcp")
+    assert_arrays(saved.merge_lora(lora), EXPECTED)
+    reshard.plan(saved, format="dcp", selection=Selection(lora=lora)).run(tmp_path / "other", fsync=False)
+    assert_arrays(reshard.open(tmp_path / "other"), EXPECTED)
+    assert reshard.verify(tmp_path / "other").equal
+    with pytest.raises(UsageError, match="linked files keep their bytes; leave the adapter out, or the links"):
+        reshard.plan(saved, files=reshard.LinkedDCP(), selection=Selection(lora=lora))
+    base.merge_lora(lora).to_zarr(tmp_path / "out.zarr", compression="zstd", fsync=False)
+    assert_arrays(reshard.open(tmp_path / "out.zarr"), EXPECTED)
+    assert reshard.verify(tmp_path / "out.zarr").equal
+
+
+def test_replicas_are_merged_each(tmp_path: Path, lora: LoRA) -> None:
+    model = weights()
+    twice = Strategy.of({name: Layout.of([2, 2], [0] + [-1] * (one.ndim - 1)) for name, one in model.items()})
+    source = reshard.open(write_ranks(tmp_path / "src", written(model), twice), strategy=twice)
+    reshard.plan(source, selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
+    assert reshard.verify(tmp_path / "out").equal, "which reads all of them"
+
+
+def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    model = weights("float32")
+    pairs = matrices(model)
+    source = reshard.open(write_file(tmp_path / "wide.safetensors", model))
+    selection = Selection(cast={"float32": "bfloat16"}, lora=lora)
+    reshard.plan(source, files=HuggingFaceSet(), format="safetensors", selection=selection).run(tmp_path / "out")
+    expected = {name: one.astype(BF16) for name, one in merged(model, pairs).items()}
+    assert_arrays(reshard.open(tmp_path / "out"), expected)
+    reshard.plan(base, selection=Selection(cast={"int8": "float32", "bf16": "bf16"}, lora=lora))
+    for cast in ({"bf16": "f16"}, {"bf16": "f32"}):
+        with pytest.raises(UsageError, match=r"cast bfloat16=float\d\d: would round merged weights twice"):
+            reshard.plan(base, selection=Selection(cast=cast, lora=lora))
+        with pytest.raises(UsageError, match="would round merged weights twice"):
+            reshard.plan(base.merge_lora(lora), selection=Selection(cast=cast))
+
+
+def test_large_numbers_become_infinite_without_a_word(tmp_path: Path) -> None:
+    model = {"w.weight": np.full((4, 4), 6e4, np.float16)}
+    pairs = {f"base_model.model.w.lora_{side}.weight": np.full((4, 4), 1e3, np.float32) for side in "AB"}
+    source = reshard.open(write_file(tmp_path / "base.safetensors", model))
+    found = source.merge_lora(save(tmp_path / "lora", pairs))["w.weight"].compute()
+    assert np.isinf(found).all()
+
+
+# --- what it was made of ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_file_has_the_adapter(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    plan = reshard.plan(base, selection=Selection(lora=LoRA(lora.root, 8)))
+    plan.save(tmp_path / "plan.json")
+    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "out", fsync=False)
+    expected = merged(weights(), matrices(weights()), 8 / RANK)
+    assert_rank_files(tmp_path / "out", written(expected), None)
+    config = tmp_path / "lora" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 4', '"r": 4, "use_rslora": true'))
+    with pytest.raises(SourceError, match="lora: is another LoRA adapter than was planned with"):
+        reshard.read_plan(tmp_path / "plan.json")
+    config.unlink()
+    with pytest.raises(SourceError, match=r"lora: has no adapter_config.json"):
+        reshard.read_plan(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    for bad in ({"root": "a\nb", "alpha": 1, "digest": ""}, {"root": "a", "alpha": "x", "digest": ""}, 3):
+        content["selection"]["lora"] = bad
+        (tmp_path / "bad.json").write_text(json.dumps(content))
+        with pytest.raises(SourceError, match="is not a valid plan file"):
+            reshard.read_plan(tmp_path / "bad.json")
+
+
+def test_a_target_of_another_adapter_is_refused(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    reshard.plan(base, selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
+    again = reshard.plan(base, selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
+    assert again.finished == 1
+    for other in (Selection(), Selection(lora=LoRA(lora.root, 7))):
+        with pytest.raises(TargetError, match="written by a run of another plan"):
+            reshard.plan(base, selection=other).run(tmp_path / "out", fsync=False)
+
+
+def test_verify_without_the_adapter(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    """Sizes and checksums are compared, and what is gone, or other than it was, is said."""
+    reshard.plan(base, selection=Selection(lora=lora)).run(tmp_path / "out")
+    assert reshard.verify(tmp_path / "out").equal
+    assert not reshard.verify(tmp_path / "out", against=base).equal
+    assert reshard.verify(tmp_path / "out", against=base.merge_lora(lora)).equal
+    assert reshard.verify(tmp_path / "out", against=base, selection=Selection(lora=lora)).equal
+    pairs = {name: -one for name, one in matrices(weights()).items()}
+    save(tmp_path / "lora", pairs)
+    found = reshard.verify(tmp_path / "out")
+    assert (found.equal, found.by_checksums) == (True, True)
+    assert "is another LoRA adapter than was planned with, or merged" in found.warnings[0]
+    (tmp_path / "lora" / "adapter_model.safetensors").unlink()
+    found = reshard.verify(tmp_path / "out")
+    assert (found.equal, found.by_checksums) == (True, True)
+    assert "expected adapter_model.safetensors" in found.warnings[0]
+
+
+def test_an_adapter_that_changes_before_a_run(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    plan = reshard.plan(base, selection=Selection(lora=lora))
+    save(tmp_path / "lora", {name: -one for name, one in matrices(weights()).items()})
+    with pytest.raises(ChangedError, match=r"adapter_model.safetensors: changed since it was opened; start again"):
+        plan.run(tmp_path / "out")
+    assert not tree(tmp_path / "out")
+
+
+def travelled(what: Any) -> Any:
+    return pickle.loads(pickle.dumps(what))  # noqa: S301 -- our own
+
+
+def test_a_store_travels(base: reshard.Checkpoint, lora: LoRA) -> None:
+    """Without matrices: to the workers of a cluster."""
+    found = base.merge_lora(lora)
+    coding = travelled(found.coding)
+    name = "model.layers.0.q_proj.weight"
+    ((at,),) = [shard.replicas for shard in found.tensors[name].shards]
+    for store in (store_of(coding), travelled(coding.store())):
+        content = bytearray(EXPECTED[name].nbytes)
+        store.read_into(found.files[0].path, at.runs[0][0], memoryview(content))
+        assert content == EXPECTED[name].tobytes()
+
+
+def test_memory_is_counted(base: reshard.Checkpoint, lora: LoRA) -> None:
+    plain, more = (reshard.plan(base, selection=Selection(lora=one)) for one in (None, lora))
+    of_pairs = sum(one.nbytes for one in matrices(weights()).values())
+    assert more.explain_memory()["coding and fetching"] >= plain.explain_memory()["coding and fetching"] + of_pairs
+    with pytest.raises(BudgetError) as raised:
+        reshard.plan(base, selection=Selection(lora=lora), memory=1 << 20)
+    least = least_memory(raised.value)
+    assert reshard.plan(base, selection=Selection(lora=lora), memory=least).stats.peak_memory <= least
+
+
+# --- commands ---------------------------------------------------------------------------------------------------
+
+
+def test_commands(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    out, plan = tmp_path / "out", tmp_path / "plan.json"
+    assert f"\nmerged   LoRA adapter {lora.root}\n" in done("plan", base.root, "--lora", lora.root).output
+    done("transform", base.root, out, "--lora", lora.root, "--no-fsync")
+    assert_rank_files(out, written(EXPECTED), None)
+    assert "equal to" in done("verify", out).output
+    assert call("verify", out, "--against", base.root).exit_code == 3
+    done("verify", out, "--against", base.root, "--lora", lora.root)
+    done("plan", base.root, "--lora", lora.root, "--lora-alpha", "8", "-o", plan)
+    done("run", plan, tmp_path / "ran", "--no-fsync")
+    assert_rank_files(tmp_path / "ran", written(merged(weights(), matrices(weights()), 8 / RANK)), None)
+    done("unify", base.root, tmp_path / "set", "--style", "hf", "--lora", lora.root, "--no-fsync")
+    assert_arrays(reshard.open(tmp_path / "set"), EXPECTED)
+    failed = call("transform", base.root, tmp_path / "no", "--lora-alpha", "8")
+    assert failed.exit_code == 2
+    assert "--lora-alpha is for an adapter; give --lora DIR" in failed.stderr
+
+
+def test_alpha_is_never_guessed(tmp_path: Path, base: reshard.Checkpoint) -> None:
+    lora = save(tmp_path / "lora", matrices(weights()), lora_alpha=...)
+    with pytest.raises(SourceError, match=r"lora_alpha: is missing, .*; give alpha=... to reshard.LoRA$"):
+        base.merge_lora(lora)
+    failed = call("transform", base.root, tmp_path / "out", "--lora", lora.root, "--dry-run")
+    assert failed.exit_code == 4
+    assert failed.stderr.endswith("lora_alpha: is missing, and nothing else says how strong the adapter is; give "
+                                  "--lora-alpha N\n")  # fmt: skip
+    for bad in (float("nan"), float("inf"), 1e300, 10**400, "16", True):
+        with pytest.raises(UsageError, match="the alpha of a LoRA adapter is .*; expected a number"):
+            LoRA(lora.root, bad)  # type: ignore[arg-type]
+    assert call("transform", base.root, tmp_path / "out", "--lora", lora.root, "--lora-alpha", "nan").exit_code == 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "LOHA"}, r"peft_type: is 'LOHA'; expected LORA"),
+        ({"peft_type": ...}, r"peft_type: is None; expected LORA"),
+        ({"use_dora": True}, r"use_dora: is True: it also scales the rows of the sum \(DoRA\)"),
+        ({"bias": "lora_only"}, r"bias: is 'lora_only': biases were trained too"),
+        ({"lora_bias": True}, r"lora_bias: is True: it adds to biases too"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save: is \['lm_head'\]: it has whole weights of its own"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, r"target_parameters: is .*it is of parameters"),
+        ({"layer_replication": [[0, 4], [2, 5]]}, r"layer_replication: is .*its model has layers twice"),
+        ({"init_lora_weights": "pissa_niter_4"}, r"init_lora_weights: is 'pissa_niter_4', which changes the weights"),
+        ({"r": 10**9}, r"r: is 1000000000; expected a whole number from 1 to"),
+        ({"r": 0}, r"r: is 0; expected a whole number"),
+        ({"r": True}, r"r: is True; expected"),
+        ({"r": ...}, r"r: is missing; expected the rank"),
+        ({"r": 5}, r"expected \[5, in\] and \[out, 5\], as adapter_config.json says"),
+        ({"rank_pattern": {"q_proj": 8}}, r"has A \[4, 32\] and B \[64, 4\]; expected \[8, in\]"),
+        ({"rank_pattern": {"(a|a)*b": 8}}, r"rank_pattern: is .*expected names or simple patterns"),
+        ({"rank_pattern": {"[z-a]": 8}}, r"rank_pattern: is .*expected names or simple patterns"),
+        ({"rank_pattern": {".*.*.*b": 8}}, r"rank_pattern: is .*expected names or simple patterns"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern: is \['q_proj'\]; expected"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, r"alpha_pattern: is .*; expected names or simple patterns"),
+        ({"lora_alpha": float("nan")}, r"lora_alpha: is nan; expected a number"),
+        ({"lora_alpha": float("inf")}, r"lora_alpha: is inf; expected a number"),
+        ({"lora_alpha": 10**400}, r"lora_alpha: is 1000.*; expected a number"),
+        ({"lora_alpha": "16"}, r"lora_alpha: is '16'; expected a number"),
+        ({"use_rslora": "yes"}, r"use_rslora: is 'yes'; expected true or false"),
+    ],
+)
+def test_configurations(tmp_path: Path, base: reshard.Checkpoint, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        base.merge_lora(save(tmp_path / "lora", matrices(weights()), **config))
+
+
+def renamed(old: str, new: str) -> dict[str, Array]:
+    return {name.replace(old, new): one for name, one in matrices(weights()).items()}
+
+
+Q = "base_model.model.model.layers.0.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({f"{Q}.lora_B.weight": None}, r"layer 'model.layers.0.q_proj': has no lora_B; expected A and B"),
+        ({f"{Q}.lora_magnitude_vector": np.ones(4, np.float32)}, r"lora_magnitude_vector': is neither lora_A nor"),
+        ({f"{Q}.bias": np.ones(4, np.float32)}, r"q_proj.bias': is neither lora_A nor lora_B of a layer"),
+        ({f"{Q}.lora_A.default.weight": np.ones((4, 32), np.float32)}, r"is that of model.layers.0.q_proj once more"),
+        ({f"{Q}.lora_A.weight": np.ones((4, 32), np.int8)}, r"lora_A.weight is int8; expected bfloat16, float16"),
+        ({f"{Q}.lora_A.weight": np.ones((4, 32), np.float64)}, r"lora_A.weight is float64; expected bfloat16"),
+        ({f"{Q}.lora_A.weight": np.ones((4, 8, 3, 3), np.float32)}, r"has A \[4, 8, 3, 3\] and B \[64, 4\]; expected"),
+        ({f"{Q}.lora_B.weight": np.ones((64, 3), np.float32)}, r"has A \[4, 32\] and B \[64, 3\]; expected \[4, in\]"),
+        ({f"{Q}.lora_B.weight": np.ones((65, 4), np.float32)}, r"is bfloat16 \[64, 32\] in .*; expected \[65, 32\] of"),
+        (
+            {
+                f"{Q}.lora_embedding_A": np.ones((4, 64), np.float32),
+                f"{Q}.lora_embedding_B": np.ones((32, 4), np.float32),
+            },
+            r"layer 'model.layers.0.q_proj.weight': has two pairs",
+        ),
+        (
+            {
+                "base_model.model.../../etc.lora_A.weight": np.ones((4, 64), np.float32),
+                "base_model.model.../../etc.lora_B.weight": np.ones((32, 4), np.float32),
+            },
+            r"layer '../../etc.weight': matches no tensor",
+        ),
+    ],
+)
+def test_matrices(tmp_path: Path, base: reshard.Checkpoint, change: dict[str, Array | None], message: str) -> None:
+    pairs = {name: one for name, one in {**matrices(weights()), **change}.items() if one is not None}
+    with pytest.raises(SourceError, match=message):
+        base.merge_lora(save(tmp_path / "lora", pairs))
+
+
+def test_weights(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    """Those that are not there, with the nearest; quantised ones; and everything at once."""
+    with pytest.raises(SourceError, match=r"has 3 faults:\n.*nearest is 'model.layers.\*.down_proj.weight', in "):
+        base.merge_lora(save(tmp_path / "other", renamed("layers.0", "layers.7")))
+    model = {**written(weights()), "model.layers.0.q_proj.weight": np.ones((64, 32), np.int8)}
+    quantised = reshard.open(write_file(tmp_path / "int8.safetensors", model))
+    with pytest.raises(
+        SourceError, match=r"is int8 \[64, 32\] in .*; expected \[64, 32\] of bfloat16, float16, float32"
+    ):
+        quantised.merge_lora(lora)
+
+
+def test_what_is_no_adapter(tmp_path: Path, base: reshard.Checkpoint) -> None:
+    with pytest.raises(SourceError, match=r"none: has no adapter_config.json; expected the directory of a LoRA"):
+        base.merge_lora(LoRA(str(tmp_path / "none")))
+    lora = save(tmp_path / "lora", matrices(weights()))
+    weights_file, config = (tmp_path / "lora" / name for name in ("adapter_model.safetensors", "adapter_config.json"))
+    weights_file.rename(tmp_path / "lora" / "adapter_model.bin")
+    with pytest.raises(
+        SourceError, match=r"has adapter_model.bin, a pickle, which is not read; expected adapter_model.s"
+    ):
+        base.merge_lora(lora)
+    write_file(weights_file, {})
+    with pytest.raises(SourceError, match="has no tensors; expected lora_A and lora_B of each layer"):
+        base.merge_lora(lora)
+    weights_file.write_bytes(b"\xff" * 100)
+    with pytest.raises(SourceError, match=r"adapter_model.safetensors: "):
+        base.merge_lora(lora)
+    for content in ("[1]", "{", '{"r": 1, "r": 2}', "\xff", "[" * 100_000):
+        config.write_text(content, encoding="latin-1")
+        with pytest.raises(SourceError, match=r"adapter_config.json: (is not JSON|expected a JSON object)"):
+            base.merge_lora(lora)
+
+
+def test_one_stage_of_a_pipeline(tmp_path: Path, lora: LoRA) -> None:
+    model = weights()
+    stages = Strategy.of(
+        {name: {int("q_proj" in name): Layout.of([1], [-1] * one.ndim)} for name, one in model.items()}
+    )
+    source = reshard.open(write_ranks(tmp_path / "src", written(model), stages), strategy=stages, stage=1)
+    with pytest.raises(UsageError, match="is one stage of a pipeline, and an adapter is of all; open all stages"):
+        source.merge_lora(lora)

@@ -1,0 +1,385 @@
+"""What each verb makes, both ways, on numbers that can be read; and what does not add up is refused, with why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import write_file, write_ranks
+from commands import call
+from truths import assert_arrays
+
+import reshard
+from reshard import Layout, Rules, Strategy
+from reshard.errors import SourceError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from helpers import Array
+
+
+def rules(*items: dict[str, Any], let: dict[str, Any] | None = None, source: str = "") -> Rules:
+    content = {"reshard-rules": 1, "sides": ["a", "b"], "let": let or {}, "rules": list(items)}
+    return Rules.of(content, source=source)
+
+
+def opened(tmp_path: Path, tensors: dict[str, Any]) -> reshard.Checkpoint:
+    """A checkpoint of tensors: arrays, or shapes of ones that hold numbers from 0 on."""
+    arrays = {
+        name: value if isinstance(value, np.ndarray) else np.arange(np.prod(value), dtype=np.float32).reshape(value)
+        for name, value in tensors.items()
+    }
+    return reshard.open(write_file(tmp_path / "source.safetensors", arrays))
+
+
+def rows(*values: float) -> Array:
+    return np.array([[value, -value] for value in values], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("rule", "parts", "made"),
+    [
+        ({"a": "x", "b": "y"}, {"x": rows(1, 2)}, {"y": rows(1, 2)}),
+        ({"a": {"rename": "y"}, "b": "x"}, {"x": rows(1, 2)}, {"y": rows(1, 2)}),
+        (
+            {"a": "x.{l}", "b": {"stack": "y", "by": "l"}},
+            {"x.0": rows(1, 2), "x.1": rows(3, 4)},
+            {"y": np.stack([rows(1, 2), rows(3, 4)])},
+        ),
+        (
+            {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 2}, "flat": True}},
+            {"x.0": rows(1, 2), "x.1": rows(3, 4)},
+            {"y": rows(1, 2, 3, 4)},
+        ),
+        (
+            {"a": "x.{e}.{l}", "b": {"stack": "y", "by": ["l", "e"]}},
+            {"x.0.0": rows(1), "x.1.0": rows(2), "x.0.1": rows(3), "x.1.1": rows(4)},
+            {"y": np.array([[rows(1), rows(2)], [rows(3), rows(4)]])},
+        ),
+        (
+            {"a": ["x", "z"], "b": {"concat": "y", "sizes": [1, 3]}},
+            {"x": rows(1), "z": rows(2, 3, 4)},
+            {"y": rows(1, 2, 3, 4)},
+        ),
+        (
+            {"a": ["x", "z"], "b": {"concat": "y", "axis": -1}},
+            {"x": rows(1, 2), "z": rows(3, 4)},
+            {"y": np.array([[1, -1, 3, -3], [2, -2, 4, -4]], np.float32)},
+        ),
+        (
+            {"a": ["x", "z"], "b": {"interleave": "y"}},
+            {"x": rows(1, 2), "z": rows(3, 4)},
+            {"y": rows(1, 3, 2, 4)},
+        ),
+        (
+            {"a": ["q", "k", "v"], "b": {"interleave": "y", "groups": 2, "sizes": [2, 1, 1]}},
+            {"q": rows(1, 2, 3, 4), "k": rows(5, 6), "v": rows(7, 8)},
+            {"y": rows(1, 2, 5, 7, 3, 4, 6, 8)},
+        ),
+        (
+            {"a": ["q", "k"], "b": {"interleave": "y", "groups": 2}},
+            {"q": rows(1, 2, 3, 4), "k": rows(5, 6, 7, 8)},
+            {"y": rows(1, 2, 5, 6, 3, 4, 7, 8)},
+        ),
+        (  # of two heads: each has the first halves of its pairs, then the second ones; RoPE
+            {"a": "x", "b": {"interleave": "y", "groups": 2, "halves": 2}},
+            {"x": rows(1, 2, 3, 4, 5, 6, 7, 8)},
+            {"y": rows(1, 3, 2, 4, 5, 7, 6, 8)},
+        ),
+        (
+            {"a": "x", "b": {"transpose": "y"}},
+            {"x": rows(1, 2, 3)},
+            {"y": np.array([[1, 2, 3], [-1, -2, -3]], np.float32)},
+        ),
+        (
+            {"a": ["x", "z"], "b": {"concat": "y", "transposed": True, "axis": 1}},
+            {"x": rows(1), "z": rows(2)},
+            {"y": np.array([[1, 2], [-1, -2]], np.float32)},
+        ),
+        (
+            {"a": "x", "b": {"pad": "y", "size": 3, "multiple": 4}},
+            {"x": rows(1, 2, 3)},
+            {"y": rows(1, 2, 3, 0) * np.float32(1)},
+        ),
+        ({"a": "x", "b": {"pad": "y", "size": 2, "to": 2}}, {"x": rows(1, 2)}, {"y": rows(1, 2)}),
+        ({"a": ["x", "z"], "b": {"tie": "y"}}, {"x": rows(1, 2), "z": rows(1, 2)}, {"y": rows(1, 2)}),
+    ],
+)
+def test_both_ways(tmp_path: Path, rule: dict[str, Any], parts: dict[str, Array], made: dict[str, Array]) -> None:
+    if "y" in made and "pad" in str(rule):
+        made["y"][len(parts["x"]) :] = 0
+    some = rules(rule)
+    assert_arrays(opened(tmp_path, parts).derive(some), made)
+    assert_arrays(opened(tmp_path, made).derive(some), parts)
+    assert_arrays(opened(tmp_path, parts).derive(some.inverted()), made)
+
+
+def test_what_follows_a_weight(tmp_path: Path) -> None:
+    """States, whose names say so before or behind; the step of each; what every rank has of the training."""
+    some = rules({"a": ["x", "z"], "b": {"concat": "y", "sizes": [1, 2]}}, {"a": "*.inv_freq", "b": None})
+    parts = {"x": rows(1), "z": rows(2, 3)}
+    step = np.array(7, np.float32)
+    given = {
+        **parts, "x.exp_avg": rows(4), "z.exp_avg": rows(5, 6), "adam_m.x": rows(7), "adam_m.z": rows(8, 9),
+        "x.step": step, "z.step": step, "global_step": np.array([3], np.int32), "rope.inv_freq": rows(0),
+    }  # fmt: skip
+    made = {
+        "y": rows(1, 2, 3), "y.exp_avg": rows(4, 5, 6), "adam_m.y": rows(7, 8, 9), "y.step": step,
+        "global_step": given["global_step"],
+    }  # fmt: skip
+    found = some.derived(opened(tmp_path, given))
+    assert_arrays(found.checkpoint, made)
+    assert (found.dropped, found.kept) == (("rope.inv_freq",), ("global_step",))
+    del given["rope.inv_freq"]
+    assert_arrays(opened(tmp_path, made).derive(some), given)
+
+
+def test_of_several_rules_the_nearest(tmp_path: Path) -> None:
+    some = rules(
+        {"a": "layers.{l}.*.w", "b": "h.{l}.*.w"},
+        {"a": "layers.{l}.norm.w", "b": "h.{l}.layernorm.w"},
+        {"a": "layers.2.norm.w", "b": "last.w"},
+    )
+    one = {"layers.1.mlp.w": rows(1), "layers.1.norm.w": rows(2), "layers.2.norm.w": rows(3)}
+    two = {"h.1.mlp.w": rows(1), "h.1.layernorm.w": rows(2), "last.w": rows(3)}
+    assert_arrays(opened(tmp_path, one).derive(some), two)
+    assert_arrays(opened(tmp_path, two).derive(some), one)
+
+
+W = (4, 6)
+CONCAT = {"a": ["x", "z"], "b": {"concat": "y"}}
+STACK = {"a": "x.{l}", "b": {"stack": "y", "by": "l"}}
+TIE = {"a": ["x", "z"], "b": {"tie": "y"}}
+
+
+def interleave(**options: Any) -> dict[str, Any]:
+    return {"a": ["x", "z"], "b": {"interleave": "y", **options}}
+
+
+def pad(**options: Any) -> dict[str, Any]:
+    return {"a": "x", "b": {"pad": "y", **options}}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "rule", "said"),
+    [
+        ({"x": W, "z": W, "q": W}, CONCAT, "tensor 'q': is in no rule; add one, with null for b to leave it out"),
+        ({"x": W}, CONCAT, "y lacks 'z', and the source has x"),
+        ({"x.0": W, "x.2": W}, STACK, "y lacks 'x.1', and the source has x.0, x.2"),
+        ({"x.1": W, "x.2": W}, STACK, "y lacks 'x.0'"),
+        ({"x.0": W, "x.999999999": W}, STACK, "y lacks 'x.1'"),
+        ({"x.0": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 10**9}}}, "y lacks 'x.1'"),
+        ({"x.0": W, "x.1": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 1}}}, "y has 2 parts; expected [1] of l"),
+        ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 3}}}, "y is of [4, 6]; expected [3] in front"),
+        ({"y": (2**18, 1)}, STACK, "y would be 262,144 tensors; expected 131,072 at most"),
+        (
+            {"y": (0, 3)},
+            {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 10**9}, "flat": True}},
+            "would be 1,000,000,000",
+        ),
+        ({"y.step": (), "y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 10**9}}}, "would be 1,000,000,000"),
+        ({"y.step": (), "y": W}, STACK, "y.step is a single number of each of several: say in by how many l there are"),
+        ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 0}}}, "y has 0 of l in by; expected at least 1"),
+        ({"y": W}, {"a": "x.{l}", "b": {"stack": "y", "by": "l", "flat": True}}, "say how many of each there are"),
+        (
+            {"y": W},
+            {"a": "x.{l}", "b": {"stack": "y", "by": {"l": 3}, "flat": True}},
+            "not 3 equal parts",
+        ),
+        ({"y": (4,)}, {"a": "x.{l}.{e}", "b": {"stack": "y", "by": ["l", "e"]}}, "is of [4]; expected 2 axes in front"),
+        ({"x.0": W, "x.1": (4, 7)}, STACK, "y is made of x.{l} of [4, 6], [4, 7]"),
+        ({"x": W, "z": (4, 7)}, CONCAT, "y has parts of [4, 6] and [4, 7], which differ in more than one axis"),
+        ({"x": W, "z": (4,)}, CONCAT, "which differ in more than one axis"),
+        ({"x": W, "z": np.zeros(W, np.float16)}, CONCAT, "is made of float16, float32; expected parts of one dtype"),
+        ({"y": (11, 2)}, CONCAT, "y has 11 rows, of which 2 equal parts cannot be made; say the sizes"),
+        ({"y": (10, 2)}, {"a": ["x", "z"], "b": {"concat": "y", "sizes": [4, 5]}}, "y has 10 rows; 1 groups of [4, 5]"),
+        (
+            {"x": (4, 2), "z": (6, 2)},
+            {"a": ["x", "z"], "b": {"concat": "y", "sizes": [5, 5]}},
+            "y has parts of [4, 6] rows",
+        ),
+        ({"x": W, "z": W}, {"a": ["x", "z"], "b": {"concat": "y", "axis": 2}}, "y has no axis 2: it is of [4, 6]"),
+        ({"x": (8, 2), "z": (4, 2)}, interleave(groups=4, sizes=[4, 2]), "4 groups of [4, 2] are others"),
+        ({"y": (12, 2)}, interleave(groups=4, sizes=[4, 2]), "y has 12 rows; 4 groups of [4, 2] have 24"),
+        ({"y": (12, 2)}, interleave(groups=5), "y has 12 rows; 5 groups of [1, 1] have 10"),
+        ({"y": (12, 2)}, interleave(groups=0), "y has 0, which is 0; expected at least 1"),
+        ({"y": (12, 2)}, interleave(groups="heads / 5"), "y has 'heads / 5', and 4 / 5 is not a whole number"),
+        ({"y": (12, 2)}, interleave(groups="other"), "y needs other, which is not in let; give it a value in let"),
+        ({"y": (12, 2)}, interleave(groups="config.n"), "y needs config.n, which is not there; give it a value in let"),
+        ({"y": (12, 2)}, interleave(groups="exit(1)"), "y has 'exit(1)'; expected whole numbers, words, config.NAME"),
+        ({"x": (10, 2)}, {"a": "x", "b": {"interleave": "y", "groups": 3, "halves": 2}}, "which are not 3 groups of 2"),
+        ({"x": (10, 2)}, pad(to=8), "y has 10 rows without padding and 8 with it"),
+        ({"x": (10, 2)}, pad(size=10), "y is to be padded: say with to, or with multiple, to how many rows"),
+        ({"y": (10, 2)}, pad(to=10), "y is padded: say with size how many rows are not padding"),
+        ({"x": (9, 2)}, pad(size=10, to=16), "y has 9 rows; the rule says 10"),
+        ({"y": (12, 2)}, pad(size=10, to=16), "y has 12 rows with padding; the rule says 16"),
+        ({"x": (4,)}, {"a": "x", "b": {"transpose": "y"}}, "what is transposed has two dimensions at least"),
+        ({"x": (), "z": ()}, CONCAT, "y is of single numbers, which have no rows"),
+        ({"y": ()}, CONCAT, "y is of single numbers, which have no rows"),
+        ({"x": np.ones(W), "z": np.zeros(W)}, TIE, "y is made of 'x' and 'z', which differ; expected equal ones"),
+        ({"x": np.zeros(W), "z": np.zeros((6, 4))}, TIE, "which differ; expected equal ones"),
+        ({"x": np.zeros(W), "z": np.zeros(W, np.float32)}, TIE, "which differ; expected equal ones"),
+        ({"x": np.array(1.0), "z": np.array(2.0)}, TIE, "which differ; expected equal ones"),
+        (
+            {"x": W, "z": W, "x.step": np.array(1.0), "z.step": np.array(2.0)},
+            CONCAT,
+            "y.step is made of 'x.step' and 'z.step', which differ; expected equal ones",
+        ),
+        ({"x": W, "z": W, "x.exp_avg": W}, CONCAT, "y.exp_avg lacks 'z.exp_avg', and the source has x.exp_avg"),
+        ({"x": W, "z": W, "adam_v.x": W}, CONCAT, "adam_v.y lacks 'adam_v.z', and the source has adam_v.x"),
+    ],
+)
+def test_what_does_not_add_up(tmp_path: Path, tensors: dict[str, Any], rule: dict[str, Any], said: str) -> None:
+    with pytest.raises(SourceError) as error:
+        opened(tmp_path, tensors).derive(rules(rule, let={"heads": 4}))
+    assert said in str(error.value)
+    assert "$.rules[0]" in str(error.value) or "tensor 'q'" in str(error.value)
+
+
+SCALED = {"x": (256, 256), "z": (256, 256), "x_scale_inv": (2, 2), "z_scale_inv": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "rule", "said"),
+    [
+        ({"x": (200, 256), "x_scale_inv": (2, 2), "z": (200, 256), "z_scale_inv": (2, 2)}, CONCAT, "cut at row 200"),
+        ({"y": (400, 256), "y_scale_inv": (4, 2)}, CONCAT, "y_scale_inv would be cut at row 200 of the weights"),
+        (
+            {"y": (384, 256), "y_scale_inv": (3, 2)},
+            CONCAT,
+            "cut at row 192 of the weights, and a scale is of 128",
+        ),
+        (SCALED, interleave(), "would be cut at row 1 of the weights"),
+        (SCALED, interleave(groups=4), "would be cut at row 64 of the weights"),
+        (SCALED, interleave(groups=4, sizes=[64, 64]), "would be cut at row 64 of the weights"),
+        ({"y": (512, 256), "y_scale_inv": (4, 2)}, interleave(groups=4), "would be cut at row 64 of the weights"),
+        (
+            {**SCALED, "z_scale_inv": (2, 3)},
+            CONCAT,
+            "of [2, 3], and 'z' is of [256, 256]; expected [2, 2]",
+        ),
+        (
+            {"x": (256, 200), "z": (256, 256), "x_scale_inv": (2, 2), "z_scale_inv": (2, 2)},
+            {"a": ["x", "z"], "b": {"concat": "y", "axis": 1}},
+            "would be cut at row 200 of the weights",
+        ),
+        (
+            {"x.0": (100, 128), "x.1": (100, 128), "x.0_scale_inv": (1, 1), "x.1_scale_inv": (1, 1)},
+            {"a": "x.{e}", "b": {"stack": "y", "by": "e", "flat": True}},
+            "would be cut at row 100 of the weights",
+        ),
+    ],
+)
+def test_scales_whose_blocks_would_be_cut(
+    tmp_path: Path, tensors: dict[str, Any], rule: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SourceError) as error:
+        opened(tmp_path, tensors).derive(rules(rule))
+    assert said in str(error.value)
+
+
+def test_scales_without_their_weights(tmp_path: Path) -> None:
+    scales = {name: shape for name, shape in SCALED.items() if "scale" in name}
+    with pytest.raises(SourceError, match="is of the scales of 'x', which is not there"):
+        opened(tmp_path, {"w": W, **scales}).derive(rules(CONCAT, {"a": "w", "b": "v"}))
+
+
+@pytest.mark.parametrize("options", [{"sizes": [128, 128], "groups": 2}, {"groups": 2}, {"groups": 1}])
+def test_scales_follow_their_weights(tmp_path: Path, options: dict[str, Any]) -> None:
+    """What is done to 128 rows of weights is done to one of scales; the last block may be short."""
+    some = rules(interleave(**options))
+    both = {
+        **SCALED,
+        **{name: np.ascontiguousarray(rows(*range(2)) + n) for n, name in enumerate(["x_scale_inv", "z_scale_inv"])},
+    }
+    derived = opened(tmp_path, both).derive(some)
+    weights, scales = np.asarray(derived["y"]), np.asarray(derived["y_scale_inv"])
+    of = {"x": np.arange(256 * 256, dtype=np.float32).reshape(256, 256)}
+    order = [0, 2, 1, 3] if options["groups"] == 2 else [0, 1, 2, 3]
+    parts = [of["x"][:128], of["x"][128:], of["x"][:128], of["x"][128:]]
+    assert np.array_equal(weights, np.concatenate([parts[n] for n in order]))
+    assert np.array_equal(scales, np.concatenate([both["x_scale_inv"], both["z_scale_inv"]])[order])
+    short = {"x": (256, 6), "z": (200, 6), "x_scale_inv": (2, 1), "z_scale_inv": (2, 1)}
+    joined = opened(tmp_path, short).derive(rules(CONCAT))
+    assert (joined["y"].shape, joined["y_scale_inv"].shape) == ((456, 6), (4, 1))
+    small = rules(CONCAT, let={"scale_block": 4})
+    assert opened(tmp_path, {"x": (8, 4), "z": (4, 4), "x_scale_inv": (2, 1), "z_scale_inv": (1, 1)}).derive(small)
+
+
+@pytest.mark.parametrize(("block", "said"), [(0, r"\$.let.scale_block is 0"), ("n", "needs n, which is not in let")])
+def test_a_size_of_scales_that_is_none(tmp_path: Path, block: object, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        opened(tmp_path, SCALED).derive(rules(CONCAT, let={"scale_block": block}))
+
+
+def test_rules_that_are_in_each_others_way(tmp_path: Path) -> None:
+    two = {"x.1": W, "q": W}
+    same = rules({"a": "x.{l}", "b": "y.{l}"}, {"a": "x.{k}", "b": "z.{k}"}, {"a": "q", "b": "r"})
+    with pytest.raises(SourceError, match=r"tensor 'x.1': is in several rules: \$.rules\[0\], \$.rules\[1\]"):
+        opened(tmp_path, two).derive(same)
+    with pytest.raises(SourceError, match=r"tensor 'r': is made by \$.rules\[\d\] and \$.rules\[\d\]; expected one"):
+        opened(tmp_path, two).derive(rules({"a": "x.1", "b": "r"}, {"a": "q", "b": "r"}))
+    kept = {"x": W, "global_step": np.array([1], np.int32)}
+    with pytest.raises(SourceError, match=r"tensor 'global_step': is made by the source and"):
+        opened(tmp_path, kept).derive(rules({"a": "x", "b": "global_step"}, source="a"))
+    with pytest.raises(SourceError, match=r"\$.rules\[1\]: matches no tensor: absent.{l}; correct it, or make it opt"):
+        opened(tmp_path, {"q": W}).derive(rules({"a": "q", "b": "r"}, {"a": "absent.{l}", "b": "r.{l}"}))
+
+
+def test_which_side_is_the_source(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has q; rules names none of them: y"):
+        opened(tmp_path, {"q": W}).derive(rules({"a": "x", "b": "y"}))
+    turned = rules({"a": "x", "b": {"transpose": "x"}})
+    with pytest.raises(UsageError, match=r"are those of both sides \(a, b\); say which is the source"):
+        opened(tmp_path, {"x": W}).derive(turned)
+    for side in ("a", "b"):
+        some = rules({"a": "x", "b": {"transpose": "x"}}, source=side)
+        assert opened(tmp_path, {"x": W}).derive(some)["x"].shape == (6, 4)
+
+
+def test_twice_is_refused(tmp_path: Path) -> None:
+    one = opened(tmp_path, {"x": W}).derive(rules({"a": "x", "b": "y"}))
+    with pytest.raises(UsageError, match="is made by rules already; make these and rules one file"):
+        one.derive(rules({"a": "y", "b": "z"}))
+
+
+def test_one_stage_is_refused(tmp_path: Path) -> None:
+    layout = Layout.of([2], [0, -1])
+    strategy = Strategy.of({"x": {0: layout}, "z": {1: layout}})
+    full = {"x": np.ones(W, np.float32), "z": np.ones(W, np.float32)}
+    stage = reshard.open(write_ranks(tmp_path, full, strategy), strategy=strategy, stage=1)
+    with pytest.raises(UsageError, match="is one stage of a pipeline, and rules are of all tensors; open all stages"):
+        stage.derive(rules(CONCAT))
+    assert reshard.open(tmp_path, strategy=strategy).derive(rules(CONCAT))["y"].shape == (8, 6)
+
+
+def test_what_is_no_tensor_of_its_own(tmp_path: Path) -> None:
+    """Text may have another name and nothing else; of what each rank has of its own, one is taken, which is said."""
+    stack, rename = rules({"a": "x.{l}", "b": {"stack": "y", "by": "l"}}), rules({"a": "x.{l}", "b": "y.{l}"})
+    texts = reshard.open(write_file(tmp_path / "texts.ckpt", {"x.0": "one", "x.1": "two"}, "ckpt"))
+    assert texts.derive(rename).tensors["y.1"].text == "two"
+    for rank in (0, 1):
+        own = {"x.0": rows(rank), "x.1": rows(rank)}
+        write_file(tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors", {"w": rows(rank), **own})
+    strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
+    varying = reshard.open(tmp_path, strategy=strategy, layouts={"x.*": "copy"}).without(["w"])
+    assert varying.derive(rename).tensors["y.0"].varies
+    with pytest.raises(SourceError, match=r"has to do with 'x.0', which is text; expected a tensor"):
+        texts.derive(stack)
+    assert "x.1 is taken from one rank; those of others may be different" in varying.derive(stack).warnings
+
+
+def test_the_other_kind_of_rules(tmp_path: Path) -> None:
+    """Rules of layouts are not rules of tensors; either is said to be the other."""
+    source = write_file(tmp_path / "source.safetensors", {"x": np.ones(W, np.float32)})
+    layouts, tensors = tmp_path / "layouts.yaml", tmp_path / "tensors.yaml"
+    layouts.write_text("mesh: {tp: 2}\noperators: {x: MatMul}\n")
+    tensors.write_text("reshard-rules: 1\nsides: [a, b]\nrules: [{a: x, b: y}]\n")
+    result = call("plan", source, "--rules", layouts)
+    assert result.exit_code == 2
+    assert "says how tensors are cut among ranks; expected rules of their names and shapes" in result.stderr
+    result = call("plan", source, "--target-strategy", tensors)
+    assert result.exit_code == 2
+    assert "says how tensors are renamed and fused; expected rules of how they are cut" in result.stderr

@@ -1,0 +1,71 @@
+"""Names of optimizer states: a prefix and a weight in MindSpore, and the forms that distributed checkpoints have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from checkpoints import numbers, write_file
+
+import reshard
+from reshard import Selection, Strategy
+from reshard.strategy.names import optimizer_states
+
+WEIGHTS = ["model.h.0.w", "model.h.0.b", "emb"]
+
+FORMS = {
+    "PyTorch's, of a model under a prefix": ("optim.state.h.0.w.exp_avg", "model.h.0.w", "optim.state.exp_avg"),
+    "of a model under none": ("optim.state.emb.step", "emb", "optim.state.step"),
+    "torchtitan's": ("state.model.h.0.w.exp_avg_sq", "model.h.0.w", "state.exp_avg_sq"),
+    "groups of it": ("param_groups.model.h.0.w.lr", "model.h.0.w", "param_groups.lr"),
+    "of a weight that is elsewhere": ("state.other.exp_avg", "other", "state.exp_avg"),
+    "what comes with that": ("state.other.step", "other", "state.step"),
+    "by number": ("optimizer.state.0.exp_avg", "0", "optimizer.state.exp_avg"),
+    "Megatron's": ("optimizer.state.exp_avg.model.h.0.b", "model.h.0.b", "optimizer.state.exp_avg"),
+    "its weights in full": ("optimizer.state.param.other.w", "other.w", "optimizer.state.param"),
+    "a weight called like a kind": ("optim.state.param.w.exp_avg", "param.w", "optim.state.exp_avg"),
+    "MindSpore's": ("adam_m.emb", "emb", "adam_m"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_states_of_every_form(form: str) -> None:
+    name, weight, kind = FORMS[form]
+    more = ["state.other.exp_avg"] if form == "what comes with that" else []
+    weights = ["param.w"] if form == "a weight called like a kind" else WEIGHTS
+    states = optimizer_states([*weights, name, *more])
+    assert (states[name].weight, states[name].kind) == (weight, kind)
+    assert states[name].of(weight) == name
+    assert not states.keys() & set(weights)
+
+
+@pytest.mark.parametrize("name", ["state.encoder.step", "state.w", "state", "param_groups.x.y", "state.sum", "optim.x"])
+def test_names_that_only_look_like_it(name: str) -> None:
+    assert not optimizer_states([*WEIGHTS, name])
+
+
+def test_they_follow_their_weights() -> None:
+    names = [*WEIGHTS, *(name for name, _, _ in FORMS.values())]
+    found = Selection(names={"model.h.*": "model.layers.*", "emb": "tok"}).renamed(names)
+    assert {old: new for old, new in found.items() if old != new and old not in WEIGHTS} == {
+        "optim.state.h.0.w.exp_avg": "optim.state.layers.0.w.exp_avg",
+        "optim.state.emb.step": "optim.state.tok.step",
+        "state.model.h.0.w.exp_avg_sq": "state.model.layers.0.w.exp_avg_sq",
+        "param_groups.model.h.0.w.lr": "param_groups.model.layers.0.w.lr",
+        "optimizer.state.exp_avg.model.h.0.b": "optimizer.state.exp_avg.model.layers.0.b",
+        "adam_m.emb": "adam_m.tok",
+    }
+    without = Selection(names={"model.*": "*"}).renamed(names)
+    assert without["optim.state.h.0.w.exp_avg"] == "optim.state.h.0.w.exp_avg"
+    assert without["state.model.h.0.w.exp_avg_sq"] == "state.h.0.w.exp_avg_sq"
+
+
+def test_they_are_kinds_and_no_weights(tmp_path: pytest.TempPathFactory) -> None:
+    tensors = numbers({"w": (4, 2), "state.w.exp_avg": (4, 2), "state.w.step": ()})
+    path = write_file(tmp_path / "a.safetensors", tensors)  # type: ignore[operator]
+    found = reshard.open(path)
+    assert found.groups(by="kind").counts == {"weights": 1, "state.exp_avg": 1, "state.step": 1}
+    plan = reshard.plan(found, selection=Selection(weights_only=True))
+    assert plan.dropped == ()
+    assert [label.name for label in plan.labels] == ["w"]
+    made = Strategy.from_rules({name: value.shape for name, value in tensors.items()}, {"dp": 2}, {"w": ("dp",)})
+    assert np.prod(made.grid("state.w.exp_avg", (4, 2)).blocks[0].shape) == 4

@@ -1,0 +1,458 @@
+"""Verifying a checkpoint alone by the checksums that its files carry: any bit, any byte, any file, any replica."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import numbers, write_ranks
+from clusters import client_of, cluster
+from commands import call, done
+from dcp_files import item, write_torch
+from measure import RESHARD, measured
+from remotes import put
+from saves_files import tensor, write_save
+
+import reshard
+import reshard.mindspore as ms
+from reshard import HuggingFaceSet, Layout, Strategy
+from reshard.errors import UsageError
+from reshard.formats.ckpt import Trailer
+from reshard.plan import budget
+from reshard.readers.dcp.archive import Archives
+from reshard.storage.remote import filesystem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from dcp_files import Box
+    from remotes import Requests
+
+    from reshard.readers.dcp.archive import Part
+
+CASES = [
+    "files", "fsdp2_bf16", "fsdp2_tp2d", "fsdp2_uneven", "hsdp", "kinds", "mcore_flat", "mcore_layers_apart",
+    "mcore_moe_ep2", "mcore_tp2_pp2", "moe", "pp_tp", "rank_local", "tp",
+]  # fmt: skip
+FULL = numbers({"w": (6, 4), "b": (5,), "large": (300, 250)})
+WHOLE: dict[str, Box] = {name: ((0,) * value.ndim, value.shape) for name, value in FULL.items()}
+
+
+@pytest.fixture
+def case(mindspore_data: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a case, to be spoilt; returns its directory."""
+    return lambda name: shutil.copytree(mindspore_data / "dcp" / name / "checkpoint", tmp_path / name)
+
+
+def items_of(root: Path) -> list[tuple[Path, Part]]:
+    """Every item of a checkpoint, and its file."""
+    return [
+        (root / file.path, part)
+        for file in reshard.open(root).files
+        if isinstance(file.index.sums, Archives)
+        for part in file.index.sums.parts
+    ]
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize("name", [*CASES, "zstd"])
+def test_every_byte_of_real_ones_is_under_a_checksum(mindspore_data: Path, name: str) -> None:
+    root = mindspore_data / "dcp" / name / "checkpoint"
+    found = reshard.verify(root)
+    assert found.equal
+    files = [path.stat().st_size for path in root.glob("*.distcp")]
+    assert (found.files, found.bytes_read) == (len(files), sum(files))
+    *beside, unchecked = found.unchecked
+    assert unchecked.endswith("which carries no checksum of itself")
+    assert beside == (["common.pt, metadata.json beside the tensors"] if name.startswith("mcore") else [])
+    shown = done("verify", root).stdout
+    assert "complete and valid; its contents have the checksums that its files carry" in shown
+    assert str(found) in repr(found)
+    assert "checksums" in found._repr_html_()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_bit_of_any_item_is_seen_and_its_name_said(case: Callable[[str], Path], name: str) -> None:
+    """In the contents, how they are rebuilt, a header, the directory; of tensors and of objects."""
+    root = case(name)
+    random = Random(name)  # noqa: S311 -- an example
+    every = items_of(root)
+    for path, part in random.sample(every, min(8, len(every))):
+        at = part.begin + random.randrange(part.nbytes)
+        bit = random.randrange(8)
+        flip(path, at, bit)
+        result = call("verify", root)
+        assert result.exit_code in {3, 4}, (part, at, bit)
+        said = result.stdout + result.stderr
+        assert part.name in said, (part, at, bit, said)
+        if result.exit_code == 3:
+            assert path.name in said
+            assert "is not what it carries of itself (checksums, replicas): 1 difference" in result.stderr
+        flip(path, at, bit)
+    assert reshard.verify(root).equal
+
+
+def test_each_kind_of_place(case: Callable[[str], Path]) -> None:
+    root = case("fsdp2_uneven")
+    every = items_of(root)
+    objects = reshard.open(root).objects
+    assert {part.name for _, part in every} > set(objects)
+    path, part = next((path, part) for path, part in every if part.name in objects)
+    flip(path, part.begin + path.read_bytes()[part.begin :].index(b"\x80\x02") + 2)
+    (one,) = reshard.verify(root).differences
+    assert (one.kind, one.name, one.path) == ("checksum", part.name, str(path))
+    assert one.text.startswith(f"data.pkl in its item at byte {part.begin} of the file has the CRC-32 ")
+    path, part = next(
+        (path, part) for path, part in every if part.name == "model.embed.weight" or "weight" in part.name
+    )
+    content = path.read_bytes()[part.begin : part.begin + part.nbytes]
+    flip(path, part.begin + content.index(b"PK\1\2") + 16)
+    (_, two) = sorted(reshard.verify(root).differences, key=lambda difference: difference.name == part.name)
+    assert two.name == part.name
+    assert two.text.endswith("has another sum or size behind it than in the central directory")
+    assert len(json.loads(call("verify", root, "--json").stdout)["differences"]) == 2
+
+
+def test_contents_that_are_read_in_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which several tasks sum a part; none but those of two records that are others are named."""
+    root = write_torch(tmp_path / "a", FULL, {0: [(name, WHOLE[name], item(FULL[name])) for name in FULL]})
+    monkeypatch.setattr(budget, "TASK_BYTES", 70_000)
+    monkeypatch.setattr(budget, "BAND_BYTES", 9_000)
+    seen: list[Any] = []
+    assert reshard.verify(root, progress=seen.append).equal
+    assert seen[-1].written == seen[-1].total == FULL["large"].nbytes
+    assert len(seen) > 3
+    path, part = next(one for one in items_of(root) if one[1].name == "large")
+    for at in (1_000, 150_000, 299_000):
+        flip(path, part.begin + at)
+    (one,) = reshard.verify(root, threads=3).differences
+    assert one.name == "large"
+    assert one.text.startswith(f"data/0 in its item at byte {part.begin}")
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 1500, 4000])
+def test_files_that_are_cut_off(case: Callable[[str], Path], nbytes: int) -> None:
+    root = case("hsdp")
+    path = sorted(root.glob("*.distcp"))[2]
+    path.write_bytes(path.read_bytes()[:-nbytes])
+    result = call("verify", root)
+    assert result.exit_code == 4
+    assert f"{path.name}: has " in result.stderr
+    assert "was saving it interrupted?" in result.stderr
+
+
+def test_what_nothing_names_is_said(case: Callable[[str], Path]) -> None:
+    """Files of another save, and bytes behind the items: neither is read by anybody, and both are there."""
+    root = case("fsdp2_bf16")
+    shutil.copy(root / "__1_0.distcp", root / "__9_0.distcp")
+    (root / ".metadata.tmp").write_bytes(b"")
+    result = done("verify", root)
+    assert "warning: .metadata does not name __9_0.distcp, which is not read" in result.stderr
+    assert "warning: .metadata.tmp is there: saving another checkpoint here was interrupted" in result.stderr
+    assert json.loads(done("verify", root, "--json").stdout)["warnings"]
+    with (root / "__1_0.distcp").open("ab") as file:
+        file.write(bytes(77))
+    assert "not looked at: 77 B of the files, which carry no checksums of them" in done("verify", root).stdout
+
+
+def test_a_file_of_objects_alone_is_looked_at(tmp_path: Path) -> None:
+    objects = {"lr": item(np.zeros(3)), "rng": item(np.ones(70))}
+    root = write_torch(tmp_path, FULL, {0: [("w", WHOLE["w"], item(FULL["w"]))]}, objects=objects, apart=True)
+    source = reshard.open(root)
+    assert (source.warnings, set(source), set(source.objects)) == ((), {"w"}, {"lr", "rng"})
+    assert reshard.verify(root).files == 3
+    reshard.plan(source).run(tmp_path / "whole")
+    assert reshard.verify(tmp_path / "whole").equal
+    flip(root / "__0_2.distcp", 400)
+    (one,) = reshard.verify(root).differences
+    assert one.name == "rng"
+    (root / "__0_2.distcp").unlink()
+    result = call("verify", root)
+    assert result.exit_code == 4
+    assert "__0_2.distcp: is not there, and .metadata names it" in result.stderr
+
+
+def test_boxes_that_lack_and_overlap(tmp_path: Path) -> None:
+    w = FULL["w"]
+    halves: list[tuple[str, Box, bytes]] = [
+        ("w", ((0, 0), (3, 4)), item(w[:3])), ("w", ((3, 0), (3, 4)), item(w[3:])), ("b", WHOLE["b"], item(FULL["b"])),
+    ]  # fmt: skip
+    assert reshard.verify(write_torch(tmp_path / "a", FULL, {0: halves})).equal
+    result = call("verify", write_torch(tmp_path / "b", FULL, {0: halves[1:]}))
+    assert result.exit_code == 4
+    assert "tensor 'w': is of shape [6, 4], and its blocks have 12 of 24 elements" in result.stderr
+    over: tuple[str, Box, bytes] = ("w", ((2, 0), (3, 4)), item(w[2:5]))
+    result = call("verify", write_torch(tmp_path / "c", FULL, {0: halves, 1: [over]}))
+    assert result.exit_code == 4
+    assert "tensor 'w': is of shape [6, 4], and its blocks [0:3, 0:4] and [2:5, 0:4] overlap" in result.stderr
+
+
+def test_replicas_are_compared_byte_by_byte(tmp_path: Path) -> None:
+    """Each has its own checksum right, and they differ: of two steps of a training."""
+    large = FULL["large"].copy()
+    large[299, 7] += 1
+    ranks: dict[int, list[tuple[str, Box, bytes]]] = {
+        rank: [("large", WHOLE["large"], item(FULL["large"])), ("b", ((0,), (5,)), item(FULL["b"]))]
+        for rank in range(3)
+    }
+    same = reshard.verify(write_torch(tmp_path / "same", FULL, ranks))
+    assert same.equal
+    items = sum(len(content) for some in ranks.values() for _, _, content in some)
+    assert same.bytes_read == items + 3 * (FULL["large"].nbytes + FULL["b"].nbytes)  # each copy once
+    ranks[2][0] = ("large", WHOLE["large"], item(large))
+    root = write_torch(tmp_path / "other", FULL, ranks)
+    found = reshard.verify(root)
+    (one,) = found.differences
+    assert (one.kind, one.name, one.rank, one.count, one.index) == ("values", "large", 2, 1, (299, 7))
+    assert one.path == str(root / "__2_0.distcp")
+    assert one.reference == str(root / "__0_0.distcp")
+    result = call("verify", root)
+    assert result.exit_code == 3
+    assert "1 of 75000 elements differ" in result.stdout
+    turned = item(FULL["w"], strides=(1, 6), storage=np.ascontiguousarray(FULL["w"].T).reshape(-1))
+    alike = {0: [("w", WHOLE["w"], turned)], 1: [("w", WHOLE["w"], item(FULL["w"]))]}  # of other checksums, too
+    assert reshard.verify(write_torch(tmp_path / "turned", FULL, alike)).equal
+
+
+def zeroed(content: bytes) -> bytes:
+    """An item of Python's zip writer with every sum 0, as of `torch.serialization.set_crc32_options(False)`."""
+    found = bytearray(content)
+    for mark, at in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
+        place = found.find(mark)
+        while place >= 0:
+            found[place + at : place + at + 4] = bytes(4)
+            place = found.find(mark, place + 1)
+    return bytes(found)
+
+
+def test_items_without_sums_are_not_others(tmp_path: Path) -> None:
+    made = [(name, WHOLE[name], zeroed(item(FULL[name]))) for name in FULL]
+    found = reshard.verify(write_torch(tmp_path / "bare", FULL, {0: made}))
+    assert found.equal
+    assert found.bytes_read == 0
+    assert found.unchecked[:2] == (
+        "contents",
+        "contents of w, b, large, of which PyTorch was told to make no checksums",
+    )
+    assert "contents were not read" in done("verify", tmp_path / "bare").stdout
+    made[0] = ("w", WHOLE["w"], item(FULL["w"]))
+    root = write_torch(tmp_path / "some", FULL, {0: made})
+    found = reshard.verify(root)
+    assert found.bytes_read == len(made[0][2])
+    rest = sum(len(one) for _, _, one in made[1:])
+    assert found.unchecked[0] == f"{rest / 1000:.1f} kB of the files, which carry no checksums of them"
+    path, part = items_of(root)[0]
+    flip(path, part.begin + part.nbytes // 2)
+    assert not reshard.verify(root).equal
+
+
+def test_files_of_whole_state_dicts(mindspore_data: Path, tmp_path: Path) -> None:
+    """As each rank saved its own: of any bit that is another it is said where, or the file is not opened."""
+    root = shutil.copytree(mindspore_data / "dcp" / "verl_like" / "checkpoint", tmp_path / "src")
+    paths = sorted(root.iterdir())
+    sizes = [path.stat().st_size for path in paths]
+    found = reshard.verify(root)
+    assert (found.equal, found.files, found.unchecked) == (True, len(paths), ())
+    assert found.bytes_read >= sum(sizes)  # and replicas, once more
+    random = Random(7)  # noqa: S311 -- an example
+    seen = set()
+    for number in range(40):
+        path, size = paths[number % len(paths)], sizes[number % len(paths)]
+        at, bit = random.randrange(size), random.randrange(8)
+        flip(path, at, bit)
+        result = call("verify", root)
+        seen.add(result.exit_code)
+        assert result.exit_code in {3, 4}, (path, at, bit)
+        assert result.exit_code == 4 or path.name in result.stdout
+        flip(path, at, bit)
+    assert seen == {3, 4}
+    flip(paths[1], paths[1].read_bytes().index(b"/data/0") + 90)
+    (one,) = reshard.verify(root).differences
+    assert (one.kind, one.rank, one.path) == ("checksum", 1, str(paths[1]))
+    assert one.text.startswith("data/0 in the file has ")
+
+
+def test_files_of_state_dicts_without_checksums(tmp_path: Path) -> None:
+    path = write_save(tmp_path / "model.pt", {name: tensor(value) for name, value in FULL.items()})
+    assert reshard.verify(path).bytes_read == path.stat().st_size
+    path.write_bytes(zeroed(path.read_bytes()))
+    found = reshard.verify(path)
+    assert (found.equal, found.bytes_read) == (True, 0)
+    assert found.unchecked[1] == "contents of model.pt, of which PyTorch was told to make no checksums"
+
+
+def test_files_without_checksums_are_not_read(mindspore_data: Path) -> None:
+    for root in (
+        mindspore_data / "dcp" / "safetensors_format" / "checkpoint",
+        mindspore_data / "checkpoint2" / "dcp_fsdp2_tp2" / "global_step_4",  # hyper-parallel's
+    ):
+        found = reshard.verify(root)
+        assert (found.equal, found.bytes_read, found.unchecked[0]) == (True, 0, "contents")
+        with pytest.raises(UsageError, match="is only for a comparison with a source"):
+            reshard.verify(root, client=object())
+
+
+def test_blocks_for_hugging_face_say_what_cannot_be_seen(case: Callable[[str], Path]) -> None:
+    root = case("hf_sharded")
+    said = "the files do not say how large whole tensors are: they are of 4 ranks, and if there were more"
+    result = done("verify", root)
+    assert f"warning: {said}" in result.stderr
+    assert "not looked at: contents" in result.stdout
+
+
+def test_ckpt_files_with_a_crc(tmp_path: Path) -> None:
+    """The same mechanism: the last bytes of a file may be the CRC-32 of all before, MindSpore's `crc_check`."""
+    strategy = Strategy.of({name: Layout.of([2], [-1] * value.ndim) for name, value in FULL.items()})
+    root = write_ranks(tmp_path / "ranks", FULL, strategy, format="ckpt")
+    assert reshard.verify(root, strategy).bytes_read == 0
+    paths = sorted(root.rglob("*.ckpt"))
+    for path in paths[:1]:
+        content = path.read_bytes()
+        path.write_bytes(content + b"crc_num" + zlib.crc32(content).to_bytes(10, "big"))
+    found = reshard.verify(root, strategy)
+    assert (found.equal, found.bytes_read) == (True, paths[0].stat().st_size)
+    assert "of the files, which carry no checksums of them" in found.unchecked[0]
+    flip(paths[0], paths[0].stat().st_size // 2)
+    result = call("verify", root, "--target-layout", "*=whole")
+    assert result.exit_code == 3
+    assert f"{paths[0].parent.name}/{paths[0].name}: all before crc_num has the CRC-32 " in result.stdout
+
+
+def test_mindspores_own_crc(mindspore_data: Path, tmp_path: Path) -> None:
+    """Of a file that MindSpore wrote, and inside the encryption of one."""
+    path = tmp_path / "crc.ckpt"
+    shutil.copy(mindspore_data / "encrypted" / "crc.ckpt", path)
+    key = b"0123456789abcdef"
+    ms.save_checkpoint(
+        ms.load_checkpoint(str(path)), str(tmp_path / "encrypted.ckpt"), crc_check=True, enc_key=key, enc_mode="AES-CBC"
+    )
+    for file, cipher in ((path, None), (tmp_path / "encrypted.ckpt", reshard.Cipher("AES-CBC", key))):
+        checkpoint = reshard.open(file, cipher=cipher, contents=False)
+        assert isinstance(checkpoint.files[0].index.sums, Trailer)
+        assert reshard.verify(checkpoint).equal
+        assert reshard.verify(checkpoint).bytes_read >= path.stat().st_size
+        largest = max(checkpoint.files[0].index.entries.values(), key=lambda entry: entry.nbytes)
+        flip(file, largest.runs[0][0] + largest.nbytes // 2)
+        (one,) = reshard.verify(checkpoint).differences
+        assert (one.kind, one.name, one.path) == ("checksum", None, str(file))
+
+
+# --- against something ---
+
+
+@pytest.mark.parametrize("name", ["fsdp2_tp2d", "moe"])
+def test_against_anything(mindspore_data: Path, tmp_path: Path, name: str) -> None:
+    """Another mesh's checkpoint, a Hugging Face set, rank files, a zarr store: equal, and not with one bit other."""
+    root = mindspore_data / "dcp" / name / "checkpoint"
+    source = reshard.open(root)
+    rows = Strategy.of({
+        key: Layout.of([2], [-1 if tensor.spec.shape[0] % 2 else 0, *[-1] * (len(tensor.spec.shape) - 1)])
+        for key, tensor in source.tensors.items() if tensor.spec.shape
+    })  # fmt: skip
+    done("unify", root, tmp_path / "dcp", "--format", "dcp")
+    reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(source, rows).run(tmp_path / "rows", fsync=False)
+    source.to_zarr(tmp_path / "zarr", fsync=False)
+    copy = shutil.copytree(root, tmp_path / "copy")
+    victim = max(source.tensors, key=lambda key: source.tensors[key].spec.nbytes)
+    number, ((begin, _), *_), _ = source.tensors[victim].shards[-1].replicas[0]
+    for against, strategy in ((root, None), ("dcp", None), ("hf", None), ("rows", rows), ("zarr", None)):
+        given = tmp_path / against
+        found = reshard.verify(copy, against=given, source_strategy=strategy)
+        assert (found.equal, found.tensors) == (True, len(source)), against
+        if strategy is None:
+            assert done("verify", given, "--against", copy).exit_code == 0
+        flip(copy / source.files[number].path.rpartition("/")[2], begin)
+        (one,) = reshard.verify(copy, against=given, source_strategy=strategy).differences
+        assert (one.kind, one.name, one.count) == ("values", victim, 1)
+        flip(copy / source.files[number].path.rpartition("/")[2], begin)
+
+
+# --- wherever it is, and whoever reads ---
+
+
+def test_at_a_url(case: Callable[[str], Path]) -> None:
+    root = case("kinds")
+    path, part = items_of(root)[-1]
+    fs, place = filesystem("memory://carried")
+
+    def put() -> None:
+        for file in root.iterdir():
+            fs.pipe(f"{place}/{file.name}", file.read_bytes())
+
+    put()
+    assert reshard.verify("memory://carried").bytes_read == sum(p.stat().st_size for p in root.glob("*.distcp"))
+    flip(path, part.begin + part.nbytes - 30)
+    put()
+    (one,) = reshard.verify("memory://carried").differences
+    assert (one.name, one.path) == (part.name, f"memory://carried/{path.name}")
+
+
+def test_at_a_url_items_are_asked_for_together(root: str, tmp_path: Path, asked: Requests) -> None:
+    """Sixty items of two files, and two large ones: not one by one."""
+    names = {f"layers.{i}": numbers({"w": (6, 4)})["w"] + i for i in range(60)}
+    ranks = {
+        rank: [
+            *((name, WHOLE["w"], item(names[name])) for name in list(names)[rank::2]),
+            ("large", ((150 * rank, 0), (150, 250)), item(FULL["large"][150 * rank : 150 * rank + 150])),
+        ]
+        for rank in range(2)
+    }
+    put(write_torch(tmp_path / "src", {**names, **FULL}, ranks), root)
+    checkpoint = reshard.open(root, contents=False)
+    asked.ranges.clear()
+    assert reshard.verify(checkpoint).equal
+    assert (
+        0 < len(asked.ranges) <= 2 * 5
+    )  # of each file the items, the end and the headers of the large one, its contents
+
+
+def test_what_was_written_here_carries_checksums_too(mindspore_data: Path, tmp_path: Path) -> None:
+    done("unify", mindspore_data / "dcp" / "kinds" / "checkpoint", tmp_path / "dcp", "--format", "dcp")
+    shutil.rmtree(tmp_path / "dcp" / ".reshard")
+    found = reshard.verify(tmp_path / "dcp")
+    assert found.equal
+    assert found.bytes_read == sum(path.stat().st_size for path in (tmp_path / "dcp").glob("*.distcp"))
+    for path, part in items_of(tmp_path / "dcp")[::5]:
+        flip(path, part.begin + part.nbytes // 3)
+        result = call("verify", tmp_path / "dcp")
+        assert result.exit_code in {3, 4}
+        assert part.name in result.stdout + result.stderr
+        flip(path, part.begin + part.nbytes // 3)
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_bands(tmp_path: Path) -> None:
+    large = np.zeros((1 << 20, 64), np.float32)
+    root = write_torch(tmp_path, {"w": large}, {0: [("w", ((0, 0), large.shape), item(large))]})
+    found = measured(*RESHARD, "verify", str(root), "--threads", "2")
+    assert found.code == 0
+    assert found.peak < 80 << 20 < large.nbytes
+
+
+@pytest.mark.slow
+def test_on_a_cluster(tmp_path: Path) -> None:
+    ranks = {rank: [(name, WHOLE[name], item(FULL[name])) for name in FULL] for rank in range(2)}
+    root = write_torch(tmp_path / "src", FULL, ranks)
+    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
+        assert reshard.verify(root, client=client).equal
+        path, part = next(one for one in items_of(root) if one[1].name == "large")
+        flip(path, part.begin + 100_000)
+        found = reshard.verify(root, client=client).differences
+        assert {(difference.kind, difference.name) for difference in found} == {
+            ("checksum", "large"), ("values", "large"),
+        }  # fmt: skip
+        assert call("verify", root, "--cluster", one.address, "-q").exit_code == 3

@@ -1,0 +1,137 @@
+"""Verifying items that are zstd streams: by the sums that the zip in each carries, and by that of the stream."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from commands import call
+from dcp_files import ZSTD, item, saved, stream, write_torch
+from numcodecs import zstd
+
+import reshard
+from reshard.readers.dcp import zstd as module
+from reshard.readers.dcp.archive import Archives, Part
+from reshard.readers.dcp.zstd import StreamArchives
+from reshard.storage.places import any_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcp_files import Box
+
+    from reshard.formats.entries import Summed
+
+W = np.arange(24, dtype=np.float32).reshape(6, 4)
+BOX: Box = (0, 0), W.shape
+BEFORE = b"what lies before an item"
+
+
+def looked(path: Path, content: bytes) -> Summed:
+    """What is said of a stream, behind other bytes and before others in its file."""
+    path.write_bytes(BEFORE + content + b"and what lies behind")
+    part = Part("w", len(BEFORE), len(content))
+    (found,) = StreamArchives(Archives(()), ((part, W.nbytes),)).read(str(path), any_store())
+    assert (found.name, found.run, found.left) == ("w", part[1:], ())
+    return found
+
+
+def records(content: bytes) -> dict[str, bytes]:
+    """What a stream has, by Python's reader of zips, which is not to look at sums."""
+    whole = zstd.decompress(content)
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        found = {}
+        for one in archive.infolist():
+            names = int.from_bytes(whole[one.header_offset + 26 :][:2], "little"), one.header_offset + 28
+            begin = one.header_offset + 30 + names[0] + int.from_bytes(whole[names[1] :][:2], "little")
+            found[one.filename] = whole[begin : begin + one.file_size]
+        return found
+
+
+def bare(content: bytes) -> bytes:
+    """An item of Python's zip writer with every sum 0."""
+    found = bytearray(content)
+    for mark, at in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
+        place = found.find(mark)
+        while place >= 0:
+            found[place + at : place + at + 4] = bytes(4)
+            place = found.find(mark, place + 1)
+    return bytes(found)
+
+
+@pytest.mark.parametrize("kind", ["real", "another", "an object", "with a sum", "with that sum alone"])
+def test_any_bit_that_is_another_is_seen_or_changes_nothing(mindspore_data: Path, tmp_path: Path, kind: str) -> None:
+    root = mindspore_data / "dcp" / "zstd" / "checkpoint"
+    content = {
+        "real": (root / "__0_0.distcp").read_bytes,
+        "another": lambda: (root / "__1_0.distcp").read_bytes()[453:],
+        "an object": lambda: (root / "__1_0.distcp").read_bytes()[:453],
+        "with a sum": lambda: stream(item(W), checksum=True),
+        "with that sum alone": lambda: stream(bare(item(W)), checksum=True),
+    }[kind]()
+    right = records(content)
+    found = looked(tmp_path / "x", content)
+    assert not found.faults
+    assert found.carries
+    random = Random(kind)  # noqa: S311 -- an example
+    seen = 0
+    for at in range(len(content)):
+        for bit in range(8) if at < 64 else random.sample(range(8), 2):
+            flipped = bytearray(content)
+            flipped[at] ^= 1 << bit
+            if looked(tmp_path / "x", bytes(flipped)).faults:
+                seen += 1
+            else:
+                assert records(bytes(flipped)) == right, (at, bit)
+    assert seen > 2 * len(content)
+
+
+def test_any_byte_too_few_or_too_many_is_seen(tmp_path: Path) -> None:
+    content = stream(item(W))
+    for nbytes in range(0, len(content), 7):
+        assert looked(tmp_path / "x", content[:nbytes]).faults, nbytes
+    for more in (b"\0", content, bytes(1 << 20)):
+        assert looked(tmp_path / "x", content + more).faults
+
+
+def test_a_stream_without_any_sum(tmp_path: Path) -> None:
+    assert not looked(tmp_path / "x", stream(bare(item(W)))).carries
+    root = write_torch(tmp_path / "src", {"w": W}, {0: [("w", BOX, stream(bare(item(W))))]}, transform_descriptors=ZSTD)
+    found = reshard.verify(root)
+    assert (found.equal, found.bytes_read) == (True, 0)
+    assert found.unchecked[1] == "contents of w, of which PyTorch was told to make no checksums"
+
+
+def test_what_is_another_is_named(tmp_path: Path) -> None:
+    """Contents, a record that says how they are rebuilt, an object: of items that are valid streams."""
+    good = item(W)
+    spoilt = good.replace(W.tobytes()[:16], bytes(16))
+    assert spoilt != good
+    objects = {"o": stream(saved({"lr": 0.5}).replace(b"lr", b"LR"))}
+    items = {0: [("w", BOX, stream(spoilt))]}
+    root = write_torch(tmp_path / "src", {"w": W}, items, objects=objects, transform_descriptors=ZSTD, coded=ZSTD)
+    w, o = sorted(reshard.verify(root).differences, key=lambda difference: difference.name != "w")
+    assert (w.kind, w.name, o.kind, o.name) == ("checksum", "w", "checksum", "o")
+    assert w.text.startswith("data/0 in its item at byte 0 of the file has the CRC-32 ")
+    assert o.text.startswith(f"data.pkl in its item at byte {len(items[0][0][2])} of the file has the CRC-32 ")
+    result = call("verify", root)
+    assert result.exit_code == 3
+    assert "is not what it carries of itself (checksums, replicas): 2 differences" in result.stderr
+
+
+def test_what_is_too_large_to_be_held_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = {"o": stream(saved(["word"] * 9)), "p": stream(saved(list(range(200_000))))}
+    items = {0: [("w", BOX, stream(item(W)))]}
+    root = write_torch(tmp_path / "src", {"w": W}, items, objects=objects, transform_descriptors=ZSTD, coded=ZSTD)
+    assert reshard.verify(root).unchecked == (".metadata, which carries no checksum of itself",)
+    monkeypatch.setattr(module, "_LARGEST_OBJECT", 1 << 17)
+    found = reshard.verify(root)
+    assert found.equal
+    rest = len(objects["p"])
+    assert found.unchecked[0] == f"{rest / 1000:.1f} kB of the files, which carry no checksums of them"
+    monkeypatch.setattr(module, "_LARGEST", 0)
+    assert reshard.verify(root).bytes_read == 0
