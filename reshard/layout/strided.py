@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from reshard.layout.block import Shape
 
 GAP = 64 << 10
-"""Bytes between two wanted ranges that are read rather than jumped over: what a read call costs, in bytes."""
+"""Bytes between two wanted ranges that are read rather than jumped over: they take about the time of a call."""
 
 SCRATCH = 2 << 20
 """The most bytes read at once where not all of them are wanted."""
 
 _TILE = 512
 """The most rows and columns that are transposed at once, between buffers that caches hold."""
+
+TILE_BYTES = 1 << 20
+"""The most bytes of these."""
 
 _PADDING = 64
 """Bytes between the rows of a tile: those at steps of 4 KiB would fall on the same lines of a cache."""
@@ -111,8 +114,10 @@ def _copy(put: np.ndarray[Any, Any], taken: np.ndarray[Any, Any]) -> None:
     if put.ndim < 2 or taken.strides[-1] != put.itemsize or put.strides[-1] <= put.strides[-2]:
         put[...] = taken
         return
-    rows, columns = (min(_TILE, extent) for extent in put.shape[-2:])
-    tile = np.empty((rows, columns + _PADDING // put.itemsize), put.dtype)
+    columns = min(_TILE, put.shape[-1])
+    padded = columns + _PADDING // put.itemsize
+    rows = min(_TILE, put.shape[-2], TILE_BYTES // (padded * put.itemsize))
+    tile = np.empty((rows, padded), put.dtype)
     for outer in np.ndindex(put.shape[:-2]):
         for row in range(0, put.shape[-2], rows):
             for column in range(0, put.shape[-1], columns):
@@ -190,7 +195,7 @@ class Ahead:
                 continue
             held = self._held.get(number)
             if held is None or held[0] & box != box:
-                self._held.pop(number, None)  # what is read fails, or not
+                self._held.pop(number, None)  # its memory is overwritten, even if reading fails
                 longer = _longer(box, shape, self._room // out.itemsize)
                 held = self._held[number] = longer, self._read(number, read, longer, pitch, out.dtype)
             put, taken = part.squeeze(), held[1][box.within(held[0])].squeeze()

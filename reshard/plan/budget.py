@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from reshard.errors import BudgetError, Option, Text, bytes_text
 from reshard.formats.sets import DCP_ITEMS
 from reshard.formats.zarr import NAME as ZARR
-from reshard.layout.strided import SCRATCH
+from reshard.layout.strided import SCRATCH, TILE_BYTES
 from reshard.plan.bands import AHEAD, VIEWS
 from reshard.storage.places import can
 from reshard.storage.remote import fetched_bytes
@@ -188,12 +188,12 @@ def budget(
     Raises:
         BudgetError: it is too little; the least that works is in the error.
     """
-    strided = _strided([item.tensor for item in items])
-    coders = (source.coding, destination.coding, destination.cipher, *strided)
+    strided = _is_strided(item.tensor for item in items)
+    coders = (source.coding, destination.coding, destination.cipher, *[_Strided()] * strided)
     every = tuple(coder for coder in coders if coder is not None)
     fixed = _fixed_shares(source, items, len(destination.ranks), destination.memory)
     remote = any(can(file.path).waits for file in source.files)
-    buffers = band_buffers(casts=_casts(items), strided=bool(strided))
+    buffers = band_buffers(casts=_casts(items), strided=strided)
     most, band = (STRIDED_THREADS, STRIDED_BAND_BYTES) if strided else (THREADS, BAND_BYTES)
     found = Budget(fixed, every, buffers, remote, threads or most, band)
     largest = max(((t.spec.nbytes, t.spec.name) for t in source.tensors.values()), default=(0, ""))[1]
@@ -217,11 +217,11 @@ def comparison_budget(
     """
     held = sum(_checkpoint_bytes(side, list(side.tensors.values())) for side in sides)
     held += sum(TENSOR_BYTES * len(file.index.entries) for side in sides if not side.tensors for file in side.files)
-    strided = [coder for side in sides for coder in _strided(side.tensors.values())]
-    coders = tuple(coder for coder in (*(side.coding for side in sides), *strided) if coder is not None)
+    strided = sum(_is_strided(side.tensors.values()) for side in sides)
+    coders = tuple(coder for coder in (*(side.coding for side in sides), *[_Strided()] * strided) if coder is not None)
     remote = any(can(file.path).waits for side in sides for file in side.files)
     # What a copy has, and which elements differ; and either side may be read ahead.
-    buffers = 1 + band_buffers(casts=casts, strided=False) + AHEAD * len(strided)
+    buffers = 1 + band_buffers(casts=casts, strided=False) + AHEAD * strided
     most, band = (min(threads, STRIDED_THREADS), STRIDED_BAND_BYTES) if strided else (threads, BAND_BYTES)
     found = Budget((_program(casts=casts), ("checkpoints", held)), coders, buffers, remote, most, band)
     return found.within(memory, "the program and what the headers say", "either side")
@@ -231,13 +231,13 @@ class _Strided(NamedTuple):
     """What reads elements that lie in strides."""
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that so many threads take to read what is between them, too."""
-        return threads * SCRATCH
+        """Return the memory that so many threads take to read what is between them, too, and to transpose."""
+        return threads * (SCRATCH + TILE_BYTES)
 
 
-def _strided(tensors: Iterable[Tensor]) -> list[Coder]:
-    """Return what reads tensors of which blocks lie in strides, if there are any."""
-    return [_Strided()] if any(one.is_strided for one in {tensor.sharding for tensor in tensors}) else []
+def _is_strided(tensors: Iterable[Tensor]) -> bool:
+    """Return whether blocks of some tensors lie in strides."""
+    return any(sharding.is_strided for sharding in {tensor.sharding for tensor in tensors})
 
 
 def _program(*, casts: bool) -> Share:

@@ -130,7 +130,7 @@ def test_the_peak_is_what_was_predicted_or_less(sources: Sources, run: str) -> N
         assert ran.took.peak < 90e6
 
 
-@pytest.mark.parametrize(("options", "most"), [([], 120e6), (["--threads", "1"], 88e6), (["--memory", "64MB"], 64e6)])
+@pytest.mark.parametrize(("options", "most"), [([], 124e6), (["--threads", "1"], 90e6), (["--memory", "64MB"], 64e6)])
 def test_tensors_that_are_transposed_are_no_more_than_said(sources: Sources, options: list[str], most: float) -> None:
     rules = sources.root / "transposed.yaml"
     matrices = [name for name, shape in MODEL.items() if len(shape) == 2]
