@@ -193,8 +193,7 @@ class FileLayout:
         size: of the whole file, in bytes.
         literals: the bytes that are not tensor contents, with their offsets.
         contents: the blocks, each with its runs; a tensor may have several.
-        crcs: CRC-32 sums that the file has of its contents, ascending; such a file is written from its first byte to
-            its last.
+        crcs: CRC-32 sums that the file has of its contents, ascending.
     """
 
     size: int

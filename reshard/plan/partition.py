@@ -59,8 +59,7 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
 
     Args:
         plan: a plan by tensor.
-        partition: `tensor` or `file`; None for what suits: by file at URLs and if files are encrypted or have sums of
-            themselves, else by tensor.
+        partition: `tensor` or `file`; None for what suits: by file at URLs and if files are encrypted, else by tensor.
         directory: where the target files go.
 
     Raises:
@@ -72,17 +71,13 @@ def partitioned(plan: Plan, partition: str | None, directory: str) -> Plan:
         raise UsageError(
             f"{directory}: files at URLs are written from first byte to last; leave partition 'tensor' out"
         )
-    in_order = plan.cipher is not None or any(file.layout.crcs for file in plan.files)
-    if partition == "tensor" and in_order:
-        raise UsageError(
-            "files that are encrypted or have sums of themselves are written from first byte to last; leave partition "
-            "'tensor' out"
-        )
+    if partition == "tensor" and plan.cipher is not None:
+        raise UsageError("files that are encrypted are written from first byte to last; leave partition 'tensor' out")
     if plan.exclusive and partition == "file" and can(directory).positioned:
         raise UsageError(
             f"{directory}: a zarr store in a local directory is written by tensor; leave partition 'file' out"
         )
-    by_file = partition == "file" or in_order or not can(directory).positioned
+    by_file = partition == "file" or plan.cipher is not None or not can(directory).positioned
     if not by_file or plan.by_file:
         return plan
     if plan.exclusive:

@@ -266,6 +266,11 @@ class Plan:
         return any(task.files for task in self.tasks)
 
     @property
+    def has_crcs(self) -> bool:
+        """Whether target files have sums of their own contents."""
+        return any(file.layout.crcs for file in self.files)
+
+    @property
     def linked(self) -> set[str]:
         """The paths of the source files that target files are links to."""
         return {file.link for file in self.files if file.link}.intersection(file.path for file in self.source.files)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.formats.entries import ranges, wants
 from reshard.layout.strided import Ahead
 from reshard.plan.bands import AHEAD, VIEWS
-from reshard.storage.crc import crc32c
+from reshard.storage.crc import crc32, crc32c
 from reshard.storage.local import thread
 from reshard.storage.places import in_batches
 
@@ -422,11 +422,13 @@ class Moved(NamedTuple):
         read, written: bytes of contents.
         wrote: five numbers for each range that was written: the move, the target block, where the range begins in the
             block's contents, its bytes and their CRC-32C. Empty where no sums are asked for.
+        crcs: the same, with their CRC-32.
     """
 
     read: int
     written: int
     wrote: array[int]
+    crcs: array[int]
 
 
 def move_pieces(
@@ -436,6 +438,7 @@ def move_pieces(
     writer: Sinks,
     *,
     checksums: bool = False,
+    crcs: bool = False,
     in_order: bool = False,
     check_cancelled: Callable[[], object] = lambda: None,
 ) -> Moved:
@@ -446,19 +449,20 @@ def move_pieces(
         pieces: the rows.
         store: reads the source files.
         writer: writes the target files.
-        checksums: sum up what is written.
+        checksums: sum up what is written, by CRC-32C.
+        crcs: sum it up by CRC-32.
         in_order: write each file from its first byte to its last, as far as the pieces follow its order.
         check_cancelled: called before each band; raises where the run is given up.
 
     Returns:
-        the bytes of contents read and written, and the ranges where `checksums`.
+        the bytes of contents read and written, and the ranges where `checksums` or `crcs`.
 
     Raises:
         SourceError: a source file ends early or cannot be read.
         TargetError, BudgetError: a target file cannot be written.
     """
     written = 0
-    sums = _Sums() if checksums else None
+    sums = [_Sums(crc32c, wanted=checksums), _Sums(crc32, wanted=crcs)]
     reader = BandReader(plan.moves, [file.path for file in plan.source.files], store, plan.band_bytes)
     current = -1
     targets: list[list[tuple[int, Runs]]] = []
@@ -477,31 +481,35 @@ def move_pieces(
                 continue
             for offset, start, stop in ranges(runs, begin, len(content)):
                 writer.write_at(file, offset, content[start:stop])
-        if sums and targets[target]:
-            sums.add(number, target, targets[target][0][1], begin, content)
-    return Moved(reader.nbytes, written, sums.ranges() if sums else array("Q"))
+        if targets[target]:
+            for one in sums:
+                one.add(number, target, targets[target][0][1], begin, content)
+    return Moved(reader.nbytes, written, *(one.ranges() for one in sums))
 
 
 class _Sums:
     """Checksums of what is written, range by range; a range goes on as long as writes follow each other in a block."""
 
-    def __init__(self) -> None:
+    def __init__(self, extend: Callable[..., int], *, wanted: bool) -> None:
+        self._extend, self._wanted = extend, wanted
         self._ended = array("Q")
         self._last: dict[tuple[int, int], list[int]] = {}
 
     def add(self, move: int, target: int, runs: Runs, begin: int, content: memoryview) -> None:
         """Add what is written of a block's contents from `begin` on; no range goes beyond one of the block's runs."""
+        if not self._wanted:
+            return
         if len(runs) > 1:
             for _, start, stop in ranges(runs, begin, len(content)):
-                self._ended.extend((move, target, begin + start, stop - start, crc32c(content[start:stop])))
+                self._ended.extend((move, target, begin + start, stop - start, self._extend(content[start:stop])))
             return
         last = self._last.get((move, target))
         if last and last[0] + last[1] == begin:
-            last[1:] = last[1] + len(content), crc32c(content, last[2])
+            last[1:] = last[1] + len(content), self._extend(content, last[2])
         else:
             if last:
                 self._ended.extend((move, target, *last))
-            self._last[move, target] = [begin, len(content), crc32c(content)]
+            self._last[move, target] = [begin, len(content), self._extend(content)]
 
     def ranges(self) -> array[int]:
         """Return the ranges so far, as `Moved.wrote` tells."""

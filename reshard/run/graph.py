@@ -32,6 +32,7 @@ from reshard.run.tasks import (
     check_sources,
     close_files,
     commit_files,
+    crcs_of_files,
     create_files,
     files_task,
     move_task,
@@ -145,7 +146,9 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         done = [TaskRef(self.ready)]
         files = [number for number, file in enumerate(self.plan.files) if not (file.done or file.link)]
         if files and can(self.directory).positioned:  # there they are complete when they appear
-            tasks = [(some, self.directory, self.how, done[-1]) for some in _batches(files)]
+            crcs = self._key("crcs")
+            graph[crcs] = Task(crcs, crcs_of_files, TaskRef(self._key("plan")), done[-1])
+            tasks = [(some, self.directory, self.how, TaskRef(crcs)) for some in _batches(files)]
             done.append(self._add(graph, "close", close_files, tasks))
         graph[self.closed] = Task(self.closed, collect, *done)
         return graph

@@ -20,7 +20,7 @@ from reshard.errors import ReshardError, TargetError
 from reshard.formats.entries import ranges
 from reshard.run.locks import locks_at, opened
 from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, digest, known, lines_of, listed, parts_of
-from reshard.storage.crc import combine
+from reshard.storage.crc import CASTAGNOLI, combine
 from reshard.storage.local import write_error
 from reshard.storage.places import as_place, can, store_at
 from reshard.storage.remote import remote_store
@@ -273,8 +273,13 @@ def longest(wrote: Iterable[Range]) -> dict[int, tuple[int, int]]:
     return {begin: (nbytes, crc) for begin, nbytes, crc in sorted(wrote)}
 
 
-def sum_of(runs: Sequence[tuple[int, int]], wrote: Mapping[int, tuple[int, int]]) -> int | None:
-    """Return the CRC-32C of a block's contents, from those of ranges of its file; None where they do not make it up."""
+def sum_of(
+    runs: Sequence[tuple[int, int]], wrote: Mapping[int, tuple[int, int]], polynomial: int = CASTAGNOLI
+) -> int | None:
+    """Return the CRC-32C of a block's contents, from those of ranges of its file; None where they do not make it up.
+
+    It is the sum of another polynomial, if those are.
+    """
     value = 0
     for offset, nbytes in runs:
         end = offset
@@ -282,6 +287,6 @@ def sum_of(runs: Sequence[tuple[int, int]], wrote: Mapping[int, tuple[int, int]]
             length, crc = wrote.get(end, (0, 0))
             if not 0 < length <= offset + nbytes - end:
                 return None
-            value = combine(value, crc, length)
+            value = combine(value, crc, length, polynomial)
             end += length
     return value

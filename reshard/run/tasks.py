@@ -17,20 +17,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import ChangedError, GoneError, SourceError
 from reshard.plan.partition import whole_files
 from reshard.run.engine import Moved, move_pieces
-from reshard.run.ledger import in_files
+from reshard.run.ledger import in_files, longest, sum_of
 from reshard.storage.base import Around, Ordered, Sinks, Summing
 from reshard.storage.cipher import store_of
-from reshard.storage.crc import crc32
+from reshard.storage.crc import CRC32, crc32, crc_of_range
 from reshard.storage.local import local_store
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, store_at
 from reshard.storage.threads import live_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.formats.entries import FileLayout
+    from reshard.formats.entries import Crc, FileLayout
     from reshard.plan.plan import Move, Piece, Plan
+    from reshard.source.records import Range
     from reshard.storage.base import ReadStore, Sink, Status
     from reshard.targets.destination import TargetFile
 
@@ -50,7 +51,7 @@ class Receipt(NamedTuple):
         task: `create`, `move`, `sync` or `commit`, with its number; where a task writes whole files, `files`.
         read, written: bytes of contents.
         seconds: how long it took.
-        wrote: the ranges that were written, as `Moved.wrote` has them.
+        wrote, crcs: the ranges that were written, as `Moved` has them.
         ranges: those that a task of whole files wrote: of each the file's number, its begin, bytes and CRC-32C.
         ready: the files that are complete: number, size, and time or version.
     """
@@ -60,6 +61,7 @@ class Receipt(NamedTuple):
     written: int
     seconds: float
     wrote: array[int] = array("Q")
+    crcs: array[int] = array("Q")
     ranges: array[int] = array("Q")
     ready: tuple[tuple[int, int, int], ...] = ()
 
@@ -133,6 +135,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
             spans or store,
             sinks,
             checksums=how.checksums,
+            crcs=plan.has_crcs,
             check_cancelled=lambda: live_runs.check_cancelled(how.run),
         )
         if plan.coding:  # whose files are each of one task
@@ -149,7 +152,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
         elif how.fsync and len(plan.files) <= WRITEBACK_FILES:
             for path in _written(plan, [number], directory):
                 local_store().start_writeback(path)
-    return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote)
+    return Receipt(f"move {number}", moved.read, moved.written, time.perf_counter() - began, moved.wrote, moved.crcs)
 
 
 def unfinished(plan: Plan, number: int, directory: str) -> str:
@@ -279,24 +282,49 @@ def _statuses(plan: Plan) -> dict[int, Status | SourceError]:
     return dict(zip(numbers, found, strict=True))
 
 
-def close_files(plan: Plan, files: Sequence[int], directory: str, how: How, _moved: object) -> Receipt:
+def crcs_of_files(plan: Plan, receipts: Iterable[Receipt]) -> dict[int, list[Range]]:
+    """Return what receipts say of CRC-32 sums, by the number of the file: ranges."""
+    found: dict[int, list[Range]] = {}
+    for receipt in receipts:
+        for file, some in in_files(plan, receipt.crcs).items():
+            found.setdefault(file, []).extend(some)
+    return found
+
+
+def close_files(
+    plan: Plan, files: Sequence[int], directory: str, how: How, crcs: Mapping[int, Sequence[Range]]
+) -> Receipt:
     """Complete local target files, before any gets its name, and have them on the disk: naming all is quick then.
 
-    In a plan by file, what stands last is written here, and nothing else is left to be put on the disk.
+    The sums that files have of their contents are filled in here, from those of ranges. In a plan by file, what stands
+    last is written here, and nothing else is left to be put on the disk.
     """
     began = time.perf_counter()
     ready = []
     for number in files:
-        path = unfinished(plan, number, directory)
+        path, sums = unfinished(plan, number, directory), plan.files[number].layout.crcs
         if plan.by_file and plan.files[number].last:
             write_literals(plan, number, directory, sync=how.fsync)
-        elif not plan.by_file and (how.cached or not how.apart):
+        elif not plan.by_file and (sums or how.cached or not how.apart):
+            _fill(path, sums, crcs.get(number, ()))
             if how.drop_cache:
                 local_store().drop_cache(path, written=True)
             if how.fsync:
                 local_store().sync(path)
         ready.append((number, *local_store().status(path)[:2]))
     return Receipt(f"close {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
+
+
+def _fill(path: str, sums: Iterable[Crc], known: Iterable[Range]) -> None:
+    """Write sums of a file's ranges into it; ranges of which no part's sum is known, of an earlier run, are read."""
+    store, wrote = local_store(), longest(known)
+    sink = store.sink(path, sized=True)
+    for begin, nbytes, places in sums:
+        value = sum_of([(begin, nbytes)], wrote, CRC32.polynomial)
+        if value is None:
+            value = crc_of_range(store, path, begin, nbytes, crc32)
+        for place in places:
+            sink.write_at(place, value.to_bytes(4, "little"))
 
 
 def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:

@@ -236,8 +236,6 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         reshard.plan(checkpoint, format="dcp", files=reshard.MindSporeSet())
     with pytest.raises(UsageError, match="format ckpt and DCP do not go together"):
         reshard.plan(checkpoint, format="ckpt", files=reshard.DCP())
-    with pytest.raises(UsageError, match="have sums of themselves are written from first byte to last"):
-        reshard.plan(checkpoint, format="dcp").run(tmp_path / "out", partition="tensor")
     with pytest.raises(UsageError, match="expected at least 1"):
         reshard.DCP(0)
 
