@@ -34,6 +34,11 @@ class Extent(NamedTuple):
     runs: Runs
     strides: Shape = ()
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the runs do not hold just the block: its elements lie in strides, or are zeros."""
+        return bool(self.strides) or not self.runs
+
 
 class Where(NamedTuple):
     """An extent but for what differs between tensors that lie in the same files: their runs, by number."""
@@ -114,6 +119,7 @@ class Summed(NamedTuple):
         left: what is to be read for its sum: what that is called, its bytes, and the sum that the file carries.
         faults: what is wrong already, in words.
         carries: it has sums; a program may have left them out.
+        unread: it was not read, because it would have to be held whole.
     """
 
     name: str
@@ -121,6 +127,7 @@ class Summed(NamedTuple):
     left: tuple[tuple[str, Runs, int], ...] = ()
     faults: tuple[str, ...] = ()
     carries: bool = True
+    unread: bool = False
 
 
 class Sums(Protocol):

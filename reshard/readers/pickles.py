@@ -4,14 +4,12 @@ Python's own unpickler makes objects of any class that a pickle names and calls 
 what it likes. Here its instructions are followed, and in the place of an object is a `Record` of what would have made
 it: a name, arguments, a state. Sets are lists, and so are dicts (`Pairs`): there is no key whose hash could be slow.
 
-What is shared is shared here too, so that memory is in proportion to the file. Limits stop a file that is made to take
-more: they are several times what the metadata of the largest checkpoints need. As each instruction takes time, too, a
-smaller file of nothing but lists, calls, names or numbers is refused in a second: it has more than it tells of tensors.
-What tells of one is an object of a class (a tensor, a box, its place), or refers to its bytes outside. For each of them
-PyTorch, Megatron-Core and hyper-parallel write 30 bytes or more (14 until the places come), in which they make at most
-11 values (25 in a small file), of 7 bytes or more, and fill lists and dicts with 7 items. Allowed are more than that,
-and besides it what no checkpoint has of other things: a million numbers, 2^18 texts, lists and the like, or 16 MiB of
-texts that are not long.
+What a pickle shares is shared here, so that memory is in proportion to the file. Each instruction takes time, though,
+and a file of nothing but lists, calls, names or numbers would take minutes. So what is made is compared with what
+describes tensors: objects of classes (a tensor, a box, its place), and references to bytes outside of the pickle. For
+each of these PyTorch, Megatron-Core and hyper-parallel write 30 bytes or more (14 until the places come), make at most
+11 values (25 in a small file) of 7 bytes or more, and fill lists and dicts with 7 items. A pickle may have more than
+that, and besides it a million numbers, 2^18 texts, lists and the like, and 16 MiB of short texts.
 
 Sources: `pickletools` of Python 3.13; pickles of protocol 2 to 5 as Python's own pickler writes them, which needs the
 instructions that are refused for a tuple that has itself alone.

@@ -99,6 +99,13 @@ class Band(NamedTuple):
     writes: Iterable[Write]
 
 
+class _Apart(NamedTuple):
+    """What `gather` reads of some rows of a move: the source blocks that lie apart, and the bytes of the rows."""
+
+    sources: frozenset[int]
+    nbytes: int
+
+
 _VIEW_BYTES = 200  # of a view of a buffer in a band that is kept, with its share of what holds it; measured
 
 
@@ -179,7 +186,7 @@ class BandReader:
             band_bytes: the most bytes of a tensor that are read at once.
         """
         self._moves, self._paths, self._store, self._band_bytes = moves, paths, store, band_bytes
-        self._apart: dict[int, tuple[frozenset[int], int]] = {}  # of a move: what `gather` reads, and bytes of its rows
+        self._apart: dict[int, _Apart] = {}  # of each move
         self._token = object()  # what is read ahead is for this reader alone
         self.nbytes = 0
 
@@ -212,9 +219,9 @@ class BandReader:
         for piece in pieces:
             move = self._moves[piece.move]
             sources = [(self._paths[at.file], at.runs) for at in move.reads]
-            apart = frozenset(n for n, at in enumerate(move.reads) if at.strides or not at.runs)
+            apart = frozenset(number for number, at in enumerate(move.reads) if at.is_apart)
             row = prod(move.recipe.shape[move.axis + 1 :]) * move.dtype.itemsize
-            self._apart[piece.move] = apart, (piece.stop - piece.start) * row
+            self._apart[piece.move] = _Apart(apart, (piece.stop - piece.start) * row)
             for band in _buffers.bands(piece, move, self._band_bytes, in_order=in_order or bool(apart)):
                 wanted: list[Want] = []
                 for source, begin, view in band.reads:
@@ -225,11 +232,11 @@ class BandReader:
 
     def gather(self, number: int, band: Band) -> None:
         """Read what a band has of source blocks whose elements lie in strides, and fill those of zeros."""
-        apart, nbytes = self._apart[number]
-        if apart:
+        apart = self._apart[number]
+        if apart.sources:
             move = self._moves[number]
-            wanted = [read for read in band.reads if read.source in apart]
-            room = min(AHEAD * self._band_bytes, nbytes)
+            wanted = [read for read in band.reads if read.source in apart.sources]
+            room = min(AHEAD * self._band_bytes, apart.nbytes)
             _buffers.ahead.share((self._token, number, room, *(read.source for read in wanted)), len(wanted) or 1, room)
             for place, (source, begin, view) in enumerate(wanted):
                 shape = move.recipe.sources[source].shape

@@ -76,6 +76,11 @@ def crc_of_range(
     return value
 
 
+def crc32_fault(found: int, carried: int) -> str:
+    """Return in words that bytes have another CRC-32 than a file says; empty where they have that."""
+    return "" if found == carried else f"has the CRC-32 {found:08x}; it carries {carried:08x}"
+
+
 class Checksum(NamedTuple):
     """A kind of checksum.
 

@@ -14,7 +14,7 @@ from reshard.plan import budget
 from reshard.run.engine import scratch
 from reshard.run.executor import map_tasks
 from reshard.storage.cipher import store_of
-from reshard.storage.crc import CRC32, CRC32C, combine_ranges
+from reshard.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault
 from reshard.storage.places import in_batches
 from reshard.storage.threads import run_threads
 from reshard.verify.difference import Difference
@@ -123,12 +123,14 @@ class SumsChecked(NamedTuple):
         nbytes: how many bytes of the files have checksums, headers included.
         rest: how many have none.
         bare: names of what could carry checksums, and has none.
+        unread: names of what may carry checksums, and cannot be held to be compared with them.
     """
 
     differences: tuple[Difference, ...]
     nbytes: int
     rest: int
     bare: tuple[str, ...]
+    unread: tuple[str, ...]
 
 
 def check_carried(
@@ -147,6 +149,7 @@ def check_carried(
     """
     differences: list[Difference] = []
     bare: dict[str, None] = {}
+    unread: dict[str, int] = {}
     covered: set[tuple[int, int, int]] = set()
     wanted: dict[tuple[int, Runs, int], list[tuple[str, str]]] = {}  # two names may have one item
 
@@ -164,10 +167,13 @@ def check_carried(
         for part in parts:
             for fault in part.faults:
                 add(number, part.name, fault)
-            if part.carries:
+            name = part.name or target.files[number].path.rpartition("/")[2]
+            if part.unread:
+                unread[name] = part.run[1]
+            elif part.carries:
                 covered.add((number, *part.run))
             else:
-                bare[part.name or target.files[number].path.rpartition("/")[2]] = None
+                bare[name] = None
             for what, runs, crc in part.left:
                 wanted.setdefault((number, runs, crc), []).append((part.name, what))
 
@@ -178,7 +184,8 @@ def check_carried(
     )  # fmt: skip
     for key, value in found.items():
         number, _, crc = key
-        for name, what in wanted[key] if value != crc else ():
-            add(number, name, f"{what} has the CRC-32 {value:08x}; it carries {crc:08x}")
+        for name, what in wanted[key] if (fault := crc32_fault(value, crc)) else ():
+            add(number, name, f"{what} {fault}")
     nbytes = sum(length for *_, length in covered)
-    return SumsChecked(tuple(differences), nbytes, sum(file.nbytes for file in target.files) - nbytes, tuple(bare))
+    rest = sum(file.nbytes for file in target.files) - nbytes - sum(unread.values())
+    return SumsChecked(tuple(differences), nbytes, rest, tuple(bare), tuple(unread))

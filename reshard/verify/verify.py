@@ -390,8 +390,10 @@ def _unread(target: Checkpoint, carried: SumsChecked) -> Iterator[str]:
     if not carried.nbytes:
         more = " (its ledger names a source: verified by its path alone, every bit is compared with that)"
         yield f"contents{more if made_at(target.root) is not None else ''}"
-    elif carried.rest:
-        yield f"{bytes_text(max(carried.rest, 0))} of the files, which carry no checksums of them"
+    elif carried.rest > 0:
+        yield f"{bytes_text(carried.rest)} of the files, which carry no checksums of them"
+    if carried.unread:
+        yield f"contents of {names(carried.unread, most=3)}: zstd streams that are too large to be decoded whole"
     if carried.bare:
         yield f"contents of {names(carried.bare, most=3)}, of which PyTorch was told to make no checksums"
     if target.beside:

@@ -165,7 +165,7 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
     for number in range(len(plan.tasks)):
         move_task(plan, number, root, how, None)
         create_files(plan, every, root, how)
-    close_files(plan, every, root, how, None)
+    close_files(plan, every, root, how, {})
     withdraw_index(plan, root, None)
     commit_files(plan, every, root, how, None)
     assert tree(tmp_path / "z") == tree(tmp_path / "whole")

@@ -131,7 +131,10 @@ def test_what_is_too_large_to_be_held_is_not_looked_at(tmp_path: Path, monkeypat
     monkeypatch.setattr(module, "_LARGEST_OBJECT", 1 << 17)
     found = reshard.verify(root)
     assert found.equal
-    rest = len(objects["p"])
-    assert found.unchecked[0] == f"{rest / 1000:.1f} kB of the files, which carry no checksums of them"
+    too_large = "zstd streams that are too large to be decoded whole"
+    assert found.unchecked[0] == f"contents of p: {too_large}"
+    assert found.bytes_read == len(objects["o"]) + len(items[0][0][2])
     monkeypatch.setattr(module, "_LARGEST", 0)
-    assert reshard.verify(root).bytes_read == 0
+    found = reshard.verify(root)
+    assert found.bytes_read == 0
+    assert f"contents of w, o, p: {too_large}" in found.unchecked

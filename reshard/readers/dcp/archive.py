@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats.entries import Summed
 from reshard.readers.dcp.records import Damaged, Record, carries_sums, directory, endings
-from reshard.storage.crc import crc32
+from reshard.storage.crc import crc32, crc32_fault
 from reshard.storage.places import in_batches
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class _Item(NamedTuple):
                 run = self.part.begin + record.begin, record.size
                 left.append((f"{record.label} in {at}", (run,), record.crc))
             fault = _fault(record, bytes(header), bytes(frame[place : place + record.tail]))
-            if not fault and carries and content is not None and (found := crc32(content)) != record.crc:
-                fault = f"has the CRC-32 {found:08x}; it carries {record.crc:08x}"
+            if not fault and carries and content is not None:
+                fault = crc32_fault(crc32(content), record.crc)
             if fault:
                 faults.append(f"{record.label} in {at} {fault}")
             place += record.tail

@@ -24,14 +24,13 @@ from reshard.readers.dcp.archive import Archives, Part
 from reshard.readers.dcp.records import directory
 from reshard.readers.dcp.torch_save import Known, Span, item, read_heads
 from reshard.storage.base import Around
-from reshard.storage.crc import crc32
+from reshard.storage.crc import crc32, crc32_fault
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reshard.storage.base import ReadStore, Want
-
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _HEADER = 6  # of a frame that says nothing but its window
@@ -116,23 +115,27 @@ class StreamArchives(NamedTuple):
     parts: tuple[tuple[Part, int | None], ...]
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
-        """Yield each, its records summed; nothing of a tensor or an object that is too large to be held for that."""
+        """Yield each, its records summed; a tensor or an object that is too large to be held for that is not read."""
         yield from self.plain.read(path, store)
+        limits = dict(self.parts)
+        units = {part: Streams(_room(_LARGEST_OBJECT if most is None else most), ()) for part, most in self.parts}
+        small = [
+            part
+            for part, most in self.parts
+            if units[part].chunk_bytes <= _LARGEST and (most is not None or part.nbytes <= _LARGEST_OBJECT)
+        ]
+        yield from (_unread(part) for part, _ in self.parts if part not in small)
 
         def steps() -> Iterator[tuple[tuple[Part, Streams, bytearray], ReadStore, list[Want]]]:
-            for part, most in self.parts:
-                unit = Streams(_room(_LARGEST_OBJECT if most is None else most), ())
-                if unit.chunk_bytes <= _LARGEST and (most is not None or part.nbytes <= _LARGEST_OBJECT):
-                    held = bytearray(min(part.nbytes, 2 * unit.chunk_bytes + 1))
-                    yield (part, unit, held), any_store(), [(path, part.begin, memoryview(held))]
+            for part in small:
+                held = bytearray(min(part.nbytes, 2 * units[part].chunk_bytes + 1))
+                yield (part, units[part], held), any_store(), [(path, part.begin, memoryview(held))]
 
-        limits = dict(self.parts)
         for part, unit, held in in_batches(steps()):
             try:
                 yield _summed(path, part, unit.decoded(held), has_sum=bool(held[4]))
             except _TooLongError as error:
-                if limits[part] is not None:
-                    yield _not_a_stream(part, error)
+                yield _unread(part) if limits[part] is None else _not_a_stream(part, error)
             except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
                 yield _not_a_stream(part, error)
 
@@ -141,9 +144,9 @@ def _summed(path: str, part: Part, content: bytes, *, has_sum: bool) -> Summed:
     """Return what is known of a stream of these contents, whose frame may have had a sum of its own."""
     (found,) = Archives((Part(part.name, part.begin, len(content)),)).read(path, _Decoded(part.begin, content))
     wrong = [
-        f"{what} has the CRC-32 {value:08x}; it carries {crc:08x}"
+        f"{what} {fault}"
         for what, ((begin, nbytes),), crc in found.left
-        if (value := crc32(memoryview(content)[begin - part.begin :][:nbytes])) != crc
+        if (fault := crc32_fault(crc32(memoryview(content)[begin - part.begin :][:nbytes]), crc))
     ]
     if not found.faults and not _has_names(content):
         wrong.append(f"{part.text} has records of other names than torch.save gives them")
@@ -156,6 +159,10 @@ def _has_names(content: bytes) -> bool:
     names = {record.name for record in records}
     data = names - _NAMES
     return _PICKLE in names and data == {b"archive/data/%d" % number for number in range(len(data))}
+
+
+def _unread(part: Part) -> Summed:
+    return Summed(part.name, part[1:], unread=True)
 
 
 def _not_a_stream(part: Part, why: object) -> Summed:

@@ -65,14 +65,32 @@ class Compared(NamedTuple):
     varying: list[str]
 
 
-_Side = tuple[object, int, int]
-"""A copy in strides among those that are read side by side: what tells these from others, their number, and its own."""
+class _Side(NamedTuple):
+    """A copy that lies apart, among those that are read side by side: what sets these apart, their number, its own."""
 
-_Turn = tuple[tuple[int, Band] | tuple[int, Write, Extent | None, memoryview, _Side], "ReadStore", list["Want"]]
-"""What is read in turn: a band, or a part of a copy (the number of its check, the part, the copy and its buffer).
+    of: object
+    beside: int
+    place: int
 
-A part of no copy is what its copies are compared with, cast; it comes before they are read.
-"""
+
+class _References(NamedTuple):
+    """A band of the references that a check is about."""
+
+    number: int
+    band: Band
+
+
+class _Part(NamedTuple):
+    """A part of a copy and the buffer for it; of no copy, what its copies are compared with, cast, before these."""
+
+    number: int
+    write: Write
+    copy: Extent | None
+    content: memoryview
+    side: _Side | None = None
+
+
+_Turn = tuple[_References | _Part, "ReadStore", list["Want"]]
 
 
 class Comparer:
@@ -100,7 +118,7 @@ class Comparer:
         reader = BandReader(moves, self._comparison.paths, self._stores[0], self._comparison.band_bytes)
         converted = memoryview(b"")
         for turn in in_batches(self._turns(reader, checks, pieces)):
-            if len(turn) == 2:  # another band of the references is there
+            if isinstance(turn, _References):
                 reader.gather(*turn)
                 continue
             number, write, copy, found, side = turn
@@ -127,24 +145,23 @@ class Comparer:
     def _turns(self, reader: BandReader, checks: Mapping[int, Check], pieces: Iterable[Piece]) -> Iterator[_Turn]:
         """Yield what is read in turn: a band of the references, then every copy of each part of it."""
         for (number, band), store, wanted in reader.bands(pieces):
-            yield (number, band), store, wanted
+            yield _References(number, band), store, wanted
             move = checks[number].move
-            writes, targets, apart, place = band.writes, tuple[int, ...](), 0, 0
-            if any(_is_apart(copy) for copies in move.writes for copy in copies):
+            writes, sides = band.writes, iter(tuple[_Side, ...]())
+            if any(copy.is_apart for copies in move.writes for copy in copies):
                 writes = list(writes)
-                targets = tuple(write.target for write in writes)
-                apart = sum(_is_apart(copy) for target in targets for copy in move.writes[target])
+                sides = _sides(number, [(write.target, move.writes[write.target]) for write in writes])
             for write in writes:
                 elements = len(write.content) // move.dtype.itemsize
                 dtype = move.dtype
                 for copy in move.writes[write.target]:
                     before, dtype = dtype, self._comparison.copy_dtype(checks[number], copy.file)
                     if dtype is not before:
-                        yield (number, write, None, write.content, (number, 1, 0)), store, []
+                        yield _Part(number, write, None, write.content), store, []
                     itemsize = dtype.itemsize
                     found, of_copy, reading = self._reading(copy, write.first * itemsize, elements * itemsize)
-                    yield (number, write, copy, found, ((number, targets), apart, place)), of_copy, reading
-                    place += _is_apart(copy)
+                    side = next(sides) if copy.is_apart else None
+                    yield _Part(number, write, copy, found, side), of_copy, reading
 
     def _mismatch(
         self, check: Check, target: int, file: int, first: int, unequal: Array, here: Array, there: Array
@@ -194,7 +211,8 @@ class Comparer:
         found = [blake2b(digest_size=32) for _ in copies]
         for number, extent, begin, content in in_batches(self._contents(check, copies)):
             dtype = self._comparison.copy_dtype(check, extent.file)
-            self._gather(extent, check.shape, dtype, begin, content, ((check.source_name, number), 1, 0))
+            side = _Side((check.source_name, number), 1, 0) if extent.is_apart else None
+            self._gather(extent, check.shape, dtype, begin, content, side)
             found[number].update(cast(content, dtype, check.move.target_dtype))
         return [digest.digest() for digest in found]
 
@@ -216,23 +234,26 @@ class Comparer:
         view = scratch(nbytes)
         self.nbytes += nbytes
         path = self._comparison.paths[extent.file]
-        return view, self._store(extent), [] if _is_apart(extent) else wants(path, extent.runs, begin, view)
+        return view, self._store(extent), [] if extent.is_apart else wants(path, extent.runs, begin, view)
 
-    def _gather(self, extent: Extent, shape: Shape, dtype: DType, begin: int, view: memoryview, side: _Side) -> None:
-        """Fill the buffer for contents of a copy, in its turn, where nothing else does: elements in strides, zeros."""
-        if _is_apart(extent):
-            of, count, place = side
-            ahead = copies_ahead()
-            ahead.share((self._token, of), count, AHEAD * self._comparison.band_bytes)
-            read_block(self._store(extent), self._comparison.paths, extent, shape, dtype, begin, view, ahead, place)
+    def _gather(
+        self, extent: Extent, shape: Shape, dtype: DType, begin: int, view: memoryview, side: _Side | None
+    ) -> None:
+        """Fill the buffer for contents of a copy that lies apart, in its turn; that of others is full then."""
+        if side:
+            ahead, paths = copies_ahead(), self._comparison.paths
+            ahead.share((self._token, side.of), side.beside, AHEAD * self._comparison.band_bytes)
+            read_block(self._store(extent), paths, extent, shape, dtype, begin, view, ahead, side.place)
 
     def _store(self, extent: Extent) -> ReadStore:
         return self._stores[extent.file >= self._comparison.sources]
 
 
-def _is_apart(extent: Extent) -> bool:
-    """Return whether a copy lies in strides, or is zeros."""
-    return bool(extent.strides) or not extent.runs
+def _sides(number: int, copies: Sequence[tuple[int, Sequence[Extent]]]) -> Iterator[_Side]:
+    """Return which one each copy that lies apart is, of those of a band's target blocks."""
+    of = number, tuple(target for target, _ in copies)
+    count = sum(copy.is_apart for _, some in copies for copy in some)
+    return (_Side(of, count, place) for place in range(count))
 
 
 def _unravelled(index: Shape, space: Shape, shape: Shape) -> Shape:
