@@ -97,7 +97,7 @@ def build(source: Checkpoint, items: Sequence[Item], destination: Destination, b
     files = destination.files(routed, texts)
     moves = _moves(routed, files, budget.band_bytes)
     weights = [max(prod(route.recipe.shape), route.written) * item.tensor.spec.dtype.itemsize for item, route in routed]
-    tasks = share_out(moves, weights, whole_files=destination.coding is not None)
+    tasks = share_out(moves, weights, budget.band_bytes, whole_files=destination.coding is not None)
     labels: dict[Label, Label] = {}  # a name of many files is held once
     every = tuple(labels.setdefault(label, label) for label in (Label(i.name, i.tensor.spec.name) for i, _ in routed))
     stats, memory = _stats(files, moves, routed, budget, len(tasks))

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import UsageError
 from reshard.formats.entries import ranges
 from reshard.plan import budget
-from reshard.plan.bands import Recipe
+from reshard.plan.bands import AHEAD, Recipe
 from reshard.plan.budget import band_buffers, thread_bytes
 from reshard.plan.plan import Piece, Task, Way
 from reshard.storage.cipher import BLOCK_BYTES
@@ -161,7 +161,7 @@ def _with_whole_chunks(plan: Plan, directory: str) -> Plan:
     """Return the plan of a zarr store of which each task writes whole files: as by tensor, but cut where files are."""
     moves = plan.moves
     weights = [prod(move.recipe.shape) * max(move.dtype.itemsize, move.target_dtype.itemsize) for move in moves]
-    tasks = share_out(moves, weights, whole_files=True)
+    tasks = share_out(moves, weights, plan.band_bytes, whole_files=True)
     groups: list[dict[int, None]] = [{} for _ in tasks]
     pieces: list[list[tuple[int, int]]] = [[] for _ in moves]  # of each move: first row and task
     for number, task in enumerate(tasks):
@@ -239,12 +239,13 @@ def _elements(way: Way) -> Counter[frozenset[int]]:
     return found
 
 
-def share_out(moves: Sequence[Move], weights: Sequence[int], *, whole_files: bool) -> tuple[Task, ...]:
+def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *, whole_files: bool) -> tuple[Task, ...]:
     """Share the rows of moves out into tasks of about equal weight.
 
     Args:
         moves: what is moved.
         weights: the bytes of each.
+        band_bytes: the most of a tensor that is read at once; of elements in strides, `AHEAD` times as much.
         whole_files: a task does whole files (`Way.row_multiple`).
     """
     limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
@@ -254,6 +255,8 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], *, whole_files: boo
     for number, (move, weight) in enumerate(zip(moves, weights, strict=True)):
         rows = move.rows if weight else 0
         multiple = move.way.row_multiple if whole_files else 1
+        if multiple == 1 and rows and any(at.strides for at in move.way.reads):
+            multiple = -(-rows // -(-weight // (AHEAD * band_bytes)))
         start = 0
         while start < rows:
             count = min(rows - start, -(-max(1, rows * room // weight) // multiple) * multiple)

@@ -129,7 +129,7 @@ class Selection:
         """Return the new name of every chosen tensor, or object.
 
         Args:
-            chosen: their names; one of both is there twice.
+            chosen: their names; one that a tensor and an object both have is there twice.
             known: names of all tensors of the source, if more are there than are chosen.
 
         Raises:

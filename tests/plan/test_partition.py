@@ -154,3 +154,25 @@ def test_a_graph_by_file_is_a_dask_collection(tmp_path: Path) -> None:
     assert repr(collection) == f"<Graph: 4 tasks to write 4 files below {tmp_path / 'out'}>"
     collection.compute()
     assert_rank_files(tmp_path / "out", FULL, split(4, 0))
+
+
+def test_what_is_transposed_is_cut_where_reading_ahead_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that began in the middle would read what the one before has read."""
+    monkeypatch.setattr(budget, "TASK_BYTES", 10_000)
+    monkeypatch.setattr(budget, "STRIDED_BAND_BYTES", 1000)
+    full = numbers({f"w{number}": (60, 50) for number in range(5)} | {"large": (60, 500)})
+    checkpoint = reshard.open(write_file(tmp_path / "src.safetensors", full))
+    turned = [{"a": name, "b": {"transpose": f"{name}.t"}} for name in full]
+    rules = {"reshard-rules": 1, "sides": ["a", "b"], "rules": turned}
+    plan = reshard.plan(checkpoint.derive(reshard.Rules.of(rules)), files=reshard.HuggingFaceSet())
+    pieces: dict[str, list[int]] = {}
+    for task in plan.tasks:
+        for piece in task.pieces:
+            pieces.setdefault(plan.labels[piece.move].name, []).append(piece.start)
+    assert len(plan.tasks) > 1
+    assert {name: starts for name, starts in pieces.items() if name != "large.t"} == {
+        f"w{number}.t": [0] for number in range(5)
+    }
+    room = 12_000 // (60 * 4)  # rows that are read ahead
+    assert all(start % (500 // -(-500 // room)) == 0 for start in pieces["large.t"]), pieces["large.t"]
+    assert len(pieces["large.t"]) > 3

@@ -125,7 +125,7 @@ class Comparison:
         if sample is None:
             # A value of every rank is compared whole.
             others = [0 if check.own_values else n for check, n in zip(self.checks, weights, strict=True)]
-            shared = share_out(moves, others, whole_files=False)
+            shared = share_out(moves, others, self.band_bytes, whole_files=False)
             own = (Piece(n, 0, 1) for n, check in enumerate(self.checks) if check.own_values and weights[n])
             return [*(task.pieces for task in shared), *((piece,) for piece in own)]
         pieces: list[Piece] = []
