@@ -217,7 +217,7 @@ def test_an_encrypted_target(root: str, tmp_path: Path, mode: str, monkeypatch: 
     fs.rm_file(name)
     assert plan.run(f"{root}/out").finished == len(plan.files) - 1
     assert reshard.verify(f"{root}/out", cipher=cipher)
-    with pytest.raises(UsageError, match="encrypted or have sums of themselves are written from first byte to last"):
+    with pytest.raises(UsageError, match="files that are encrypted are written from first byte to last"):
         plan.run(tmp_path / "other", partition="tensor")
 
 
