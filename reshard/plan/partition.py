@@ -245,7 +245,8 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *,
     Args:
         moves: what is moved.
         weights: the bytes of each.
-        band_bytes: the most of a tensor that is read at once; of elements in strides, `AHEAD` times as much.
+        band_bytes: the most of a tensor that is read at once. What lies in strides is cut where reading ahead ends,
+            after about `AHEAD` times as much.
         whole_files: a task does whole files (`Way.row_multiple`).
     """
     limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
@@ -255,7 +256,7 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *,
     for number, (move, weight) in enumerate(zip(moves, weights, strict=True)):
         rows = move.rows if weight else 0
         multiple = move.way.row_multiple if whole_files else 1
-        if multiple == 1 and rows and any(at.strides for at in move.way.reads):
+        if multiple == 1 and rows and _is_strided(move.way):
             multiple = -(-rows // -(-weight // (AHEAD * band_bytes)))
         start = 0
         while start < rows:
@@ -269,6 +270,10 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *,
     if task:
         tasks.append(Task(tuple(task)))
     return tuple(tasks)
+
+
+def _is_strided(way: Way) -> bool:
+    return any(at.strides for some in (way.reads, *way.writes) for at in some)
 
 
 def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int) -> tuple[tuple[int, ...], ...]:

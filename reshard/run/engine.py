@@ -469,7 +469,8 @@ def move_pieces(
         TargetError, BudgetError: a target file cannot be written.
     """
     written = 0
-    sums = [_Sums(crc32c, wanted=checksums), _Sums(crc32, wanted=crcs)]
+    wrote, summed = _Sums(crc32c), _Sums(crc32)
+    sums = [one for one, wanted in ((wrote, checksums), (summed, crcs)) if wanted]
     reader = BandReader(plan.moves, [file.path for file in plan.source.files], store, plan.band_bytes)
     current = -1
     targets: list[list[tuple[int, Runs]]] = []
@@ -491,24 +492,22 @@ def move_pieces(
         if targets[target]:
             for one in sums:
                 one.add(number, target, targets[target][0][1], begin, content)
-    return Moved(reader.nbytes, written, *(one.ranges() for one in sums))
+    return Moved(reader.nbytes, written, wrote.ranges(), summed.ranges())
 
 
 class _Sums:
     """Checksums of what is written, range by range; a range goes on as long as writes follow each other in a block."""
 
-    def __init__(self, extend: Callable[..., int], *, wanted: bool) -> None:
-        self._extend, self._wanted = extend, wanted
+    def __init__(self, extend: Callable[[memoryview, int], int]) -> None:
+        self._extend = extend
         self._ended = array("Q")
         self._last: dict[tuple[int, int], list[int]] = {}
 
     def add(self, move: int, target: int, runs: Runs, begin: int, content: memoryview) -> None:
         """Add what is written of a block's contents from `begin` on; no range goes beyond one of the block's runs."""
-        if not self._wanted:
-            return
         if len(runs) > 1:
             for _, start, stop in ranges(runs, begin, len(content)):
-                self._ended.extend((move, target, begin + start, stop - start, self._extend(content[start:stop])))
+                self._ended.extend((move, target, begin + start, stop - start, self._extend(content[start:stop], 0)))
             return
         last = self._last.get((move, target))
         if last and last[0] + last[1] == begin:
@@ -516,7 +515,7 @@ class _Sums:
         else:
             if last:
                 self._ended.extend((move, target, *last))
-            self._last[move, target] = [begin, len(content), self._extend(content)]
+            self._last[move, target] = [begin, len(content), self._extend(content, 0)]
 
     def ranges(self) -> array[int]:
         """Return the ranges so far, as `Moved.wrote` tells."""

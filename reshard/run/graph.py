@@ -98,7 +98,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self.plan = plan
         self.directory = directory
         self.run = uuid.uuid4().hex
-        self.how = how._replace(run=self.run)
+        self.how = how._replace(run=self.run, crcs=plan.has_crcs)
         # Not dask's token of all this: with what moves share in each of them, it would take more than the plan.
         self._token = self.run
         self.ready = self._key("ready")

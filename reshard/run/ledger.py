@@ -278,7 +278,10 @@ def sum_of(
 ) -> int | None:
     """Return the CRC-32C of a block's contents, from those of ranges of its file; None where they do not make it up.
 
-    It is the sum of another polynomial, if those are.
+    Args:
+        runs: where the contents lie.
+        wrote: ranges by their begins: bytes and sum.
+        polynomial: of the sums.
     """
     value = 0
     for offset, nbytes in runs:

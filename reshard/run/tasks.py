@@ -48,7 +48,7 @@ class Receipt(NamedTuple):
     """What a task did.
 
     Attributes:
-        task: `create`, `move`, `sync` or `commit`, with its number; where a task writes whole files, `files`.
+        task: `create`, `move`, `close` or `commit`, with its number; where a task writes whole files, `files`.
         read, written: bytes of contents.
         seconds: how long it took.
         wrote, crcs: the ranges that were written, as `Moved` has them.
@@ -74,6 +74,7 @@ class How(NamedTuple):
         drop_cache: leave nothing in the page cache.
         apart: the tasks may run in several processes.
         checksums: sum up what is written.
+        crcs: sum it up by CRC-32 as well, since target files have such sums of it; a graph says so.
         cached: `page_cache.cache_of` of the target, where tasks that run apart share it: files are then put on the disk
             when all is written, as by one process, and not by every task that wrote into them.
         run: which run it is; a graph gives itself one.
@@ -83,6 +84,7 @@ class How(NamedTuple):
     drop_cache: bool = False
     apart: bool = False
     checksums: bool = False
+    crcs: bool = False
     cached: str = ""
     run: str = ""
 
@@ -135,7 +137,7 @@ def move_task(plan: Plan, number: int, directory: str, how: How, _made: object) 
             spans or store,
             sinks,
             checksums=how.checksums,
-            crcs=plan.has_crcs,
+            crcs=how.crcs,
             check_cancelled=lambda: live_runs.check_cancelled(how.run),
         )
         if plan.coding:  # whose files are each of one task
@@ -301,30 +303,36 @@ def close_files(
     """
     began = time.perf_counter()
     ready = []
-    for number in files:
-        path, sums = unfinished(plan, number, directory), plan.files[number].layout.crcs
-        if plan.by_file and plan.files[number].last:
-            write_literals(plan, number, directory, sync=how.fsync)
-        elif not plan.by_file and (sums or how.cached or not how.apart):
-            _fill(path, sums, crcs.get(number, ()))
-            if how.drop_cache:
-                local_store().drop_cache(path, written=True)
-            if how.fsync:
-                local_store().sync(path)
-        ready.append((number, *local_store().status(path)[:2]))
+    with _working(how, directory):
+        for number in files:
+            file, path = plan.files[number], unfinished(plan, number, directory)
+            if not plan.by_file:
+                _complete(path, file.layout.crcs, crcs.get(number, ()), how)
+            elif file.last:
+                write_literals(plan, number, directory, sync=how.fsync)
+            ready.append((number, *local_store().status(path)[:2]))
     return Receipt(f"close {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
-def _fill(path: str, sums: Iterable[Crc], known: Iterable[Range]) -> None:
-    """Write sums of a file's ranges into it; ranges of which no part's sum is known, of an earlier run, are read."""
-    store, wrote = local_store(), longest(known)
-    sink = store.sink(path, sized=True)
-    for begin, nbytes, places in sums:
-        value = sum_of([(begin, nbytes)], wrote, CRC32.polynomial)
-        if value is None:
-            value = crc_of_range(store, path, begin, nbytes, crc32)
-        for place in places:
-            sink.write_at(place, value.to_bytes(4, "little"))
+def _complete(path: str, crcs: Sequence[Crc], known: Iterable[Range], how: How) -> None:
+    """Write sums of a file's ranges into it, and have it on the disk unless the tasks that wrote it saw to that.
+
+    A range of which the sum is not known from receipts, since an earlier run wrote some of it, is read.
+    """
+    store = local_store()
+    if crcs:
+        sink, wrote = store.sink(path, sized=True), longest(known)
+        for begin, nbytes, places in crcs:
+            value = sum_of([(begin, nbytes)], wrote, CRC32.polynomial)
+            if value is None:
+                value = crc_of_range(store, path, begin, nbytes, crc32)
+            for place in places:
+                sink.write_at(place, value.to_bytes(4, "little"))
+    if crcs or how.cached or not how.apart:
+        if how.drop_cache:
+            store.drop_cache(path, written=True)
+        if how.fsync:
+            store.sync(path)
 
 
 def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:

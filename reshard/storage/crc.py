@@ -106,7 +106,7 @@ def combine(first: int, second: int, second_nbytes: int, polynomial: int = CASTA
     >>> combine(crc32c(b"12345"), crc32c(b"6789"), 4) == crc32c(b"123456789")
     True
     """
-    return _product(_carry(second_nbytes, polynomial), first, polynomial) ^ second
+    return _product(_carry(second_nbytes, polynomial), first, polynomial) ^ second if first else second
 
 
 def combine_ranges(ranges: Iterable[tuple[int, int, int]], polynomial: int = CASTAGNOLI) -> int:

@@ -149,7 +149,8 @@ def check_carried(
     """
     differences: list[Difference] = []
     bare: dict[str, None] = {}
-    unread: dict[str, int] = {}
+    unread: dict[str, None] = {}
+    left_out: set[tuple[int, int, int]] = set()
     covered: set[tuple[int, int, int]] = set()
     wanted: dict[tuple[int, Runs, int], list[tuple[str, str]]] = {}  # two names may have one item
 
@@ -169,7 +170,8 @@ def check_carried(
                 add(number, part.name, fault)
             name = part.name or target.files[number].path.rpartition("/")[2]
             if part.unread:
-                unread[name] = part.run[1]
+                unread[name] = None
+                left_out.add((number, *part.run))
             elif part.carries:
                 covered.add((number, *part.run))
             else:
@@ -186,6 +188,6 @@ def check_carried(
         number, _, crc = key
         for name, what in wanted[key] if (fault := crc32_fault(value, crc)) else ():
             add(number, name, f"{what} {fault}")
-    nbytes = sum(length for *_, length in covered)
-    rest = sum(file.nbytes for file in target.files) - nbytes - sum(unread.values())
+    nbytes, left = (sum(length for *_, length in some) for some in (covered, left_out))
+    rest = sum(file.nbytes for file in target.files) - nbytes - left
     return SumsChecked(tuple(differences), nbytes, rest, tuple(bare), tuple(unread))

@@ -387,7 +387,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
 
 def _unread(target: Checkpoint, carried: SumsChecked) -> Iterator[str]:
     """Yield what of files was not looked at, or has nothing to be compared with."""
-    if not carried.nbytes:
+    if not carried.nbytes and not carried.unread:
         more = " (its ledger names a source: verified by its path alone, every bit is compared with that)"
         yield f"contents{more if made_at(target.root) is not None else ''}"
     elif carried.rest > 0:

@@ -138,3 +138,14 @@ def test_what_is_too_large_to_be_held_is_not_looked_at(tmp_path: Path, monkeypat
     found = reshard.verify(root)
     assert found.bytes_read == 0
     assert f"contents of w, o, p: {too_large}" in found.unchecked
+
+
+def test_a_tensor_of_several_streams_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = [stream(item(W[:1])), stream(item(W[1:]))]
+    boxes = [((0, 0), (1, W.shape[1])), ((1, 0), (W.shape[0] - 1, W.shape[1]))]
+    items = {rank: [("w", box, half)] for rank, (box, half) in enumerate(zip(boxes, halves, strict=True))}
+    root = write_torch(tmp_path / "src", {"w": W}, items, transform_descriptors=ZSTD)
+    monkeypatch.setattr(module, "_LARGEST", 0)
+    found = reshard.verify(root)
+    assert found.unchecked[0] == "contents of w: zstd streams that are too large to be decoded whole"
+    assert not any("carry no checksums of them" in text for text in found.unchecked)

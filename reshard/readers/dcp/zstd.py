@@ -119,12 +119,12 @@ class StreamArchives(NamedTuple):
         yield from self.plain.read(path, store)
         limits = dict(self.parts)
         units = {part: Streams(_room(_LARGEST_OBJECT if most is None else most), ()) for part, most in self.parts}
-        small = [
-            part
-            for part, most in self.parts
-            if units[part].chunk_bytes <= _LARGEST and (most is not None or part.nbytes <= _LARGEST_OBJECT)
-        ]
-        yield from (_unread(part) for part, _ in self.parts if part not in small)
+        small = []
+        for part, most in self.parts:
+            if units[part].chunk_bytes <= _LARGEST and (most is not None or part.nbytes <= _LARGEST_OBJECT):
+                small.append(part)
+            else:
+                yield _unread(part)
 
         def steps() -> Iterator[tuple[tuple[Part, Streams, bytearray], ReadStore, list[Want]]]:
             for part in small:

@@ -74,7 +74,7 @@ class _Side(NamedTuple):
 
 
 class _References(NamedTuple):
-    """A band of the references that a check is about."""
+    """A band of what the copies of a check are compared with."""
 
     number: int
     band: Band
