@@ -515,7 +515,7 @@ def test_a_picture_is_a_file_of_its_own(plan: Plan, tmp_path: Path) -> None:
 def test_a_graph_is_a_dask_collection_like_any_other(plan: Plan, source: Checkpoint, tmp_path: Path) -> None:
     graph = plan.graph(tmp_path / "computed")
     assert dask.is_dask_collection(graph)
-    assert len(graph) == len(graph.dask) == 22
+    assert len(graph) == len(graph.dask) == 23
     assert graph.kinds() == {"create": 4, "move": 1, "check": 1, "close": 4, "commit": 4}
     receipts, mean = dask.compute(graph, source["net.layer1.weight"].mean())
     assert sum(receipt.written for receipt in receipts) == plan.stats.bytes_written
