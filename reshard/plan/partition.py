@@ -250,13 +250,15 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *,
         whole_files: a task does whole files (`Way.row_multiple`).
     """
     limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
+    ways = {move.way for move in moves}
+    strided = {way for way in ways if any(at.strides for some in (way.reads, *way.writes) for at in some)}
     tasks: list[Task] = []
     task: list[Piece] = []
     room = limit
     for number, (move, weight) in enumerate(zip(moves, weights, strict=True)):
         rows = move.rows if weight else 0
         multiple = move.way.row_multiple if whole_files else 1
-        if multiple == 1 and rows and _is_strided(move.way):
+        if multiple == 1 and rows and move.way in strided:
             multiple = -(-rows // -(-weight // (AHEAD * band_bytes)))
         start = 0
         while start < rows:
@@ -270,10 +272,6 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *,
     if task:
         tasks.append(Task(tuple(task)))
     return tuple(tasks)
-
-
-def _is_strided(way: Way) -> bool:
-    return any(at.strides for some in (way.reads, *way.writes) for at in some)
 
 
 def _groups(readers: Counter[frozenset[int]], numbers: Sequence[int], most: int) -> tuple[tuple[int, ...], ...]:

@@ -7,21 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from corpus_dcp import archive
+from corpus_dcp import COMMANDS, archive
 from item import Item
 from makers import tree
 from saves_files import Made, Storage, dtensor, mesh, shard, tensor, write_save
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-COMMANDS = (
-    "inspect {bad}",
-    "unify {bad} {out}",
-    "transform {bad} {out} --dry-run",
-    "verify {bad}",
-    ".open {bad}",
-)
 
 ROWS = np.arange(8, dtype=np.float32).reshape(4, 2)
 NAME = "model_world_size_1_rank_0.pt"

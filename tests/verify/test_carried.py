@@ -13,7 +13,7 @@ import pytest
 from checkpoints import numbers, write_ranks
 from clusters import client_of, cluster
 from commands import call, done
-from dcp_files import item, write_torch
+from dcp_files import item, without_sums, write_torch
 from measure import RESHARD, measured
 from remotes import put
 from saves_files import tensor, write_save
@@ -227,19 +227,8 @@ def test_replicas_are_compared_byte_by_byte(tmp_path: Path) -> None:
     assert reshard.verify(write_torch(tmp_path / "turned", FULL, alike)).equal
 
 
-def zeroed(content: bytes) -> bytes:
-    """An item of Python's zip writer with every sum 0, as of `torch.serialization.set_crc32_options(False)`."""
-    found = bytearray(content)
-    for mark, at in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
-        place = found.find(mark)
-        while place >= 0:
-            found[place + at : place + at + 4] = bytes(4)
-            place = found.find(mark, place + 1)
-    return bytes(found)
-
-
 def test_items_without_sums_are_not_others(tmp_path: Path) -> None:
-    made = [(name, WHOLE[name], zeroed(item(FULL[name]))) for name in FULL]
+    made = [(name, WHOLE[name], without_sums(item(FULL[name]))) for name in FULL]
     found = reshard.verify(write_torch(tmp_path / "bare", FULL, {0: made}))
     assert found.equal
     assert found.bytes_read == 0
@@ -288,7 +277,7 @@ def test_files_of_whole_state_dicts(mindspore_data: Path, tmp_path: Path) -> Non
 def test_files_of_state_dicts_without_checksums(tmp_path: Path) -> None:
     path = write_save(tmp_path / "model.pt", {name: tensor(value) for name, value in FULL.items()})
     assert reshard.verify(path).bytes_read == path.stat().st_size
-    path.write_bytes(zeroed(path.read_bytes()))
+    path.write_bytes(without_sums(path.read_bytes()))
     found = reshard.verify(path)
     assert (found.equal, found.bytes_read) == (True, 0)
     assert found.unchecked[1] == "contents of model.pt, of which PyTorch was told to make no checksums"

@@ -117,25 +117,23 @@ class StreamArchives(NamedTuple):
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
         """Yield each, its records summed; a tensor or an object that is too large to be held for that is not read."""
         yield from self.plain.read(path, store)
-        limits = dict(self.parts)
-        units = {part: Streams(_room(_LARGEST_OBJECT if most is None else most), ()) for part, most in self.parts}
-        small = []
-        for part, most in self.parts:
-            if units[part].chunk_bytes <= _LARGEST and (most is not None or part.nbytes <= _LARGEST_OBJECT):
-                small.append(part)
-            else:
+
+        def steps() -> Iterator[tuple[tuple[Part, int | None, Streams, bytearray | None], ReadStore, list[Want]]]:
+            for part, most in self.parts:
+                unit = Streams(_room(_LARGEST_OBJECT if most is None else most), ())
+                is_small = unit.chunk_bytes <= _LARGEST and (most is not None or part.nbytes <= _LARGEST_OBJECT)
+                held = bytearray(min(part.nbytes, 2 * unit.chunk_bytes + 1)) if is_small else None
+                wanted = [] if held is None else [(path, part.begin, memoryview(held))]
+                yield (part, most, unit, held), any_store(), wanted
+
+        for part, most, unit, held in in_batches(steps()):
+            if held is None:
                 yield _unread(part)
-
-        def steps() -> Iterator[tuple[tuple[Part, Streams, bytearray], ReadStore, list[Want]]]:
-            for part in small:
-                held = bytearray(min(part.nbytes, 2 * units[part].chunk_bytes + 1))
-                yield (part, units[part], held), any_store(), [(path, part.begin, memoryview(held))]
-
-        for part, unit, held in in_batches(steps()):
+                continue
             try:
                 yield _summed(path, part, unit.decoded(held), has_sum=bool(held[4]))
             except _TooLongError as error:
-                yield _unread(part) if limits[part] is None else _not_a_stream(part, error)
+                yield _unread(part) if most is None else _not_a_stream(part, error)
             except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
                 yield _not_a_stream(part, error)
 
