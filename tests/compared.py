@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,10 @@ BEFORE = Strategy.of({"w": Layout.of([8], [0, -1]), "b": Layout.of([8], [-1]), "
 AFTER = Strategy.of({"w": Layout.of([3, 2], [-1, 0]), "b": Layout.of([6], [0]), "c": Layout.of([6], [-1, -1], -1)})
 
 FULL = numbers({"w": (48, 36), "b": (12,), "c": (24, 8)})
+
+
+def compared(source: Path, target: Path, **options: Any) -> reshard.Verification:
+    return reshard.verify(target, AFTER, against=source, source_strategy=BEFORE, **options)
 
 
 def rank_file(root: Path, rank: int) -> Path:
