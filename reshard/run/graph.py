@@ -118,7 +118,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return self.__dask_graph__()
 
     def kinds(self) -> dict[str, int]:
-        """Return how many tasks of each kind there are: `create`, `move`, `check`, `close`, `commit`."""
+        """Return how many tasks of each kind there are: `create`, `move`, `check`, `close`, `commit` and others."""
         found = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
         return dict(Counter(match[1] or match[2] for match in found if match))
 
@@ -148,8 +148,11 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         if files and can(self.directory).positioned:  # there they are complete when they appear
             crcs = self._key("crcs")
             graph[crcs] = Task(crcs, crcs_of_files, TaskRef(self._key("plan")), done[-1])
-            tasks = [(some, self.directory, self.how, TaskRef(crcs)) for some in _batches(files)]
-            done.append(self._add(graph, "close", close_files, tasks))
+            for kind, is_last in (("close", False), ("last", True)):
+                some = _batches([number for number in files if self.plan.files[number].last is is_last])
+                if some:
+                    tasks = [(batch, self.directory, self.how, TaskRef(crcs), done[-1]) for batch in some]
+                    done.append(self._add(graph, kind, close_files, tasks))
         graph[self.closed] = Task(self.closed, collect, *done)
         return graph
 

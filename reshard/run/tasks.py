@@ -12,6 +12,7 @@ import time
 from array import array
 from contextlib import contextmanager, suppress
 from functools import partial
+from heapq import merge
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import ChangedError, GoneError, SourceError
@@ -42,6 +43,7 @@ WRITEBACK_FILES = 64
 """Where there are more target files, a task writes too little of each for the disk to begin with it at once."""
 
 _ZEROS = memoryview(bytes(1 << 20))
+_JOINED_BYTES = 64 << 10
 
 
 class Receipt(NamedTuple):
@@ -111,15 +113,19 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
 
 
 def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
-    """Make unfinished target files with the space for them, and write all that is not contents."""
+    """Make unfinished target files with the space for them, and write all that is not contents.
+
+    What a file with sums of its contents has besides is written when it is closed, with these; so is what stands last,
+    which is to have the latest time, too.
+    """
     began = time.perf_counter()
     store = local_store()
     paths = [unfinished(plan, number, directory) for number in files]
     with _working(how, directory, paths):
         for number, path in zip(files, paths, strict=True):
-            layout = plan.files[number].layout
-            sink = store.create(path, None if plan.encoded(plan.files[number]) else layout.size)
-            for offset, content in layout.literals:
+            file = plan.files[number]
+            sink = store.create(path, None if plan.encoded(file) else file.layout.size)
+            for offset, content in () if _waits(file) else file.layout.literals:
                 sink.write_at(offset, content)
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
@@ -293,13 +299,23 @@ def crcs_of_files(plan: Plan, receipts: Iterable[Receipt]) -> dict[int, list[Ran
     return found
 
 
+def _waits(file: TargetFile) -> bool:
+    """Return whether what is not contents in a file is written when this is closed."""
+    return file.last or bool(file.layout.crcs)
+
+
 def close_files(
-    plan: Plan, files: Sequence[int], directory: str, how: How, crcs: Mapping[int, Sequence[Range]]
+    plan: Plan,
+    files: Sequence[int],
+    directory: str,
+    how: How,
+    crcs: Mapping[int, Sequence[Range]],
+    _before: object = None,
 ) -> Receipt:
     """Complete local target files, before any gets its name, and have them on the disk: naming all is quick then.
 
-    The sums that files have of their contents are filled in here, from those of ranges. In a plan by file, what stands
-    last is written here, and nothing else is left to be put on the disk.
+    Where files have sums of their contents, these are joined here from those of ranges, and written with all else that
+    is not contents. What stands last is written here, too; in a plan by file, nothing else is left to be done.
     """
     began = time.perf_counter()
     ready = []
@@ -307,32 +323,54 @@ def close_files(
         for number in files:
             file, path = plan.files[number], unfinished(plan, number, directory)
             if not plan.by_file:
-                _complete(path, file.layout.crcs, crcs.get(number, ()), how)
+                _complete(path, file, crcs.get(number, ()), how)
             elif file.last:
                 write_literals(plan, number, directory, sync=how.fsync)
             ready.append((number, *local_store().status(path)[:2]))
     return Receipt(f"close {files[0]}", 0, 0, time.perf_counter() - began, ready=tuple(ready))
 
 
-def _complete(path: str, crcs: Sequence[Crc], known: Iterable[Range], how: How) -> None:
-    """Write sums of a file's ranges into it, and have it on the disk unless the tasks that wrote it saw to that.
-
-    A range of which the sum is not known from receipts, since an earlier run wrote some of it, is read.
-    """
+def _complete(path: str, file: TargetFile, known: Iterable[Range], how: How) -> None:
+    """Write what has waited of a file, and have all on the disk unless the tasks that wrote it saw to that."""
     store = local_store()
-    if crcs:
-        sink, wrote = store.sink(path, sized=True), longest(known)
-        for begin, nbytes, places in crcs:
-            value = sum_of([(begin, nbytes)], wrote, CRC32.polynomial)
-            if value is None:
-                value = crc_of_range(store, path, begin, nbytes, crc32)
-            for place in places:
-                sink.write_at(place, value.to_bytes(4, "little"))
-    if crcs or how.cached or not how.apart:
+    if _waits(file):
+        sink, layout = store.sink(path, sized=True), file.layout
+        for offset, content in _joined(merge(layout.literals, _crcs(path, layout.crcs, known))):
+            sink.write_at(offset, content)
+    if _waits(file) or how.cached or not how.apart:
         if how.drop_cache:
             store.drop_cache(path, written=True)
         if how.fsync:
             store.sync(path)
+
+
+def _crcs(path: str, crcs: Iterable[Crc], known: Iterable[Range]) -> Iterator[tuple[int, bytes]]:
+    """Yield the sums that a file has of its ranges, with their offsets.
+
+    A range of which the sum is not known from receipts, since an earlier run wrote some of it, is read.
+    """
+    wrote = longest(known)
+    for begin, nbytes, places in crcs:
+        value = sum_of([(begin, nbytes)], wrote, CRC32.polynomial)
+        if value is None:
+            value = crc_of_range(local_store(), path, begin, nbytes, crc32)
+        for place in places:
+            yield place, value.to_bytes(4, "little")
+
+
+def _joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Join ascending pieces of a file that follow each other, as long as these are short: a write has its price."""
+    begin, end, some = 0, 0, list[bytes]()
+    for offset, content in pieces:
+        if some and (offset != end or end - begin + len(content) > _JOINED_BYTES):
+            yield begin, b"".join(some)
+            some = []
+        if not some:
+            begin = offset
+        some.append(content)
+        end = offset + len(content)
+    if some:
+        yield begin, b"".join(some)
 
 
 def commit_files(plan: Plan, files: Sequence[int], directory: str, how: How, _ready: object) -> Receipt:

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -330,6 +331,31 @@ def test_a_unified_set_does_not_hide_its_source(source: reshard.Checkpoint, tmp_
     made = reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors")
     with pytest.raises(TargetError, match="holds the source"):
         made.run(tmp_path / "src", overwrite=True)
+
+
+@pytest.mark.parametrize("partition", ["tensor", "file"])
+@pytest.mark.parametrize(
+    "files", [reshard.DCP(), reshard.HuggingFaceSet(max_shard_bytes=600), reshard.Checkpoint2(step=3)], ids=repr
+)
+def test_what_stands_last_has_the_latest_time(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any, partition: str
+) -> None:
+    """Also where files are made long before they are complete: copying tools and readers go by it."""
+    moved = tasks.check_sources
+
+    def late(*given: Any) -> Any:
+        time.sleep(0.05)  # some ticks of a file system's clock
+        return moved(*given)
+
+    monkeypatch.setattr(graph, "check_sources", late)
+    monkeypatch.setattr(tasks, "check_sources", late)
+    target = None if isinstance(files, reshard.HuggingFaceSet) else TARGET
+    plan(source, target, files=files).run(tmp_path / "out", partition=partition)
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and ".reshard" not in path.parts]
+    contents = {path for path in written if path.suffix in {".distcp", ".safetensors", ".ckpt"}}
+    assert 1 < len(contents) < len(written)
+    latest = max(path.stat().st_mtime_ns for path in contents)
+    assert all(path.stat().st_mtime_ns >= latest for path in written if path not in contents)
 
 
 def test_a_failed_unified_set_is_gone_on_with(
