@@ -43,7 +43,7 @@ WRITEBACK_FILES = 64
 """Where there are more target files, a task writes too little of each for the disk to begin with it at once."""
 
 _ZEROS = memoryview(bytes(1 << 20))
-_JOINED_BYTES = 64 << 10
+_ADJOINED_BYTES = 64 << 10
 
 
 class Receipt(NamedTuple):
@@ -335,7 +335,7 @@ def _complete(path: str, file: TargetFile, known: Iterable[Range], how: How) -> 
     store = local_store()
     if _waits(file):
         sink, layout = store.sink(path, sized=True), file.layout
-        for offset, content in _joined(merge(layout.literals, _crcs(path, layout.crcs, known))):
+        for offset, content in _adjoined(merge(layout.literals, _crcs(path, layout.crcs, known))):
             sink.write_at(offset, content)
     if _waits(file) or how.cached or not how.apart:
         if how.drop_cache:
@@ -358,11 +358,11 @@ def _crcs(path: str, crcs: Iterable[Crc], known: Iterable[Range]) -> Iterator[tu
             yield place, value.to_bytes(4, "little")
 
 
-def _joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Join ascending pieces of a file that follow each other, as long as these are short: a write has its price."""
+def _adjoined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Yield ascending pieces of a file, short ones that follow each other as one: each write has its price."""
     begin, end, some = 0, 0, list[bytes]()
     for offset, content in pieces:
-        if some and (offset != end or end - begin + len(content) > _JOINED_BYTES):
+        if some and (offset != end or end - begin + len(content) > _ADJOINED_BYTES):
             yield begin, b"".join(some)
             some = []
         if not some:
