@@ -198,7 +198,7 @@ class FileLayout:
 
     Attributes:
         size: of the whole file, in bytes.
-        literals: the bytes that are not tensor contents, with their offsets.
+        literals: the bytes that are not tensor contents, with their offsets, ascending.
         contents: the blocks, each with its runs; a tensor may have several.
         crcs: CRC-32 sums that the file has of its contents, ascending.
     """

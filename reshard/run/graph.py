@@ -118,12 +118,16 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return self.__dask_graph__()
 
     def kinds(self) -> dict[str, int]:
-        """Return how many tasks of each kind there are: `create`, `move`, `check`, `close`, `commit` and others."""
+        """Return how many tasks of each kind there are.
+
+        `create`, `move`, or where tasks write whole files `files`; `check`; `close` and `last`, which complete files;
+        `commit`, `link` and `index`, which give them their names.
+        """
         found = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
         return dict(Counter(match[1] or match[2] for match in found if match))
 
     def work(self) -> dict[str, Any]:
-        """Return the tasks that make complete files, which may be done twice."""
+        """Return the tasks that make the files and fill them, which may be done twice."""
         plan, directory, how = self.plan, self.directory, self.how
         graph = self._with_plan()
         if self._by_file:
@@ -148,11 +152,14 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         if files and can(self.directory).positioned:  # there they are complete when they appear
             crcs = self._key("crcs")
             graph[crcs] = Task(crcs, crcs_of_files, TaskRef(self._key("plan")), done[-1])
-            for kind, is_last in (("close", False), ("last", True)):
-                some = _batches([number for number in files if self.plan.files[number].last is is_last])
-                if some:
-                    tasks = [(batch, self.directory, self.how, TaskRef(crcs), done[-1]) for batch in some]
-                    done.append(self._add(graph, kind, close_files, tasks))
+            before = TaskRef(crcs)
+            last = tuple(number for number in files if self.plan.files[number].last)
+            others = _batches([number for number in files if not self.plan.files[number].last])
+            for kind, batches in (("close", others), ("last", [last] if last else [])):
+                if batches:
+                    tasks = [(some, self.directory, self.how, TaskRef(crcs), before) for some in batches]
+                    before = self._add(graph, kind, close_files, tasks)
+                    done.append(before)
         graph[self.closed] = Task(self.closed, collect, *done)
         return graph
 

@@ -254,11 +254,13 @@ class Session:
     def _may_be_ours(self, number: int, state: State, *, is_spoiled: bool) -> bool:
         """Return whether what has the name of a file that is left was made by an earlier run, or by this one."""
         path = self._paths[number]
-        wanted, replaces = self._wanted[path], self._fates[path].ours
-        if self._whole.files[number].link:
-            return state == replaces or (state != self._seen[path].state and not is_spoiled)  # and not noted yet
-        begun = Record(wanted.digest, wanted.size, replaces=replaces)
-        return state == replaces or is_unnoted(wanted, begun, state, early=self._early)
+        wanted, seen, replaces = self._wanted[path], self._seen[path], self._fates[path].ours
+        if state == replaces:
+            return True
+        if wanted.is_link and state != seen.state:
+            return not is_spoiled  # this run made it, and has not noted that yet
+        begun = seen.record if wanted.is_link else Record(wanted.digest, wanted.size, replaces=replaces)
+        return begun.digest == wanted.digest and is_unnoted(wanted, begun, state, early=self._early)
 
     def _discard(self, number: int) -> None:
         """Remove an unfinished file, and the directories below the target's that are then empty."""

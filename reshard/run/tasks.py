@@ -42,8 +42,10 @@ SYNC_TASKS = 16
 WRITEBACK_FILES = 64
 """Where there are more target files, a task writes too little of each for the disk to begin with it at once."""
 
-_ZEROS = memoryview(bytes(1 << 20))
 _ADJOINED_BYTES = 64 << 10
+"""The most of a file's own bytes that are put together to be written at once."""
+
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 class Receipt(NamedTuple):
@@ -120,13 +122,15 @@ def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> 
     """
     began = time.perf_counter()
     store = local_store()
-    paths = [unfinished(plan, number, directory) for number in files]
-    with _working(how, directory, paths):
-        for number, path in zip(files, paths, strict=True):
+    paths = {number: unfinished(plan, number, directory) for number in files}
+    written = [path for number, path in paths.items() if not _waits(plan.files[number])]
+    with _working(how, directory, written):
+        for number, path in paths.items():
             file = plan.files[number]
             sink = store.create(path, None if plan.encoded(file) else file.layout.size)
-            for offset, content in () if _waits(file) else file.layout.literals:
-                sink.write_at(offset, content)
+            if not _waits(file):
+                for offset, content in file.layout.literals:
+                    sink.write_at(offset, content)
     return Receipt(f"create {files[0]}", 0, 0, time.perf_counter() - began)
 
 
@@ -310,7 +314,7 @@ def close_files(
     directory: str,
     how: How,
     crcs: Mapping[int, Sequence[Range]],
-    _before: object = None,
+    _before: object,
 ) -> Receipt:
     """Complete local target files, before any gets its name, and have them on the disk: naming all is quick then.
 
@@ -332,12 +336,12 @@ def close_files(
 
 def _complete(path: str, file: TargetFile, known: Iterable[Range], how: How) -> None:
     """Write what has waited of a file, and have all on the disk unless the tasks that wrote it saw to that."""
-    store = local_store()
-    if _waits(file):
+    store, waits = local_store(), _waits(file)
+    if waits:
         sink, layout = store.sink(path, sized=True), file.layout
         for offset, content in _adjoined(merge(layout.literals, _crcs(path, layout.crcs, known))):
             sink.write_at(offset, content)
-    if _waits(file) or how.cached or not how.apart:
+    if waits or how.cached or not how.apart:
         if how.drop_cache:
             store.drop_cache(path, written=True)
         if how.fsync:

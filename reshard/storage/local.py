@@ -461,14 +461,19 @@ def _sync_directory(path: str) -> None:
 
 
 def _share_blocks(original: str, path: str) -> bool:
-    """Make a file that shares the blocks of another (FICLONE); False where the file system has no such thing."""
+    """Make a file that shares the blocks of another (FICLONE); False where the file system has no such thing.
+
+    It has the other's time, as a hard link has: what stands last in a directory is to be no older.
+    """
     with open(original, "rb") as source, open(path, "xb") as target:
         try:
             fcntl.ioctl(target.fileno(), _FICLONE, source.fileno())
         except OSError:
             os.unlink(path)
             return False
-        return True
+        status = os.fstat(source.fileno())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return True
 
 
 def free_bytes(path: str) -> int:

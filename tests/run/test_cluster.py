@@ -183,7 +183,7 @@ def test_workers_of_one_machine_sync_at_the_end(
         tasks.move_task(made, 0, root, how, None)
         assert bool(faults.of("sync")) == bool(waited)
         faults.clear()
-        tasks.close_files(made, range(len(made.files)), root, how, {})
+        tasks.close_files(made, range(len(made.files)), root, how, {}, None)
         assert len(faults.of("sync")) == (len(made.files) if cached else 0)
         faults.clear()
 

@@ -340,22 +340,57 @@ def test_a_unified_set_does_not_hide_its_source(source: reshard.Checkpoint, tmp_
 def test_what_stands_last_has_the_latest_time(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any, partition: str
 ) -> None:
-    """Also where files are made long before they are complete: copying tools and readers go by it."""
-    moved = tasks.check_sources
+    """Also where others are complete long after they were made: copying tools and readers go by it."""
+    complete, moved = tasks._complete, tasks.move_pieces
 
-    def late(*given: Any) -> Any:
-        time.sleep(0.05)  # some ticks of a file system's clock
-        return moved(*given)
+    def late(path: str, file: Any, *more: Any) -> None:
+        time.sleep(0 if file.last else 0.05)  # some ticks of a file system's clock
+        complete(path, file, *more)
 
-    monkeypatch.setattr(graph, "check_sources", late)
-    monkeypatch.setattr(tasks, "check_sources", late)
+    def late_too(*given: Any, **more: Any) -> Any:
+        time.sleep(0.05)
+        return moved(*given, **more)
+
+    monkeypatch.setattr(tasks, "_complete", late)
+    monkeypatch.setattr(tasks, "move_pieces", late_too)
     target = None if isinstance(files, reshard.HuggingFaceSet) else TARGET
-    plan(source, target, files=files).run(tmp_path / "out", partition=partition)
+    plan(source, target, files=files).run(tmp_path / "out", partition=partition, threads=4)
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and ".reshard" not in path.parts]
     contents = {path for path in written if path.suffix in {".distcp", ".safetensors", ".ckpt"}}
     assert 1 < len(contents) < len(written)
     latest = max(path.stat().st_mtime_ns for path in contents)
     assert all(path.stat().st_mtime_ns >= latest for path in written if path not in contents)
+
+
+@pytest.mark.parametrize(
+    "files", [reshard.DCP(), reshard.HuggingFaceSet(max_shard_bytes=600), reshard.ZarrGroup(chunk_bytes=400)], ids=repr
+)
+def test_no_file_of_a_graph_is_named_before_it_is_on_the_disk(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any
+) -> None:
+    """Tasks of a graph may run on any machine: each sees to what it writes."""
+    to_be_synced, named = set(), []
+    pwrite, fsync, rename = os.pwrite, os.fsync, os.replace
+
+    def written(fd: int, *more: Any) -> int:
+        to_be_synced.add(Path(f"/proc/self/fd/{fd}").readlink())
+        return pwrite(fd, *more)
+
+    def synced(fd: int) -> None:
+        to_be_synced.discard(Path(f"/proc/self/fd/{fd}").readlink())
+        fsync(fd)
+
+    def renamed(unfinished: str, path: str) -> None:
+        named.append(path)
+        assert Path(unfinished).resolve() not in to_be_synced
+        rename(unfinished, path)
+
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    made = plan(source, TARGET if isinstance(files, reshard.DCP) else None, files=files)
+    dask.compute(made.graph(tmp_path / "out"), scheduler="synchronous")
+    assert len(named) == len(made.files)
 
 
 def test_a_failed_unified_set_is_gone_on_with(

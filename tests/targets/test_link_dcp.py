@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,8 @@ from written_dcp import unpickled
 import reshard
 from reshard import LinkedDCP, Selection, Strategy
 from reshard.dtypes import BY_NAME
-from reshard.errors import ChangedError, SourceError, TargetError, UsageError
+from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
+from reshard.storage import local
 from reshard.storage.local import LocalStore
 from reshard.storage.remote import filesystem
 from reshard.targets.dcp.metadata import Listed, Part, metadata
@@ -493,6 +496,48 @@ def test_stopped_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed
     linked(root, tmp_path / "out")
     assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
     assert paths_in(tmp_path / "out") == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+def test_copies_that_share_blocks_have_the_time_of_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hard links have: `.metadata`, which is written before they are made, is to be no older."""
+
+    def cloned(target: int, _request: int, source: int) -> None:
+        os.pwrite(target, os.pread(source, 1 << 20, 0), 0)
+
+    monkeypatch.setattr(local.fcntl, "ioctl", cloned)
+    root = simple(tmp_path)
+    for path in root.iterdir():
+        os.utime(path, (path.stat().st_mtime - 100,) * 2)
+    linked(root, tmp_path / "out")
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        one, other = (root / name).stat(), (tmp_path / "out" / name).stat()
+        assert one.st_ino != other.st_ino
+        assert one.st_mtime_ns == other.st_mtime_ns
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("first", range(1, 7))
+def test_failed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, restart: bool) -> None:
+    """A link that got its name, and could not be noted, is a run's own however many runs fail after it."""
+    plan = reshard.plan(reshard.open(simple(tmp_path)), files=LinkedDCP())
+    fsync = os.fsync
+
+    def from_call(number: int) -> Callable[[int], None]:
+        calls = itertools.count(1)
+
+        def failing(fd: int) -> None:
+            if next(calls) >= number:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(fd)
+
+        return failing
+
+    for number in (first, 1):
+        with monkeypatch.context() as patched, suppress(BudgetError):
+            patched.setattr(os, "fsync", from_call(number))
+            plan.run(tmp_path / "out")
+    plan.run(tmp_path / "out", restart=restart)
+    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
 
 
 def test_a_source_that_changes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import shutil
 import zipfile
@@ -374,6 +375,23 @@ def test_an_axis_may_be_called_as_a_placement_is() -> None:
     mesh = {"replicate": 2, "shard": 2}
     made = Strategy.from_rules({"w": (8, 6), "v": (8, 6)}, mesh, {"w": ["replicate"], "v": ["replicate", "shard(0)"]})
     assert [str(made.tensors[name][0].layout) for name in "wv"] == ["[2, 2] map [1, -1]", "[2, 2] map [0, -1]"]
+
+
+def test_items_cost_a_write_of_their_own_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to that of the contents: the end of an item is written with the head of the next one."""
+    written: list[int] = []
+    pwrite = os.pwrite
+
+    def counted(fd: int, content: bytes, offset: int) -> int:
+        written.append(len(content))
+        return pwrite(fd, content, offset)
+
+    one = source(tmp_path, numbers({f"w{number}": (number, 3) for number in range(1, 101)}))
+    plan = reshard.plan(one, format="dcp")
+    monkeypatch.setattr(os, "pwrite", counted)
+    plan.run(tmp_path / "out", ledger=False)
+    assert len(written) == 100 + 101 + 1  # contents, heads and ends, metadata
+    assert max(written) < 64 << 10
 
 
 CASES = [
