@@ -31,7 +31,7 @@ class Measured:
     Attributes:
         seconds: by the clock.
         cpu: processor seconds, the kernel's included.
-        own: processor seconds without the kernel's, which vary with the pages that other processes leave free.
+        own: processor seconds without the kernel's, which depend on how much memory the machine has free.
         peak: the most resident memory, in bytes, not inherited from whoever started it.
         code: the exit code.
         out, err: what it printed.

@@ -36,7 +36,7 @@ class Extent(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Whether the block is not simply what its runs hold: its elements lie in strides, or are zeros."""
+        """Whether the runs are not the block's contents as they are: its elements lie in strides, or are zeros."""
         return bool(self.strides) or not self.runs
 
 

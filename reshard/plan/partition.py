@@ -153,7 +153,7 @@ def _more_bands(plan: Plan, tasks: int) -> int:
     """Return what the bands of threads take that have something to do only now that there are so many tasks."""
     threads = min(plan.threads, tasks) - min(plan.threads, plan.stats.tasks)
     casts = any(move.dtype != move.target_dtype for move in plan.moves)
-    strided = any(at.strides for way in {move.way for move in plan.moves} for at in way.reads)
+    strided = any(way.is_strided for way in {move.way for move in plan.moves})
     return max(threads, 0) * thread_bytes(plan.band_bytes, band_buffers(casts=casts, strided=strided))
 
 
@@ -245,13 +245,12 @@ def share_out(moves: Sequence[Move], weights: Sequence[int], band_bytes: int, *,
     Args:
         moves: what is moved.
         weights: the bytes of each.
-        band_bytes: the most of a tensor that is read at once. What lies in strides is cut where reading ahead ends,
-            after about `AHEAD` times as much.
+        band_bytes: the most of a tensor that is read at once. Strided tensors are cut where reading ahead ends, after
+            about `AHEAD` times as much.
         whole_files: a task does whole files (`Way.row_multiple`).
     """
     limit = max(budget.TASK_BYTES, -(-sum(weights) // budget.MOST_TASKS))
-    ways = {move.way for move in moves}
-    strided = {way for way in ways if any(at.strides for some in (way.reads, *way.writes) for at in some)}
+    strided = {way for way in {move.way for move in moves} if way.is_strided}
     tasks: list[Task] = []
     task: list[Piece] = []
     room = limit

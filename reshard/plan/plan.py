@@ -63,6 +63,11 @@ class Way:
     row_multiple: int = 1
     held: tuple[Block, ...] = ()
 
+    @property
+    def is_strided(self) -> bool:
+        """Whether a block lies in strides; of a comparison, one of those that are compared, too."""
+        return any(at.strides for some in (self.reads, *self.writes) for at in some)
+
 
 class Move(NamedTuple):
     """One tensor on its way; what it is called is in `Plan.labels`.

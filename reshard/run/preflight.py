@@ -145,10 +145,7 @@ def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
     if is_ours and is_same and state == record.ready and not (record.may_be_lost or policy.restart):
         return Fate(Do.KEEP, ours, is_touched)
     may_replace = (
-        wanted.is_pointer
-        or is_ours
-        or policy.overwrite
-        or (is_same and is_unnoted(wanted, record, state, early=policy.early))
+        wanted.is_pointer or is_ours or policy.overwrite or is_unnoted(wanted, record, state, early=policy.early)
     )
     if state is not None and not may_replace:
         return Fate(Do.UNMANAGED)
@@ -163,8 +160,8 @@ def fate(wanted: Planned, seen: Seen, policy: Policy) -> Fate:
 
 
 def is_unnoted(wanted: Planned, record: Record, state: State | None, *, early: bool) -> bool:
-    """Return whether a file may have got its name from a run that ended before it could note that."""
-    if state is None or record.ready is not None:
+    """Return whether a file may have got its name from a run of the same plan that ended before it could note that."""
+    if state is None or record.digest != wanted.digest or record.ready is not None:
         return False
     return wanted.is_link or (early and state != record.replaces and state[0] == record.size)
 

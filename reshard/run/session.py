@@ -260,7 +260,7 @@ class Session:
         if wanted.is_link and state != seen.state:
             return not is_spoiled  # this run made it, and has not noted that yet
         begun = seen.record if wanted.is_link else Record(wanted.digest, wanted.size, replaces=replaces)
-        return begun.digest == wanted.digest and is_unnoted(wanted, begun, state, early=self._early)
+        return is_unnoted(wanted, begun, state, early=self._early)
 
     def _discard(self, number: int) -> None:
         """Remove an unfinished file, and the directories below the target's that are then empty."""

@@ -78,7 +78,7 @@ class How(NamedTuple):
         drop_cache: leave nothing in the page cache.
         apart: the tasks may run in several processes.
         checksums: sum up what is written.
-        crcs: sum it up by CRC-32 as well, since target files have such sums of it; a graph says so.
+        crcs: sum it up by CRC-32 as well, because target files carry such sums; a graph sets it.
         cached: `page_cache.cache_of` of the target, where tasks that run apart share it: files are then put on the disk
             when all is written, as by one process, and not by every task that wrote into them.
         run: which run it is; a graph gives itself one.
@@ -117,8 +117,8 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
 def create_files(plan: Plan, files: Sequence[int], directory: str, how: How) -> Receipt:
     """Make unfinished target files with the space for them, and write all that is not contents.
 
-    What a file with sums of its contents has besides is written when it is closed, with these; so is what stands last,
-    which is to have the latest time, too.
+    Some of that waits until files are closed: the own bytes of a file that carries sums of its contents, and of one
+    that stands last, which must have the latest modification time.
     """
     began = time.perf_counter()
     store = local_store()
@@ -304,7 +304,7 @@ def crcs_of_files(plan: Plan, receipts: Iterable[Receipt]) -> dict[int, list[Ran
 
 
 def _waits(file: TargetFile) -> bool:
-    """Return whether what is not contents in a file is written when this is closed."""
+    """Return whether the bytes of a file that are not contents are written when it is closed."""
     return file.last or bool(file.layout.crcs)
 
 
@@ -318,8 +318,8 @@ def close_files(
 ) -> Receipt:
     """Complete local target files, before any gets its name, and have them on the disk: naming all is quick then.
 
-    Where files have sums of their contents, these are joined here from those of ranges, and written with all else that
-    is not contents. What stands last is written here, too; in a plan by file, nothing else is left to be done.
+    What has waited (see `create_files`) is written here, with the sums of contents, which are combined from those of
+    ranges. In a plan by file, only files that stand last are left to be written.
     """
     began = time.perf_counter()
     ready = []
@@ -335,7 +335,7 @@ def close_files(
 
 
 def _complete(path: str, file: TargetFile, known: Iterable[Range], how: How) -> None:
-    """Write what has waited of a file, and have all on the disk unless the tasks that wrote it saw to that."""
+    """Write what has waited of a file, and sync it unless the tasks that wrote it did."""
     store, waits = local_store(), _waits(file)
     if waits:
         sink, layout = store.sink(path, sized=True), file.layout
@@ -349,9 +349,9 @@ def _complete(path: str, file: TargetFile, known: Iterable[Range], how: How) -> 
 
 
 def _crcs(path: str, crcs: Iterable[Crc], known: Iterable[Range]) -> Iterator[tuple[int, bytes]]:
-    """Yield the sums that a file has of its ranges, with their offsets.
+    """Yield the CRC-32 sums that a file carries, with their offsets.
 
-    A range of which the sum is not known from receipts, since an earlier run wrote some of it, is read.
+    A range that receipts do not cover, because an earlier run wrote some of it, is read.
     """
     wrote = longest(known)
     for begin, nbytes, places in crcs:
@@ -363,7 +363,7 @@ def _crcs(path: str, crcs: Iterable[Crc], known: Iterable[Range]) -> Iterator[tu
 
 
 def _adjoined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Yield ascending pieces of a file, short ones that follow each other as one: each write has its price."""
+    """Join short pieces of a file that follow each other, to write them at once; they come in the order of offsets."""
     begin, end, some = 0, 0, list[bytes]()
     for offset, content in pieces:
         if some and (offset != end or end - begin + len(content) > _ADJOINED_BYTES):

@@ -463,7 +463,7 @@ def _sync_directory(path: str) -> None:
 def _share_blocks(original: str, path: str) -> bool:
     """Make a file that shares the blocks of another (FICLONE); False where the file system has no such thing.
 
-    It has the other's time, as a hard link has: what stands last in a directory is to be no older.
+    It keeps the other's modification time, as a hard link does: an index that stands last must not be older.
     """
     with open(original, "rb") as source, open(path, "xb") as target:
         try:

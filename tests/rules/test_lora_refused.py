@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from adapters import (
-    matrices,
-    save,
-    weights,
-    written,
-)
+from adapters import matrices, save, weights, written
 from checkpoints import write_file, write_ranks
 
 import reshard
