@@ -1,0 +1,286 @@
+"""The files of distributed checkpoints that are linked to others: shared, resumed, refused; and the command."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import tree, write_file
+from commands import call, done
+from dcp_files import write_hyper
+from linked_dcp import FULL, WHOLE, assert_equal, described, linked, paths_in, shares, simple
+
+import reshard
+from reshard import LinkedDCP, Selection, Strategy
+from reshard.dtypes import BY_NAME
+from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
+from reshard.storage import local
+from reshard.storage.local import LocalStore
+from reshard.storage.remote import filesystem
+from reshard.targets.dcp.metadata import Listed, Part, metadata
+from reshard.targets.torch_save import saved_tensor, torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+# --- the files ---
+
+
+def test_links_share_their_bytes(tmp_path: Path) -> None:
+    root = simple(tmp_path)
+    linked(root, tmp_path / "out")
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        assert shares(root / name, tmp_path / "out" / name)
+    shutil.rmtree(root)
+    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
+    assert reshard.verify(tmp_path / "out").equal  # by sizes: the source is gone
+
+
+def test_a_link_is_of_the_file_that_a_link_leads_to(tmp_path: Path) -> None:
+    root = simple(tmp_path)
+    (root / "__0_0.distcp").rename(tmp_path / "blob")
+    (root / "__0_0.distcp").symlink_to("../blob")
+    linked(root, tmp_path / "deep" / "out")
+    assert not (tmp_path / "deep" / "out" / "__0_0.distcp").is_symlink()
+    assert_equal(reshard.open(tmp_path / "deep" / "out"), {"w": FULL["w"], "b": FULL["b"]})
+
+
+def test_once_more(tmp_path: Path) -> None:
+    """A finished target is left alone; what is made anew, or by another plan, leaves the source as it is."""
+    root = simple(tmp_path)
+    before = tree(root)
+    linked(root, tmp_path / "out")
+    plan = reshard.plan(reshard.open(root), files=LinkedDCP())
+    again = plan.run(tmp_path / "out")
+    assert (again.finished, again.touched) == (3, 0)
+    assert plan.run(tmp_path / "out", restart=True).finished == 0
+    other = reshard.plan(reshard.open(root), files=LinkedDCP(), selection=Selection(names={"w": "v"}))
+    with pytest.raises(TargetError, match=r"\.metadata was written by a run of another plan"):
+        other.run(tmp_path / "out")
+    other.run(tmp_path / "out", overwrite=True)
+    assert set(reshard.open(tmp_path / "out")) == {"v", "b"}
+    assert tree(root) == before
+    assert (root / "__0_0.distcp").stat().st_nlink <= 2
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_stopped_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int) -> None:
+    root = simple(tmp_path)
+    link, calls = LocalStore.link, []
+
+    def stopped(self: LocalStore, original: str, unfinished: str) -> None:
+        calls.append(original)
+        if len(calls) > failed:
+            raise KeyboardInterrupt
+        link(self, original, unfinished)
+
+    monkeypatch.setattr(LocalStore, "link", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        linked(root, tmp_path / "out")
+    assert ".metadata" not in paths_in(tmp_path / "out")
+    with pytest.raises(SourceError):
+        reshard.open(tmp_path / "out")
+    monkeypatch.undo()
+    linked(root, tmp_path / "out")
+    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
+    assert paths_in(tmp_path / "out") == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+def test_copies_that_share_blocks_have_the_time_of_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hard links have: `.metadata`, which is written before they are made, is to be no older."""
+
+    def cloned(target: int, _request: int, source: int) -> None:
+        os.pwrite(target, os.pread(source, 1 << 20, 0), 0)
+
+    monkeypatch.setattr(local.fcntl, "ioctl", cloned)
+    root = simple(tmp_path)
+    for path in root.iterdir():
+        os.utime(path, (path.stat().st_mtime - 100,) * 2)
+    linked(root, tmp_path / "out")
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        one, other = (root / name).stat(), (tmp_path / "out" / name).stat()
+        assert one.st_ino != other.st_ino
+        assert one.st_mtime_ns == other.st_mtime_ns
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("first", range(1, 7))
+def test_failed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, restart: bool) -> None:
+    """A link that got its name, and could not be noted, is a run's own however many runs fail after it."""
+    plan = reshard.plan(reshard.open(simple(tmp_path)), files=LinkedDCP())
+    fsync = os.fsync
+
+    def from_call(number: int) -> Callable[[int], None]:
+        calls = itertools.count(1)
+
+        def failing(fd: int) -> None:
+            if next(calls) >= number:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(fd)
+
+        return failing
+
+    for number in (first, 1):
+        with monkeypatch.context() as patched, suppress(BudgetError):
+            patched.setattr(os, "fsync", from_call(number))
+            plan.run(tmp_path / "out")
+    plan.run(tmp_path / "out", restart=restart)
+    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
+
+
+def test_a_source_that_changes(tmp_path: Path) -> None:
+    root = simple(tmp_path)
+    plan = reshard.plan(reshard.open(root), files=LinkedDCP())
+    file = root / "__1_0.distcp"
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(ChangedError, match=r"__1_0\.distcp: changed since it was opened"):
+        plan.run(tmp_path / "out")
+    assert ".metadata" not in paths_in(tmp_path / "out")
+    linked(root, tmp_path / "out")
+    content = bytearray(file.read_bytes())
+    begin = content.find(FULL["b"].tobytes())
+    content[begin] ^= 1
+    file.unlink()  # replaced: the target keeps what it was made from
+    file.write_bytes(content)
+    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
+    assert [one.name for one in reshard.verify(tmp_path / "out").differences] == ["b"]
+
+
+def test_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr("reshard.storage.local._share_blocks", lambda *_: False)
+    with pytest.raises(TargetError, match=r"cannot be linked to .*/__0_0\.distcp, which is on another file system"):
+        linked(simple(tmp_path), tmp_path / "out")
+    assert paths_in(tmp_path / "out") == []
+
+
+# --- what cannot be ---
+
+
+@pytest.fixture
+def sources(mindspore_data: Path, tmp_path: Path) -> dict[str, Callable[[], Path | str]]:
+    def at_url() -> str:
+        fs, place = filesystem("memory://linked")
+        for path in simple(tmp_path, "url").iterdir():
+            fs.pipe(f"{place}/{path.name}", path.read_bytes())
+        return "memory://linked"
+
+    return {
+        "url": at_url,
+        "safetensors": lambda: mindspore_data / "dcp" / "safetensors_format" / "checkpoint",
+        "hyper": lambda: write_hyper(tmp_path / "hyper", {"w": FULL["w"]}, {0: {"w": [WHOLE]}}),
+        "file": lambda: write_file(tmp_path / "a.safetensors", {"w": FULL["w"]}),
+        "hf": lambda: mindspore_data / "dcp" / "hf_sharded" / "checkpoint",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("url", "is at a URL, where no file can be linked"),
+        ("safetensors", "has safetensors files, which hold names; expected a DCP"),
+        ("hyper", "has safetensors files, which hold names"),
+        ("file", "is not one; expected a DCP as PyTorch writes it"),
+        ("hf", "has safetensors files, which hold names"),
+    ],
+)
+def test_sources_that_cannot_be_linked(sources: Any, tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        linked(reshard.open(sources[name]()), tmp_path / "out")
+
+
+def test_targets_that_cannot_be(tmp_path: Path) -> None:
+    root = simple(tmp_path / "run")
+    for target, said in ((root, "holds the source"), (tmp_path / "run", "holds the source")):
+        with pytest.raises(TargetError, match=said):
+            reshard.plan(reshard.open(root), files=LinkedDCP()).run(target, overwrite=True, restart=True)
+    with pytest.raises(TargetError, match="is at a URL, where no file of a source can be linked"):
+        linked(root, "memory://target")  # type: ignore[arg-type]
+
+
+def test_what_does_not_go_together(tmp_path: Path) -> None:
+    checkpoint = reshard.open(simple(tmp_path))
+    strategy = Strategy.from_rules({"w": (6, 4)}, {"dp": 2}, {"w": ["dp"]})
+    for more, said in (
+        ({"target": strategy}, "keep their blocks"),
+        ({"ranks": [0]}, "leave ranks"),
+        ({"link_replicas": True}, "redundancy and links out"),
+        ({"format": "ckpt"}, "do not go together"),
+        ({"selection": Selection(cast={"float32": "bfloat16"})}, "keep their dtypes"),
+        ({"selection": Selection(names={"x": "y"})}, "name 'x': matches no tensor"),
+        ({"selection": Selection(names={"w": "b"})}, "name 'b': is given to w, b|is given to b, w"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            reshard.plan(checkpoint, files=LinkedDCP(), **more)  # type: ignore[arg-type]
+
+
+def test_files_of_objects_must_be_there(mindspore_data: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(mindspore_data / "dcp" / "files" / "checkpoint", tmp_path / "files")
+    place = described(root)["listed"]["object.a"][-1][None]["relative_path"]
+    os.truncate(root / place, 5)
+    with pytest.raises(SourceError, match=rf"{place}.*has 5 bytes; its items end at"):
+        reshard.open(root)
+    (root / place).unlink()
+    with pytest.raises(SourceError, match=rf"{place}: is not there"):
+        reshard.open(root)
+
+
+# --- the command line ---
+
+
+def test_the_command(tmp_path: Path, apart: Path) -> None:
+    (tmp_path / "names.json").write_text(json.dumps({"model.*": "net.*"}))
+    given = [apart, tmp_path / "out", "--format", "dcp", "--link", "--name-map", tmp_path / "names.json"]
+    assert "16 files linked" in done("transform", *given).stdout
+    assert "finished by an earlier run" in done("transform", *given).stdout
+    assert "bit for bit" in done("verify", tmp_path / "out").stdout
+    assert "net.emb.weight" in done("inspect", tmp_path / "out").stdout
+    saved = ["plan", apart, "--format", "dcp", "--link", "--include", "model.*", "-o", tmp_path / "plan.json"]
+    assert "0 B from 8 files" in done(*saved).stdout
+    assert "8 files linked" in done("run", tmp_path / "plan.json", tmp_path / "planned").stdout
+    for more, said in (
+        (["--target-strategy", tmp_path / "names.json"], "leave --target-strategy out"),
+        (["--ranks", "0", "--memory", "1GB"], "leave --ranks, --memory out"),
+        (["--layouts-of", apart, "--prefix", "x"], "leave --prefix, --layouts-of out"),
+        (["--write-manifest", tmp_path / "m.json"], "gets links"),
+    ):
+        result = call("transform", *given, *more)
+        assert result.exit_code == 2
+        assert said in result.stderr
+    result = call("transform", apart, tmp_path / "other", "--link")
+    assert "--link: only for --format dcp" in result.stderr
+
+
+def test_time_does_not_depend_on_size(tmp_path: Path) -> None:
+    """10 GB of holes take as long as 10 MB: what is read are the heads of the items."""
+    seconds = []
+    for name, rows in (("small", 1 << 9), ("large", 1 << 19)):
+        saved = saved_tensor(BY_NAME["float32"], (rows, 1024))
+        parts, listed = [], []
+        (tmp_path / name).mkdir()
+        with open(tmp_path / name / "__0_0.distcp", "wb") as file:  # noqa: PTH123
+            for number in range(5):
+                begin = number * saved.nbytes
+                for offset, content in saved.literals:
+                    file.seek(begin + offset)
+                    file.write(content)
+                parts = [Part((0, 0), (rows, 1024), "__0_0.distcp", begin, saved.nbytes)]
+                dtype = torch_dtype("", BY_NAME["float32"])
+                listed.append(Listed(f"w{number}", dtype, (rows, 1024), parts, (f"w{number}",)))
+        (tmp_path / name / ".metadata").write_bytes(metadata(listed, {}))
+        report = linked(tmp_path / name, tmp_path / f"{name}-out", {"w*": "v*"})
+        seconds.append(report.seconds)
+        assert (tmp_path / f"{name}-out" / "__0_0.distcp").stat().st_size == 5 * saved.nbytes
+    assert 5 * saved.nbytes > 10e9
+    assert max(seconds) < 5
