@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tracemalloc
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,78 +11,36 @@ from typing import TYPE_CHECKING, Any
 import helpers
 import numpy as np
 import pytest
-from checkpoints import assert_equal, blocks, numbers, tree, write_file
+from checkpoints import assert_equal, blocks, numbers, write_file
 from commands import call, done
-from faulty import raising
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
+from written_checkpoint2 import (
+    CASES,
+    CUT,
+    EVERYTHING,
+    FULL,
+    LISTED,
+    MORE,
+    NAMES,
+    STATES,
+    STRATEGIES,
+    SUBMESH,
+    TRACKER,
+    metadata,
+    opened,
+    rows,
+    whole_file,
+)
 
 import reshard
 from reshard import Checkpoint2, Layout, Strategy
-from reshard.errors import LayoutError, SourceError, TargetError, UsageError
+from reshard.errors import LayoutError, SourceError, UsageError
 from reshard.layout.mesh import Mesh
-from reshard.storage.remote import filesystem
-from reshard.targets.checkpoint2 import Checkpoint2Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from faulty import Faults
-
-CASES = sorted(
-    {path.split("/")[1] for path in helpers.packed_files("checkpoint2") if path.count("/") > 3 and "dcp_" not in path}
-)
-MORE = ["graph_tied_pp2", "graph_tied_pp2_zero_once", "pynative_pp2"]
-CUT = [name for name in CASES if name != "graph_1"]
-SUBMESH = "pynative_submesh"
-TRACKER = "latest_checkpointed_iteration.txt"
-NAMES = ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size", "consumed_samples", "ckpt_status"]
-
-FULL = numbers({"h.0.w": (8, 12), "h.1.w": (8, 12), "emb": (16, 4), "norm": (12,)})
-STATES = {f"adam_m.{name}": value + 1 for name, value in FULL.items()}
-EVERYTHING = {**FULL, **STATES, "global_step": np.array([7], np.int32)}
-LISTED = [*FULL, *STATES]
-
-
-def strategy(matrix: list[int], maps: Mapping[str, list[Any]], optimizer: int = 0, stages: int = 1) -> Strategy:
-    """The same for a weight and its states; layer n is in stage n, the embedding in all."""
-    layouts: dict[str, Any] = {}
-    for name in LISTED:
-        weight = name.removeprefix("adam_m.")
-        layout = Layout.of(matrix, maps.get(weight, [-1] * FULL[weight].ndim), optimizer)
-        own = {"h.0.w": [0], "h.1.w": [stages - 1], "norm": [stages - 1]}.get(weight, range(stages))
-        layouts[name] = dict.fromkeys(own, layout)
-    return Strategy.of(layouts)
-
-
-STRATEGIES = {
-    "tensor parallel": strategy([2, 2], {"h.0.w": [0, -1], "h.1.w": [-1, 0], "emb": [0, -1]}),
-    "optimizer parallel": strategy([2, 2], {"h.0.w": [0, -1], "h.1.w": [-1, 0], "emb": [(0, 1), -1]}, -1),
-    "a part of an axis": strategy([8, 1], {}, 2),
-    "a pipeline": strategy([2, 2], {"h.0.w": [1, 0], "h.1.w": [-1, 1], "emb": [0, -1]}, -1, stages=2),
-}
-
-
-def opened(mindspore_data: Path, name: str) -> tuple[reshard.Checkpoint, dict[str, Any]]:
-    root = mindspore_data / ("checkpoint2_more" if name in MORE else "checkpoint2") / name
-    source = reshard.open(root / "checkpoint")
-    return source, {key: value for key, value in np.load(root / "full.npz").items() if key in source}
-
-
-def rows(full: Mapping[str, Any]) -> Strategy:
-    """Rows over two of four ranks."""
-    some = {name: value.ndim for name, value in full.items() if value.ndim and not value.shape[0] % 2}
-    return Strategy.of({name: Layout.of([2, 2], [1, *[-1] * (ndim - 1)]) for name, ndim in some.items()})
-
-
-def whole_file(tmp_path: Path, tensors: Mapping[str, Any] = EVERYTHING, name: str = "net.safetensors") -> Any:
-    return reshard.open(write_file(tmp_path / name, tensors))
-
-
-def metadata(place: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((place / "metadata.json").read_text())
-    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -326,33 +283,6 @@ def test_tensors_that_the_strategy_does_not_name_are_whole_everywhere(tmp_path: 
     assert [place["storage_rank"] for place in said["('norm', (0,))"]] == [0, 1]
 
 
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("devices", [256, 1024])
-def test_the_memory_that_the_metadata_of_many_ranks_take_is_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int, once: bool
-) -> None:
-    found = {}
-
-    def measured(target: Checkpoint2Target, every: Any) -> bytes:
-        tracemalloc.start()
-        content = made(target, every)
-        found["peak"], found["predicted"] = tracemalloc.get_traced_memory()[1], dict(target.memory)["metadata"]
-        tracemalloc.stop()
-        return content
-
-    made = Checkpoint2Target._metadata
-    monkeypatch.setattr(Checkpoint2Target, "_metadata", measured)
-    full = numbers({f"w{number}": (1024, 1) for number in range(20)})
-    layout = Layout.of([devices // 4, 4], [0, -1])
-    reshard.plan(
-        whole_file(tmp_path, full),
-        Strategy.of(dict.fromkeys(full, layout)),
-        files=Checkpoint2(1),
-        remove_redundancy=once,
-    )
-    assert found["peak"] <= found["predicted"] <= 4 * found["peak"]
-
-
 def test_text_is_kept(tmp_path: Path) -> None:
     source = whole_file(tmp_path, {**FULL, "note": "größe"})
     for target in (None, Strategy.of({"h.0.w": Layout.of([2], [0, -1])})):
@@ -438,120 +368,6 @@ def test_what_is_not_there_is_said_to_be_that(tmp_path: Path) -> None:
         Checkpoint2(prefix="x" * 300)
 
 
-def test_names_come_in_order(tmp_path: Path, faults: Faults) -> None:
-    """First the files, then what stands beside them, last of all the tracker, which names a complete iteration."""
-    for target in (None, STRATEGIES["tensor parallel"]):
-        for partition in (None, "file"):
-            faults.clear()
-            root = tmp_path / f"{target is None} {partition}"
-            reshard.plan(whole_file(tmp_path), target, files=Checkpoint2()).run(root, partition=partition)
-            named = [Path(one.path).name for one in faults.of("publish") if str(root) in one.path]
-            beside = ["common.json", TRACKER] if target is None else ["metadata.json", "common.json", TRACKER]
-            assert named[-len(beside) :] == beside
-            assert len(named) == len(set(named)) == len(beside) + (2 if target is None else 8)
-
-
-def test_names_come_in_order_at_a_url(tmp_path: Path, faults: Faults) -> None:
-    """Where a file has its name as soon as it is complete; a run that fails leaves the tracker as it was."""
-    fs, place = filesystem("memory://ordered2")
-    fs.pipe(f"{place}/{TRACKER}", b"2")
-    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
-    faults.every(lambda one: raising(OSError("gone"))(one) if one.path.endswith("common.json") else None, "create")
-    with pytest.raises(Exception, match="gone"):
-        plan.run("memory://ordered2")
-    assert fs.cat_file(f"{place}/{TRACKER}") == b"2"
-    assert fs.exists(f"{place}/iteration_00000007/metadata.json")
-    faults.clear()
-    plan.run("memory://ordered2")
-    made = [
-        one.path.rpartition("/")[2] for one in faults.of("create") if "iteration_" in one.path or TRACKER in one.path
-    ]
-    assert made[-1] == TRACKER
-    assert made.index("metadata.json") < made.index("common.json") < len(made) - 1
-    assert not [name for name in made[made.index("metadata.json") :] if name.endswith(".safetensors")]
-    assert fs.cat_file(f"{place}/{TRACKER}") == b"7"
-    assert_equal(reshard.open("memory://ordered2"), EVERYTHING)
-
-
-@pytest.mark.parametrize("turn", range(13))
-def test_a_run_that_fails_names_no_iteration(tmp_path: Path, faults: Faults, turn: int) -> None:
-    """Wherever names are given; the same run again ends with what an undisturbed one writes."""
-    before = whole_file(tmp_path, {**FULL, "global_step": np.array([2])}, "before.safetensors")
-    reshard.plan(before, files=Checkpoint2()).run(tmp_path / "run", fsync=False)
-    old = tree(tmp_path / "run" / "iteration_00000002")
-    source, one = whole_file(tmp_path), STRATEGIES["tensor parallel"]
-    plan = reshard.plan(source, one, files=Checkpoint2())
-    plan.run(tmp_path / "whole", fsync=False)
-    faults.clear()
-    faults.nth(turn, raising(OSError("gone")), "publish")
-    last = turn == 11
-    try:
-        plan.run(tmp_path / "run", fsync=False)
-    except Exception:
-        assert turn < 11
-        assert (tmp_path / "run" / TRACKER).read_text() == "2"
-        assert_equal(reshard.open(tmp_path / "run"), {**FULL, "global_step": np.array([2])})
-        assert (tmp_path / "run/iteration_00000007/metadata.json").exists() == (turn > 8)
-    else:
-        assert turn >= 11 or last
-    faults.clear()
-    plan.run(tmp_path / "run", fsync=False)
-    assert (tmp_path / "run" / TRACKER).read_text() == "7"
-    assert tree(tmp_path / "run" / "iteration_00000002") == old
-    assert tree(tmp_path / "run" / "iteration_00000007") == tree(tmp_path / "whole" / "iteration_00000007")
-    assert_equal(reshard.open(tmp_path / "run"), EVERYTHING)
-
-
-def test_an_iteration_that_is_replaced_is_not_named_meanwhile(tmp_path: Path, faults: Faults) -> None:
-    source, one = whole_file(tmp_path), STRATEGIES["tensor parallel"]
-    reshard.plan(source, one, files=Checkpoint2()).run(tmp_path / "run", fsync=False)
-    changed = whole_file(
-        tmp_path,
-        {name: value + 1 for name, value in EVERYTHING.items()} | {"global_step": np.array([7], np.int32)},
-        "b.safetensors",
-    )
-    plan = reshard.plan(changed, one, files=Checkpoint2())
-    with pytest.raises(TargetError, match="start over with restart=True"):
-        plan.run(tmp_path / "run")
-    there: list[set[str]] = []
-    faults.every(lambda _: there.append({path.name for path in (tmp_path / "run").rglob("*.[jt][sx]*")}), "publish")
-    plan.run(tmp_path / "run", restart=True)
-    assert {"metadata.json", "common.json", TRACKER}.isdisjoint(there[0])
-    assert_equal(
-        reshard.open(tmp_path / "run"), {name: value + (name != "global_step") for name, value in EVERYTHING.items()}
-    )
-
-
-def test_a_finished_run_writes_nothing_again(tmp_path: Path, faults: Faults) -> None:
-    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
-    plan.run(tmp_path / "run")
-    faults.clear()
-    assert plan.run(tmp_path / "run").finished == len(plan.files)
-    assert faults.of("publish", "remove") == []
-    (tmp_path / "run" / TRACKER).write_text("3")  # a training went on
-    faults.clear()
-    plan.run(tmp_path / "run")
-    assert [Path(one.path).name for one in faults.of("publish")] == [TRACKER]
-    assert faults.of("remove") == []
-
-
-def test_several_iterations_of_a_run(tmp_path: Path, mindspore_data: Path) -> None:
-    source, full = opened(mindspore_data, "pynative_fsdp2_tp2")
-    reshard.plan(source, rows(full), files=Checkpoint2()).run(tmp_path, fsync=False)
-    reshard.plan(reshard.open(tmp_path), files=Checkpoint2(7)).run(tmp_path, fsync=False)  # next to its source
-    assert (tmp_path / TRACKER).read_text() == "7"
-    places = [tmp_path / f"iteration_0000000{number}" for number in (4, 7)]
-    for place in places:
-        assert_equal(reshard.open(place), full)
-        assert reshard.verify(place).equal
-    assert reshard.verify(tmp_path).against == str(places[0])
-    (tmp_path / TRACKER).write_text("4")
-    assert reshard.verify(tmp_path).against == source.root
-    listed = done("inspect", tmp_path).stdout
-    assert "iteration 4" in listed
-    assert "iteration 7" in listed
-
-
 def test_states_that_the_target_has_no_place_for(tmp_path: Path) -> None:
     """The ledger says that they were dropped, so that they are not missing."""
     one = STRATEGIES["tensor parallel"]
@@ -565,82 +381,6 @@ def test_states_that_the_target_has_no_place_for(tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path / "run"), FULL)
     assert reshard.verify(tmp_path / "run").equal
     assert done("verify", tmp_path / "run").exit_code == 0
-
-
-def test_verify_finds_what_was_changed(tmp_path: Path) -> None:
-    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
-    plan.run(tmp_path / "run")
-    path = tmp_path / "run" / plan.files[3].path
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    assert not reshard.verify(tmp_path / "run").equal
-    (tmp_path / "net.safetensors").unlink()
-    found = reshard.verify(tmp_path / "run")
-    assert found.against == "its ledger"
-    assert [one.kind for one in found.differences] == ["checksum"]
-
-
-def test_targets_that_are_refused(tmp_path: Path, mindspore_data: Path) -> None:
-    source, full = opened(mindspore_data, "graph_dp2_tp4")
-    root = tmp_path / "run"
-    shutil.copytree(Path(source.root).parent, root)
-    mine = reshard.open(root)
-    with pytest.raises(TargetError, match="holds the source"):
-        reshard.plan(mine, rows(full), files=Checkpoint2()).run(root)
-    with pytest.raises(TargetError, match=r"is an iteration by its name; .*give .*run"):
-        reshard.plan(source, rows(full), files=Checkpoint2()).run(root / "iteration_00000004")
-    for overwrite in (False, True):  # of eight ranks, which would be taken for a part of it
-        with pytest.raises(TargetError, match=r"iteration_00000004: has .* of another set"):
-            reshard.plan(source, rows(full), files=Checkpoint2()).run(root, overwrite=overwrite)
-        with pytest.raises(TargetError, match="of another set"):
-            reshard.plan(source, files=Checkpoint2()).run(root, overwrite=overwrite)
-    assert_equal(reshard.open(root), full)
-
-
-def test_at_a_url(tmp_path: Path, mindspore_data: Path) -> None:
-    source, full = opened(mindspore_data, "pynative_fsdp4_ep2_once")
-    fs, place = filesystem("memory://written2")
-    fs.pipe(f"{place}/{TRACKER}", b"2")
-    fs.pipe(f"{place}/iteration_00000002/common.json", b"{}")
-    for files, target in ((Checkpoint2(5), None), (Checkpoint2(), reshard.read_layouts(source.root))):
-        plan = reshard.plan(source, target, files=files)
-        plan.run("memory://written2")
-        assert_equal(reshard.open("memory://written2"), full)
-        assert reshard.verify("memory://written2").equal
-        assert plan.run("memory://written2").finished == len(plan.files)
-    assert fs.cat_file(f"{place}/{TRACKER}") == b"4"
-    assert fs.cat_file(f"{place}/iteration_00000002/common.json") == b"{}"
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_by_a_saved_plan_and_dry_runs(tmp_path: Path, mindspore_data: Path, cut: bool) -> None:
-    """The plan file has the layouts of the pattern, which may be gone by then."""
-    for name in CUT if cut else CUT[:1]:
-        root = mindspore_data / "checkpoint2" / name / "checkpoint"
-        source = reshard.open(root)
-        made = reshard.plan(source, reshard.read_layouts(root) if cut else None, files=Checkpoint2(7))
-        made.save(tmp_path / f"{name}.json")
-        made.run(tmp_path / "here", fsync=False, restart=True)
-        reshard.read_plan(tmp_path / f"{name}.json").run(tmp_path / "there", fsync=False)
-        for path, content in tree(tmp_path / "here").items():
-            if ".reshard" not in path:
-                assert tree(tmp_path / "there")[path] == content
-        shutil.rmtree(tmp_path / "here")
-        shutil.rmtree(tmp_path / "there")
-
-
-def test_a_plan_runs_over_a_copy_of_the_run(tmp_path: Path, mindspore_data: Path) -> None:
-    """Its directory serves as that of the iteration does, whatever the tracker names since."""
-    source, full = opened(mindspore_data, CUT[0])
-    reshard.plan(source, files=Checkpoint2()).save(tmp_path / "plan.json")
-    copy = tmp_path / "copy"
-    shutil.copytree(Path(source.root).parent, copy)
-    shutil.copytree(copy / "iteration_00000004", copy / "iteration_00000005")
-    (copy / TRACKER).write_text("5")
-    for number, place in enumerate([copy, copy / "iteration_00000004"]):
-        reshard.read_plan(tmp_path / "plan.json", source=place).run(tmp_path / f"run{number}", fsync=False)
-        assert_equal(reshard.open(tmp_path / f"run{number}"), full)
 
 
 def test_a_source_need_not_count_steps_as_the_pattern_does(tmp_path: Path) -> None:
@@ -667,87 +407,6 @@ def test_a_whole_weight_that_the_pattern_lacks_is_not_hidden_in_files(tmp_path: 
         reshard.plan(source, pattern, files=Checkpoint2(4))
 
 
-def test_by_way_of_a_store_common_is_the_source_s(tmp_path: Path, mindspore_data: Path) -> None:
-    source, full = opened(mindspore_data, CUT[0])
-    done("transform", source.root, tmp_path / "run", "--style", "checkpoint2", "--via-zarr", tmp_path / "a.zarr")
-    found = reshard.open(tmp_path / "run")
-    assert_equal(found, full)
-    assert Path(found.root, "common.json").read_bytes() == Path(source.root, "common.json").read_bytes()
-    text = (tmp_path / "a.zarr" / "zarr.json").read_text()
-    attributes = json.loads(text)["attributes"]["reshard"]
-    for said in ("[]", "{", 7, None):  # by another hand
-        attributes["common"] = said
-        (tmp_path / "a.zarr" / "zarr.json").write_text(
-            json.dumps(json.loads(text) | {"attributes": {"reshard": attributes}})
-        )
-        plan = reshard.plan(reshard.open(tmp_path / "a.zarr"), files=Checkpoint2(4))
-        assert any("says null for what is not known" in warning for warning in plan.warnings)
-
-
-def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
-    root = mindspore_data / "checkpoint2" / "graph_dp2_tp2_pp2_zero" / "checkpoint"
-    source, full = opened(mindspore_data, "graph_dp2_tp2_pp2_zero")
-    target = tmp_path / "run"
-    dry = done("unify", root, target, "--style", "checkpoint2", "--dry-run").stdout
-    assert "a Checkpoint 2.0 of 2 safetensors files" in dry
-    assert not target.exists()
-    assert (
-        "wrote a Checkpoint 2.0 of 2 safetensors files" in done("unify", root, target, "--style", "checkpoint2").stdout
-    )
-    assert_equal(reshard.open(target), full)
-    words = ("--style", "checkpoint2", "--layouts-of", root, "--target-step", "9", "--prefix", "CKP")
-    report = json.loads(done("transform", target, target, *words, "--json").stdout)
-    assert report["target_files"] == 19
-    assert {Path(file["path"]).name for file in report["files"]} >= {"CKP-model-0000007-0000008.safetensors", TRACKER}
-    assert_equal(reshard.open(target), full)
-    assert (target / TRACKER).read_text() == "9"
-    assert done("verify", target).exit_code == 0
-    done("plan", root, "--style", "checkpoint2", "--layouts-of", root, "-o", tmp_path / "plan.json")
-    done("run", tmp_path / "plan.json", tmp_path / "planned")
-    assert metadata(tmp_path / "planned" / "iteration_00000004") == metadata(Path(source.root))
-    done("transform", target, target, "--style", "checkpoint2", "--layouts-of", target, "--target-step", "11")
-    assert_equal(reshard.open(target), full)
-    done("transform", target, tmp_path / "cast", *words[:4], "--cast", "float32=bfloat16", "--weights-only")
-    said = metadata(tmp_path / "cast" / "iteration_00000011")["state_dict_metadata"]
-    assert {one["properties"]["dtype"] for one in said.values()} == {"BFloat16"}
-    assert done("verify", tmp_path / "cast").exit_code == 0
-    zarr = ("--via-zarr", tmp_path / "store", "--target-step", "4")
-    done("transform", target, tmp_path / "zarr", *words[:4], *zarr)
-    assert_equal(reshard.open(tmp_path / "zarr"), full)
-    (tmp_path / "only").mkdir()
-    shutil.copy(Path(source.root) / "metadata.json", tmp_path / "only")
-    done("transform", target, tmp_path / "by metadata alone", *words[:2], "--layouts-of", tmp_path / "only")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("transform", "--target-step", "3"), "--target-step: only for --style checkpoint2 or --format dcp"),
-        (("transform", "--layouts-of", "x"), "--layouts-of: only for --style checkpoint2"),
-        (("unify", "--target-step", "3"), "--target-step: only for --style checkpoint2 or --format dcp"),
-        (("unify", "--prefix", "a", "--style", "hf"), "--prefix: only for --style checkpoint2"),
-        (("transform", "--style", "hf"), "`reshard unify` writes it"),
-        (("transform", "--style", "checkpoint2", "--ranks", "0"), "a Checkpoint 2.0 has all ranks"),
-        (("plan", "--max-shard-size", "1GB"), "--max-shard-size: only for a set of whole tensors (--style), or"),
-        (
-            ("plan", "--style", "checkpoint2", "--layouts-of", "x", "--max-shard-size", "1GB"),
-            "leave --max-shard-size out",
-        ),
-        (("transform", "--style", "checkpoint2", "--format", "ckpt"), "do not go together"),
-        (
-            ("transform", "--style", "checkpoint2", "--layouts-of", "x", "--target-strategy", "y"),
-            "both say how tensors are cut",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    write_file(tmp_path / "net.safetensors", EVERYTHING)
-    refused = call(words[0], tmp_path / "net.safetensors", tmp_path / "run", *words[1:])
-    assert refused.exit_code == 2
-    assert said in refused.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_size_of_files_of_a_plan_for_a_dcp(tmp_path: Path) -> None:
     write_file(tmp_path / "net.safetensors", EVERYTHING)
     words = ("plan", tmp_path / "net.safetensors", "--format", "dcp", "--max-shard-size", "300")
@@ -755,6 +414,8 @@ def test_the_size_of_files_of_a_plan_for_a_dcp(tmp_path: Path) -> None:
 
 
 EXPERTS = numbers({"mlp.experts.weight1": (48, 24), "mlp.experts.weight2": (48, 12), "norm": (12,)})
+
+
 STACKS = {
     "planes": {"mlp.experts.weight1": (4, 12, 24), "mlp.experts.weight2": (4, 12, 12)},
     "rows": {"mlp.experts.weight1": (48, 24), "mlp.experts.weight2": (48, 12)},

@@ -1,0 +1,323 @@
+"""Runs that write a Checkpoint 2.0: what gets its name when, what is resumed, refused and verified; the commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from checkpoints import assert_equal, numbers, tree, write_file
+from commands import call, done
+from faulty import raising
+from written_checkpoint2 import CUT, EVERYTHING, FULL, STRATEGIES, TRACKER, metadata, opened, rows, whole_file
+
+import reshard
+from reshard import Checkpoint2, Layout, Strategy
+from reshard.errors import TargetError
+from reshard.storage.remote import filesystem
+from reshard.targets.checkpoint2 import Checkpoint2Target
+
+if TYPE_CHECKING:
+    from faulty import Faults
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("devices", [256, 1024])
+def test_the_memory_that_the_metadata_of_many_ranks_take_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int, once: bool
+) -> None:
+    found = {}
+
+    def measured(target: Checkpoint2Target, every: Any) -> bytes:
+        tracemalloc.start()
+        content = made(target, every)
+        found["peak"], found["predicted"] = tracemalloc.get_traced_memory()[1], dict(target.memory)["metadata"]
+        tracemalloc.stop()
+        return content
+
+    made = Checkpoint2Target._metadata
+    monkeypatch.setattr(Checkpoint2Target, "_metadata", measured)
+    full = numbers({f"w{number}": (1024, 1) for number in range(20)})
+    layout = Layout.of([devices // 4, 4], [0, -1])
+    reshard.plan(
+        whole_file(tmp_path, full),
+        Strategy.of(dict.fromkeys(full, layout)),
+        files=Checkpoint2(1),
+        remove_redundancy=once,
+    )
+    assert found["peak"] <= found["predicted"] <= 4 * found["peak"]
+
+
+def test_names_come_in_order(tmp_path: Path, faults: Faults) -> None:
+    """First the files, then what stands beside them, last of all the tracker, which names a complete iteration."""
+    for target in (None, STRATEGIES["tensor parallel"]):
+        for partition in (None, "file"):
+            faults.clear()
+            root = tmp_path / f"{target is None} {partition}"
+            reshard.plan(whole_file(tmp_path), target, files=Checkpoint2()).run(root, partition=partition)
+            named = [Path(one.path).name for one in faults.of("publish") if str(root) in one.path]
+            beside = ["common.json", TRACKER] if target is None else ["metadata.json", "common.json", TRACKER]
+            assert named[-len(beside) :] == beside
+            assert len(named) == len(set(named)) == len(beside) + (2 if target is None else 8)
+
+
+def test_names_come_in_order_at_a_url(tmp_path: Path, faults: Faults) -> None:
+    """Where a file has its name as soon as it is complete; a run that fails leaves the tracker as it was."""
+    fs, place = filesystem("memory://ordered2")
+    fs.pipe(f"{place}/{TRACKER}", b"2")
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
+    faults.every(lambda one: raising(OSError("gone"))(one) if one.path.endswith("common.json") else None, "create")
+    with pytest.raises(Exception, match="gone"):
+        plan.run("memory://ordered2")
+    assert fs.cat_file(f"{place}/{TRACKER}") == b"2"
+    assert fs.exists(f"{place}/iteration_00000007/metadata.json")
+    faults.clear()
+    plan.run("memory://ordered2")
+    made = [
+        one.path.rpartition("/")[2] for one in faults.of("create") if "iteration_" in one.path or TRACKER in one.path
+    ]
+    assert made[-1] == TRACKER
+    assert made.index("metadata.json") < made.index("common.json") < len(made) - 1
+    assert not [name for name in made[made.index("metadata.json") :] if name.endswith(".safetensors")]
+    assert fs.cat_file(f"{place}/{TRACKER}") == b"7"
+    assert_equal(reshard.open("memory://ordered2"), EVERYTHING)
+
+
+@pytest.mark.parametrize("turn", range(13))
+def test_a_run_that_fails_names_no_iteration(tmp_path: Path, faults: Faults, turn: int) -> None:
+    """Wherever names are given; the same run again ends with what an undisturbed one writes."""
+    before = whole_file(tmp_path, {**FULL, "global_step": np.array([2])}, "before.safetensors")
+    reshard.plan(before, files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    old = tree(tmp_path / "run" / "iteration_00000002")
+    source, one = whole_file(tmp_path), STRATEGIES["tensor parallel"]
+    plan = reshard.plan(source, one, files=Checkpoint2())
+    plan.run(tmp_path / "whole", fsync=False)
+    faults.clear()
+    faults.nth(turn, raising(OSError("gone")), "publish")
+    last = turn == 11
+    try:
+        plan.run(tmp_path / "run", fsync=False)
+    except Exception:
+        assert turn < 11
+        assert (tmp_path / "run" / TRACKER).read_text() == "2"
+        assert_equal(reshard.open(tmp_path / "run"), {**FULL, "global_step": np.array([2])})
+        assert (tmp_path / "run/iteration_00000007/metadata.json").exists() == (turn > 8)
+    else:
+        assert turn >= 11 or last
+    faults.clear()
+    plan.run(tmp_path / "run", fsync=False)
+    assert (tmp_path / "run" / TRACKER).read_text() == "7"
+    assert tree(tmp_path / "run" / "iteration_00000002") == old
+    assert tree(tmp_path / "run" / "iteration_00000007") == tree(tmp_path / "whole" / "iteration_00000007")
+    assert_equal(reshard.open(tmp_path / "run"), EVERYTHING)
+
+
+def test_an_iteration_that_is_replaced_is_not_named_meanwhile(tmp_path: Path, faults: Faults) -> None:
+    source, one = whole_file(tmp_path), STRATEGIES["tensor parallel"]
+    reshard.plan(source, one, files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    changed = whole_file(
+        tmp_path,
+        {name: value + 1 for name, value in EVERYTHING.items()} | {"global_step": np.array([7], np.int32)},
+        "b.safetensors",
+    )
+    plan = reshard.plan(changed, one, files=Checkpoint2())
+    with pytest.raises(TargetError, match="start over with restart=True"):
+        plan.run(tmp_path / "run")
+    there: list[set[str]] = []
+    faults.every(lambda _: there.append({path.name for path in (tmp_path / "run").rglob("*.[jt][sx]*")}), "publish")
+    plan.run(tmp_path / "run", restart=True)
+    assert {"metadata.json", "common.json", TRACKER}.isdisjoint(there[0])
+    assert_equal(
+        reshard.open(tmp_path / "run"), {name: value + (name != "global_step") for name, value in EVERYTHING.items()}
+    )
+
+
+def test_a_finished_run_writes_nothing_again(tmp_path: Path, faults: Faults) -> None:
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
+    plan.run(tmp_path / "run")
+    faults.clear()
+    assert plan.run(tmp_path / "run").finished == len(plan.files)
+    assert faults.of("publish", "remove") == []
+    (tmp_path / "run" / TRACKER).write_text("3")  # a training went on
+    faults.clear()
+    plan.run(tmp_path / "run")
+    assert [Path(one.path).name for one in faults.of("publish")] == [TRACKER]
+    assert faults.of("remove") == []
+
+
+def test_several_iterations_of_a_run(tmp_path: Path, mindspore_data: Path) -> None:
+    source, full = opened(mindspore_data, "pynative_fsdp2_tp2")
+    reshard.plan(source, rows(full), files=Checkpoint2()).run(tmp_path, fsync=False)
+    reshard.plan(reshard.open(tmp_path), files=Checkpoint2(7)).run(tmp_path, fsync=False)  # next to its source
+    assert (tmp_path / TRACKER).read_text() == "7"
+    places = [tmp_path / f"iteration_0000000{number}" for number in (4, 7)]
+    for place in places:
+        assert_equal(reshard.open(place), full)
+        assert reshard.verify(place).equal
+    assert reshard.verify(tmp_path).against == str(places[0])
+    (tmp_path / TRACKER).write_text("4")
+    assert reshard.verify(tmp_path).against == source.root
+    listed = done("inspect", tmp_path).stdout
+    assert "iteration 4" in listed
+    assert "iteration 7" in listed
+
+
+def test_verify_finds_what_was_changed(tmp_path: Path) -> None:
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
+    plan.run(tmp_path / "run")
+    path = tmp_path / "run" / plan.files[3].path
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert not reshard.verify(tmp_path / "run").equal
+    (tmp_path / "net.safetensors").unlink()
+    found = reshard.verify(tmp_path / "run")
+    assert found.against == "its ledger"
+    assert [one.kind for one in found.differences] == ["checksum"]
+
+
+def test_targets_that_are_refused(tmp_path: Path, mindspore_data: Path) -> None:
+    source, full = opened(mindspore_data, "graph_dp2_tp4")
+    root = tmp_path / "run"
+    shutil.copytree(Path(source.root).parent, root)
+    mine = reshard.open(root)
+    with pytest.raises(TargetError, match="holds the source"):
+        reshard.plan(mine, rows(full), files=Checkpoint2()).run(root)
+    with pytest.raises(TargetError, match=r"is an iteration by its name; .*give .*run"):
+        reshard.plan(source, rows(full), files=Checkpoint2()).run(root / "iteration_00000004")
+    for overwrite in (False, True):  # of eight ranks, which would be taken for a part of it
+        with pytest.raises(TargetError, match=r"iteration_00000004: has .* of another set"):
+            reshard.plan(source, rows(full), files=Checkpoint2()).run(root, overwrite=overwrite)
+        with pytest.raises(TargetError, match="of another set"):
+            reshard.plan(source, files=Checkpoint2()).run(root, overwrite=overwrite)
+    assert_equal(reshard.open(root), full)
+
+
+def test_at_a_url(tmp_path: Path, mindspore_data: Path) -> None:
+    source, full = opened(mindspore_data, "pynative_fsdp4_ep2_once")
+    fs, place = filesystem("memory://written2")
+    fs.pipe(f"{place}/{TRACKER}", b"2")
+    fs.pipe(f"{place}/iteration_00000002/common.json", b"{}")
+    for files, target in ((Checkpoint2(5), None), (Checkpoint2(), reshard.read_layouts(source.root))):
+        plan = reshard.plan(source, target, files=files)
+        plan.run("memory://written2")
+        assert_equal(reshard.open("memory://written2"), full)
+        assert reshard.verify("memory://written2").equal
+        assert plan.run("memory://written2").finished == len(plan.files)
+    assert fs.cat_file(f"{place}/{TRACKER}") == b"4"
+    assert fs.cat_file(f"{place}/iteration_00000002/common.json") == b"{}"
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_by_a_saved_plan_and_dry_runs(tmp_path: Path, mindspore_data: Path, cut: bool) -> None:
+    """The plan file has the layouts of the pattern, which may be gone by then."""
+    for name in CUT if cut else CUT[:1]:
+        root = mindspore_data / "checkpoint2" / name / "checkpoint"
+        source = reshard.open(root)
+        made = reshard.plan(source, reshard.read_layouts(root) if cut else None, files=Checkpoint2(7))
+        made.save(tmp_path / f"{name}.json")
+        made.run(tmp_path / "here", fsync=False, restart=True)
+        reshard.read_plan(tmp_path / f"{name}.json").run(tmp_path / "there", fsync=False)
+        for path, content in tree(tmp_path / "here").items():
+            if ".reshard" not in path:
+                assert tree(tmp_path / "there")[path] == content
+        shutil.rmtree(tmp_path / "here")
+        shutil.rmtree(tmp_path / "there")
+
+
+def test_a_plan_runs_over_a_copy_of_the_run(tmp_path: Path, mindspore_data: Path) -> None:
+    """Its directory serves as that of the iteration does, whatever the tracker names since."""
+    source, full = opened(mindspore_data, CUT[0])
+    reshard.plan(source, files=Checkpoint2()).save(tmp_path / "plan.json")
+    copy = tmp_path / "copy"
+    shutil.copytree(Path(source.root).parent, copy)
+    shutil.copytree(copy / "iteration_00000004", copy / "iteration_00000005")
+    (copy / TRACKER).write_text("5")
+    for number, place in enumerate([copy, copy / "iteration_00000004"]):
+        reshard.read_plan(tmp_path / "plan.json", source=place).run(tmp_path / f"run{number}", fsync=False)
+        assert_equal(reshard.open(tmp_path / f"run{number}"), full)
+
+
+def test_by_way_of_a_store_common_is_the_source_s(tmp_path: Path, mindspore_data: Path) -> None:
+    source, full = opened(mindspore_data, CUT[0])
+    done("transform", source.root, tmp_path / "run", "--style", "checkpoint2", "--via-zarr", tmp_path / "a.zarr")
+    found = reshard.open(tmp_path / "run")
+    assert_equal(found, full)
+    assert Path(found.root, "common.json").read_bytes() == Path(source.root, "common.json").read_bytes()
+    text = (tmp_path / "a.zarr" / "zarr.json").read_text()
+    attributes = json.loads(text)["attributes"]["reshard"]
+    for said in ("[]", "{", 7, None):  # by another hand
+        attributes["common"] = said
+        (tmp_path / "a.zarr" / "zarr.json").write_text(
+            json.dumps(json.loads(text) | {"attributes": {"reshard": attributes}})
+        )
+        plan = reshard.plan(reshard.open(tmp_path / "a.zarr"), files=Checkpoint2(4))
+        assert any("says null for what is not known" in warning for warning in plan.warnings)
+
+
+def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
+    root = mindspore_data / "checkpoint2" / "graph_dp2_tp2_pp2_zero" / "checkpoint"
+    source, full = opened(mindspore_data, "graph_dp2_tp2_pp2_zero")
+    target = tmp_path / "run"
+    dry = done("unify", root, target, "--style", "checkpoint2", "--dry-run").stdout
+    assert "a Checkpoint 2.0 of 2 safetensors files" in dry
+    assert not target.exists()
+    assert (
+        "wrote a Checkpoint 2.0 of 2 safetensors files" in done("unify", root, target, "--style", "checkpoint2").stdout
+    )
+    assert_equal(reshard.open(target), full)
+    words = ("--style", "checkpoint2", "--layouts-of", root, "--target-step", "9", "--prefix", "CKP")
+    report = json.loads(done("transform", target, target, *words, "--json").stdout)
+    assert report["target_files"] == 19
+    assert {Path(file["path"]).name for file in report["files"]} >= {"CKP-model-0000007-0000008.safetensors", TRACKER}
+    assert_equal(reshard.open(target), full)
+    assert (target / TRACKER).read_text() == "9"
+    assert done("verify", target).exit_code == 0
+    done("plan", root, "--style", "checkpoint2", "--layouts-of", root, "-o", tmp_path / "plan.json")
+    done("run", tmp_path / "plan.json", tmp_path / "planned")
+    assert metadata(tmp_path / "planned" / "iteration_00000004") == metadata(Path(source.root))
+    done("transform", target, target, "--style", "checkpoint2", "--layouts-of", target, "--target-step", "11")
+    assert_equal(reshard.open(target), full)
+    done("transform", target, tmp_path / "cast", *words[:4], "--cast", "float32=bfloat16", "--weights-only")
+    said = metadata(tmp_path / "cast" / "iteration_00000011")["state_dict_metadata"]
+    assert {one["properties"]["dtype"] for one in said.values()} == {"BFloat16"}
+    assert done("verify", tmp_path / "cast").exit_code == 0
+    zarr = ("--via-zarr", tmp_path / "store", "--target-step", "4")
+    done("transform", target, tmp_path / "zarr", *words[:4], *zarr)
+    assert_equal(reshard.open(tmp_path / "zarr"), full)
+    (tmp_path / "only").mkdir()
+    shutil.copy(Path(source.root) / "metadata.json", tmp_path / "only")
+    done("transform", target, tmp_path / "by metadata alone", *words[:2], "--layouts-of", tmp_path / "only")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("transform", "--target-step", "3"), "--target-step: only for --style checkpoint2 or --format dcp"),
+        (("transform", "--layouts-of", "x"), "--layouts-of: only for --style checkpoint2"),
+        (("unify", "--target-step", "3"), "--target-step: only for --style checkpoint2 or --format dcp"),
+        (("unify", "--prefix", "a", "--style", "hf"), "--prefix: only for --style checkpoint2"),
+        (("transform", "--style", "hf"), "`reshard unify` writes it"),
+        (("transform", "--style", "checkpoint2", "--ranks", "0"), "a Checkpoint 2.0 has all ranks"),
+        (("plan", "--max-shard-size", "1GB"), "--max-shard-size: only for a set of whole tensors (--style), or"),
+        (
+            ("plan", "--style", "checkpoint2", "--layouts-of", "x", "--max-shard-size", "1GB"),
+            "leave --max-shard-size out",
+        ),
+        (("transform", "--style", "checkpoint2", "--format", "ckpt"), "do not go together"),
+        (
+            ("transform", "--style", "checkpoint2", "--layouts-of", "x", "--target-strategy", "y"),
+            "both say how tensors are cut",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    write_file(tmp_path / "net.safetensors", EVERYTHING)
+    refused = call(words[0], tmp_path / "net.safetensors", tmp_path / "run", *words[1:])
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+    assert not (tmp_path / "run").exists()
