@@ -79,9 +79,9 @@ PROMISES = {
         "targets/test_write_dcp_objects.py",
     ],
     "`--link` writes new metadata and links the data files, in the same time for any size": [
-        "targets/test_link_dcp.py::test_time_does_not_depend_on_size",
+        "targets/test_link_dcp_files.py::test_time_does_not_depend_on_size",
         "targets/test_link_dcp.py::test_every_real_one_is_renamed_and_back",
-        "targets/test_link_dcp.py::test_stopped_halfway",
+        "targets/test_link_dcp_files.py::test_stopped_halfway",
     ],
     "Tensors in any strides are read: transposed, channels last, expanded": ["readers/test_strides.py"],
     "go to another DCP as they are, whatever the cast": ["targets/test_write_dcp_objects.py"],
