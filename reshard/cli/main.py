@@ -44,8 +44,8 @@ _HOMES = {
 }
 
 _RUNS_ON = (
-    "click", "cryptography", "dask", "distributed", "fsspec", "gcsfs", "google-crc32c", "isal", "ml_dtypes",
-    "numcodecs", "numpy", "protobuf", "PyYAML", "rich", "s3fs", "safetensors", "zarr",
+    "backports.zstd", "click", "cryptography", "dask", "distributed", "fsspec", "gcsfs", "google-crc32c", "isal",
+    "ml_dtypes", "numcodecs", "numpy", "protobuf", "PyYAML", "rich", "s3fs", "safetensors", "zarr",
 )  # fmt: skip
 
 

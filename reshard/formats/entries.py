@@ -119,7 +119,7 @@ class Summed(NamedTuple):
         left: what is to be read for its sum: what that is called, its bytes, and the sum that the file carries.
         faults: what is wrong already, in words.
         carries: it has sums; a program may have left them out.
-        unread: it was not read, because it would have to be held whole.
+        unread: it was not read to its end, because nothing says where that is.
     """
 
     name: str

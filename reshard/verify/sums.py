@@ -123,7 +123,7 @@ class SumsChecked(NamedTuple):
         nbytes: how many bytes of the files have checksums, headers included.
         rest: how many have none.
         bare: names of what could carry checksums, and has none.
-        unread: names of what may carry checksums, and cannot be held to be compared with them.
+        unread: names of what may carry checksums, and was not read to its end.
     """
 
     differences: tuple[Difference, ...]

@@ -2,8 +2,9 @@
 
 A stream does not say how long its contents are, and is decoded from its first byte on. The head of an item, which says
 what tensor it has, is in the first block; of a file that is read, an item is decoded whole, into memory, and held while
-a thread reads of it (`zarr_chunks`). How much it can have is known from the metadata: blocks are decoded as far as they
-cannot have twice that, and it is seen how much they have, before more are.
+a thread reads of it (`zarr_chunks`). How much it can have is known from the metadata; no more is decoded. To be
+verified, a stream is decoded piece by piece, twice where it is long: how long it is is known at its end, where the
+directory of the zip lies.
 
 An item carries what the zip in it does (`archive`), and the checksum of its frame, if it has one, which zstd compares.
 A bit of the stream may stand in several places of the zip, so that these agree on another name of a record: names are
@@ -14,39 +15,49 @@ Sources: RFC 8878; PyTorch 2.13 `distributed/checkpoint/_extension.py`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.errors import SourceError
 from reshard.formats.entries import Entry, Summed
 from reshard.formats.zarr_chunks import Compressed
 from reshard.readers.dcp.archive import Archives, Part
 from reshard.readers.dcp.records import directory
 from reshard.readers.dcp.torch_save import Known, Span, item, read_heads
 from reshard.storage.base import Around
-from reshard.storage.crc import crc32, crc32_fault
+from reshard.storage.crc import crc32, crc32_fault, crc_of_range
 from reshard.storage.places import any_store, in_batches
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.storage.base import ReadStore, Want
 
-_MAGIC = b"\x28\xb5\x2f\xfd"
-_HEADER = 6  # of a frame that says nothing but its window
-_SUMMED = 4  # in its fifth byte: there is a checksum behind the last block
-_CHECKSUM = 4
 _BLOCK = 1 << 17
 """The most that a block has, encoded or decoded."""
 
-_LARGEST_OBJECT, _LARGEST = 1 << 24, 1 << 30  # of what is decoded to be summed; nothing says how long an object is
+_HEAD = 18 + 3 + _BLOCK
+"""What is read of a stream for the tensor that it has: the longest header, and a block."""
+
+_OF_HEAD = 4 * _BLOCK
+"""The most that is decoded of it: the first block of a stream that was flushed may be short."""
+
+_SUMMED = 4  # in the fifth byte of a stream: there is a checksum behind the last block
+_READ, _PIECE = 8 << 20, 1 << 20  # of a stream at once, and of its contents
+_KEPT = 4 << 20  # of the end of contents, which has the directory; most contents as a whole
+_LARGEST_OBJECT = 1 << 30  # decoded; nothing says how long an object is
+_NOT_ONE = "it is not one frame of zstd"
 _PICKLE = b"archive/data.pkl"
 _NAMES = {_PICKLE} | {
     b"archive/" + name
     for name in (b"byteorder", b"version", b".format_version", b".storage_alignment", b".data/serialization_id")
 }
-_OF_HEAD = 4  # blocks: the first of a stream that was flushed may be short
-_HEAD = _HEADER + 3 + _BLOCK
 
 
 class _TooLongError(ValueError):
@@ -60,17 +71,13 @@ class _TooLongError(ValueError):
 class Streams(Compressed):
     """A file of zstd streams: `chunk_bytes` is the most that any has, and how far they seem to be from each other."""
 
-    def decoded(self, encoded: bytes | bytearray) -> bytes:
-        """Return the contents of a stream; raise `ValueError` or `RuntimeError` where it is none."""
+    def decoded(self, encoded: bytearray) -> bytearray:
+        """Return the contents of a stream; raise `ValueError` where it is none, or has more than it may."""
         if len(encoded) > 2 * self.chunk_bytes:
             raise _TooLongError(self.chunk_bytes)
-        ends = list(_ends(encoded))
-        if not ends or ends[-1][1] + _CHECKSUM * bool(encoded[4]) != len(encoded):
-            raise ValueError("it is not one frame of zstd")
-        done, content = 0, b""
-        while done < len(ends):
-            done = min(len(ends), done + 1 + (2 * self.chunk_bytes - len(content)) // _BLOCK)
-            content = _decompressed(encoded if done == len(ends) else _cut(encoded, *ends[done - 1]))
+        content = bytearray()
+        for piece in _decoded([encoded]):
+            content += piece
             if len(content) > self.chunk_bytes:
                 raise _TooLongError(self.chunk_bytes)
         return content
@@ -92,8 +99,8 @@ def read_streams(path: str, spans: Sequence[tuple[int, int]], most: int) -> tupl
     found: list[Entry | str] = []
     for number, (_, head) in enumerate(read_heads([Span(path, *span) for span in spans], _HEAD)):
         try:
-            content = _decompressed(_cut(head, *list(islice(_ends(head), _OF_HEAD))[-1]))
-        except (IndexError, RuntimeError, ValueError) as error:
+            content = _begun(head)
+        except ValueError as error:
             found.append(f"is not a zstd stream: {error}")
             continue
         entry = item(Span(path, number * unit.chunk_bytes, unit.chunk_bytes), content, known)
@@ -115,69 +122,107 @@ class StreamArchives(NamedTuple):
     parts: tuple[tuple[Part, int | None], ...]
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
-        """Yield each, its records summed; a tensor or an object that is too large to be held for that is not read."""
+        """Yield each, its records summed; an object that goes on for more than 1 GiB is left."""
         yield from self.plain.read(path, store)
 
-        def steps() -> Iterator[tuple[tuple[Part, int | None, Streams, bytearray | None], ReadStore, list[Want]]]:
+        def steps() -> Iterator[tuple[tuple[Part, int | None, bytearray], ReadStore, list[Want]]]:
             for part, most in self.parts:
-                unit = Streams(_room(_LARGEST_OBJECT if most is None else most), ())
-                is_small = unit.chunk_bytes <= _LARGEST and (most is not None or part.nbytes <= _LARGEST_OBJECT)
-                held = bytearray(min(part.nbytes, 2 * unit.chunk_bytes + 1)) if is_small else None
-                wanted = [] if held is None else [(path, part.begin, memoryview(held))]
-                yield (part, most, unit, held), any_store(), wanted
+                head = bytearray(min(part.nbytes, _READ))
+                yield (part, most, head), any_store(), [(path, part.begin, memoryview(head))]
 
-        for part, most, unit, held in in_batches(steps()):
-            if held is None:
-                yield _unread(part)
-                continue
+        for part, most, head in in_batches(steps()):
             try:
-                yield _summed(path, part, unit.decoded(held), has_sum=bool(held[4]))
+                contents = _Contents(path, part, head, _LARGEST_OBJECT if most is None else _room(most))
+                yield _summed(path, part, contents, has_sum=len(head) > 4 and bool(head[4] & _SUMMED))
             except _TooLongError as error:
-                yield _unread(part) if most is None else _not_a_stream(part, error)
-            except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
+                yield Summed(part.name, part[1:], unread=True) if most is None else _not_a_stream(part, error)
+            except ValueError as error:
                 yield _not_a_stream(part, error)
 
 
-def _summed(path: str, part: Part, content: bytes, *, has_sum: bool) -> Summed:
+class _Contents(Around):
+    """A store that has the contents of a stream where this begins in its file; what lies back is decoded again.
+
+    Raises:
+        ValueError: it is not one frame of zstd, or has more than it may.
+    """
+
+    def __init__(self, path: str, part: Part, head: bytearray, most: int) -> None:
+        super().__init__(any_store())
+        self._path, self._part, self._head = path, part, head
+        self._tail = bytearray()
+        self.nbytes = self._at = 0  # of all contents; where the piece begins
+        self._pieces, self._piece = self._decoded(), b""
+        if part.nbytes > 2 * most:
+            raise _TooLongError(most)
+        for piece in self._decoded():
+            self.nbytes += len(piece)
+            if self.nbytes > most:
+                raise _TooLongError(most)
+            self._tail += piece
+            del self._tail[: max(0, len(self._tail) - _KEPT)]
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill one buffer."""
+        begin, done = offset - self._part.begin, 0
+        of_tail = begin - (self.nbytes - len(self._tail))
+        if of_tail >= 0:
+            buffer[:] = self._tail[of_tail : of_tail + len(buffer)]
+            return
+        if begin < self._at:
+            self._pieces, self._piece, self._at = self._decoded(), b"", 0
+        while done < len(buffer):
+            while self._at + len(self._piece) <= begin + done:
+                self._at += len(self._piece)
+                piece = next(self._pieces, None)
+                if piece is None:
+                    raise SourceError(f"{path}: was changed while it was read; start again")
+                self._piece = piece
+            some = self._piece[begin + done - self._at :][: len(buffer) - done]
+            buffer[done : done + len(some)] = some
+            done += len(some)
+
+    def _decoded(self) -> Iterator[bytes]:
+        return _decoded(self._encoded())
+
+    def _encoded(self) -> Iterator[bytes | bytearray | memoryview]:
+        yield self._head
+        held = memoryview(bytearray(min(self._part.nbytes - len(self._head), _READ)))
+        for begin in range(len(self._head), self._part.nbytes, _READ):
+            piece = held[: self._part.nbytes - begin]
+            self.inner.read_into(self._path, self._part.begin + begin, piece)
+            yield piece
+
+
+def _summed(path: str, part: Part, contents: _Contents, *, has_sum: bool) -> Summed:
     """Return what is known of a stream of these contents, whose frame may have had a sum of its own."""
-    (found,) = Archives((Part(part.name, part.begin, len(content)),)).read(path, _Decoded(part.begin, content))
+    (found,) = Archives((Part(part.name, part.begin, contents.nbytes),)).read(path, contents)
     wrong = [
         f"{what} {fault}"
         for what, ((begin, nbytes),), crc in found.left
-        if (fault := crc32_fault(crc32(memoryview(content)[begin - part.begin :][:nbytes]), crc))
+        if (fault := crc32_fault(crc_of_range(contents, path, begin, nbytes, crc32), crc))
     ]
-    if not found.faults and not _has_names(content):
+    if not found.faults and not _has_names(path, part, contents):
         wrong.append(f"{part.text} has records of other names than torch.save gives them")
     return Summed(part.name, part[1:], faults=(*found.faults, *wrong), carries=found.carries or has_sum)
 
 
-def _has_names(content: bytes) -> bool:
+def _has_names(path: str, part: Part, contents: _Contents) -> bool:
     """Return whether the records of a zip, whose directory is valid, are named as PyTorch does."""
-    records, _ = directory(len(content), lambda begin, nbytes: content[begin : begin + nbytes])
+
+    def read(begin: int, nbytes: int) -> bytes:
+        held = bytearray(nbytes)
+        contents.read_into(path, part.begin + begin, memoryview(held))
+        return bytes(held)
+
+    records, _ = directory(contents.nbytes, read)
     names = {record.name for record in records}
     data = names - _NAMES
     return _PICKLE in names and data == {b"archive/data/%d" % number for number in range(len(data))}
 
 
-def _unread(part: Part) -> Summed:
-    return Summed(part.name, part[1:], unread=True)
-
-
 def _not_a_stream(part: Part, why: object) -> Summed:
     return Summed(part.name, part[1:], faults=(f"{part.text} is not a zstd stream: {why}",))
-
-
-class _Decoded(Around):
-    """A store that has the contents of a stream where this begins in its file."""
-
-    def __init__(self, begin: int, content: bytes) -> None:
-        super().__init__(any_store())
-        self._begin, self._content = begin, content
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:  # noqa: ARG002 -- it has one
-        """Fill one buffer."""
-        begin = offset - self._begin
-        buffer[:] = self._content[begin : begin + len(buffer)]
 
 
 def _room(most: int) -> int:
@@ -185,29 +230,28 @@ def _room(most: int) -> int:
     return -(-(most + _BLOCK) // _BLOCK) * _BLOCK
 
 
-def _ends(encoded: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Yield where each block of a frame begins and ends, as far as they are whole; nothing where it is not a frame."""
-    if encoded[:4] != _MAGIC or len(encoded) < _HEADER or encoded[4] & ~_SUMMED:
-        return  # which PyTorch does not write: a size in the header, or a dictionary
-    at, last = _HEADER, 0
-    while not last and len(encoded) - at >= 3:
-        block = int.from_bytes(encoded[at : at + 3], "little")
-        last, kind, nbytes = block & 1, block >> 1 & 3, block >> 3
-        begin, at = at, at + 3 + (1 if kind == 1 else nbytes)
-        if at > len(encoded) or nbytes > _BLOCK:
-            return
-        yield begin, at
+def _begun(head: bytes) -> bytes:
+    """Return the contents of a stream's first blocks, as far as these are whole; raise `ValueError` for no stream."""
+    try:
+        found = zstd.ZstdDecompressor().decompress(head, _OF_HEAD)
+    except zstd.ZstdError as error:
+        raise ValueError(str(error)) from None
+    if not found:
+        raise ValueError("it has no contents in its first block")
+    return found
 
 
-def _cut(encoded: bytes | bytearray, begin: int, end: int) -> bytes:
-    """Return a frame that ends with the block that is here in another."""
-    cut = bytearray(encoded[:end])
-    cut[4] = 0
-    cut[begin] |= 1
-    return bytes(cut)
-
-
-def _decompressed(encoded: bytes | bytearray) -> bytes:
-    from numcodecs import zstd  # with the first that is read
-
-    return bytes(zstd.decompress(encoded))
+def _decoded(encoded: Iterable[bytes | bytearray | memoryview]) -> Iterator[bytes]:
+    """Yield the contents of a stream, some at a time; raise `ValueError` where it is not one frame of zstd."""
+    decoder = zstd.ZstdDecompressor()
+    for piece in encoded:
+        if decoder.eof:
+            raise ValueError(_NOT_ONE)
+        try:
+            yield decoder.decompress(piece, _PIECE)
+            while not decoder.eof and not decoder.needs_input:
+                yield decoder.decompress(b"", _PIECE)
+        except zstd.ZstdError as error:
+            raise ValueError(str(error)) from None
+    if not decoder.eof or decoder.unused_data:
+        raise ValueError(_NOT_ONE)
