@@ -4,7 +4,8 @@ Moving bytes knows files and offsets only. So such a chunk, or a shard of them, 
 contents uncompressed, chunk after chunk; a store decodes what is read of it, and encodes what is written.
 
 * To be read: a chunk is decoded when a thread first reads of it, and held while the thread reads on in the same rows.
-  zstd is decoded here, into memory of the size that the metadata says; every other codec by zarr itself.
+  zstd is decoded here, into memory of the size that the metadata says; every other codec by zarr itself. What is too
+  long to be held is decoded as far as it is read.
 * To be written: a chunk is put together in memory, compressed when its last byte has come, and appended to its file
   in row-major order, so that the file is the same whoever wrote its bytes when. One task owns a file.
 """
@@ -16,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import SourceError, TargetError
 from reshard.formats.zarr import ABSENT, part, shard_index
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.layout.block import Shape
-    from reshard.storage.base import Sink, Want
+    from reshard.storage.base import ReadStore, Sink, Want
 
 IMPORTED_BYTES = 24 << 20
 """Resident memory of zarr and numcodecs besides what every run imports; measured."""
@@ -98,6 +99,43 @@ def slab_bytes(shape: Shape, chunk: Shape, itemsize: int) -> int:
     return itemsize * prod(chunk[: axis + 1]) * prod(map(max, shape[axis + 1 :], chunk[axis + 1 :]))
 
 
+class Opened(Protocol):
+    """A chunk of which a thread reads; `nbytes` is the memory that it takes."""
+
+    nbytes: int
+
+    def fill(self, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer from a byte on; raise `ValueError` where the chunk ends before, or cannot be decoded."""
+
+
+class Streamed(Protocol):
+    """A file of chunks that are too long to be held, `chunk_bytes` from each other in what it seems to be."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most that any has."""
+
+    def opened(self, store: ReadStore, path: str, number: int) -> Opened:
+        """Return what decodes a chunk as far as it is read."""
+
+
+Unit = Fill | Compressed | Foreign | Streamed
+
+
+class _Whole:
+    """A chunk that is held."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self.nbytes = len(content)
+
+    def fill(self, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer from a byte on; raise `ValueError` where the chunk ends before."""
+        if begin + len(buffer) > self.nbytes:
+            raise ValueError(f"it ends at byte {self.nbytes:,}")
+        buffer[:] = self._content[begin : begin + len(buffer)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoding:
     """How the files of a zarr store are read.
@@ -108,12 +146,12 @@ class Decoding:
         chunk_bytes: the largest of those chunks.
     """
 
-    units: Mapping[str, Fill | Compressed | Foreign]
+    units: Mapping[str, Unit]
     held_bytes: int
     chunk_bytes: int
 
     @classmethod
-    def of(cls, units: Mapping[str, Fill | Compressed | Foreign], slabs: list[int], chunks: list[int]) -> Decoding:
+    def of(cls, units: Mapping[str, Unit], slabs: list[int], chunks: list[int]) -> Decoding:
         """Return how to read these files, whose slabs and chunks have so many bytes."""
         largest = max(chunks, default=0)
         return cls(units, max(min(max(slabs, default=0), _SLABS_BYTES), largest), largest)
@@ -170,7 +208,7 @@ class DecodingStore(Around):
     def _fill(
         self,
         path: str,
-        unit: Fill | Compressed | Foreign,
+        unit: Unit,
         offset: int,
         buffer: memoryview,
         encoded: Mapping[tuple[str, int], bytearray],
@@ -179,27 +217,28 @@ class DecodingStore(Around):
             _fill(buffer, unit.value)
             return
         number, begin = divmod(offset, unit.chunk_bytes)
-        content = self._held.chunks.get((path, number))
-        if content is None:
-            content = self._decoded(path, number, unit, encoded.get((path, number)))
-            self._held.add((path, number), content, self._decoding.held_bytes)
-        else:
-            self._held.chunks.move_to_end((path, number))
-        if begin + len(buffer) > len(content):
-            raise SourceError(f"{path}: chunk {number} ends at byte {len(content)} decoded")
-        buffer[:] = content[begin : begin + len(buffer)]
+        key = path, number
+        try:
+            chunk = self._held.take(key) or self._opened(path, number, unit, encoded.get(key))
+            chunk.fill(begin, buffer)
+        except SourceError:
+            raise
+        except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
+            raise _not_decoded(path, number, error) from None
+        self._held.add(key, chunk, self._decoding.held_bytes)
 
-    def _decoded(self, path: str, number: int, unit: Compressed | Foreign, encoded: bytearray | None) -> memoryview:
+    def _opened(
+        self, path: str, number: int, unit: Compressed | Foreign | Streamed, encoded: bytearray | None
+    ) -> Opened:
         if isinstance(unit, Foreign):
-            return _by_zarr(path, number, unit)
+            return _Whole(_by_zarr(path, number, unit))
+        if not isinstance(unit, Compressed):
+            return unit.opened(self.inner, path, number)
         if encoded is None:
             offset, length = unit.spans[number]
             encoded = bytearray(length)
             self.inner.read_into(path, offset, memoryview(encoded))
-        try:
-            return memoryview(unit.decoded(encoded))
-        except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
-            raise _not_decoded(path, number, error) from None
+        return _Whole(memoryview(unit.decoded(encoded)))
 
     def close(self) -> None:
         """Close every file that nobody uses, and forget this thread's chunks."""
@@ -215,14 +254,20 @@ class _Held(threading.local):
     """A thread's decoded chunks, those used last at the end."""
 
     def __init__(self) -> None:
-        self.chunks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self.chunks: OrderedDict[tuple[str, int], Opened] = OrderedDict()
         self.nbytes = 0
 
-    def add(self, key: tuple[str, int], content: memoryview, most: int) -> None:
-        while self.chunks and self.nbytes + len(content) > most:
-            self.nbytes -= len(self.chunks.popitem(last=False)[1])
-        self.chunks[key] = content
-        self.nbytes += len(content)
+    def take(self, key: tuple[str, int]) -> Opened | None:
+        """Return a chunk that is held, and hold it no more."""
+        chunk = self.chunks.pop(key, None)
+        self.nbytes -= chunk.nbytes if chunk else 0
+        return chunk
+
+    def add(self, key: tuple[str, int], chunk: Opened, most: int) -> None:
+        while self.chunks and self.nbytes + chunk.nbytes > most:
+            self.nbytes -= self.chunks.popitem(last=False)[1].nbytes
+        self.chunks[key] = chunk
+        self.nbytes += chunk.nbytes
 
 
 def _fill(buffer: memoryview, value: bytes) -> None:

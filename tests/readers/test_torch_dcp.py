@@ -21,6 +21,8 @@ from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, SourceError
 from reshard.readers import dcp
+from reshard.readers.dcp import zstd
+from reshard.readers.dcp.metadata import Stated
 from reshard.storage.remote import filesystem
 from reshard.targets.dcp.metadata import Listed, Part, metadata
 from reshard.targets.torch_save import torch_dtype
@@ -418,8 +420,17 @@ LARGE = np.random.default_rng(0).integers(0, 50, (1200, 700)).astype(np.float32)
 LARGE_BOX: Box = (0, 0), LARGE.shape
 
 
+@pytest.fixture(params=["short", "long"])
+def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Streams of both kinds: those that are decoded into memory, and those that are too long for it."""
+    if request.param == "long":
+        for name, value in (("_LONGEST_HELD", 1 << 19), ("_READ", 100_000), ("_PIECE", 70_000)):
+            monkeypatch.setattr(zstd, name, value)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("checksum", [False, True])
-def test_items_that_are_zstd_streams(tmp_path: Path, checksum: bool) -> None:
+def test_items_that_are_zstd_streams(tmp_path: Path, length: str, checksum: bool) -> None:
     """Of many blocks, several in a file, read in bands by several threads."""
     full = {"w": LARGE, "v": LARGE.T.copy(), "b": FULL["b"]}
     boxes = {"w": LARGE_BOX, "v": ((0, 0), LARGE.T.shape), "b": ((0,), (5,))}
@@ -431,8 +442,49 @@ def test_items_that_are_zstd_streams(tmp_path: Path, checksum: bool) -> None:
     reshard.plan(source, rows, format="safetensors", memory=200_000_000).run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
     assert reshard.verify(tmp_path / "rows").equal
-    with pytest.raises(BudgetError, match="of memory are too little"):
-        reshard.plan(source, rows, memory=85_000_000)
+    columns = Strategy.of({name: Layout.of([4], [-1, 0]) for name in ("w", "v")})
+    reshard.plan(source, columns, format="safetensors").run(tmp_path / "columns", fsync=False)
+    assert_equal(reshard.open(tmp_path / "columns", strategy=columns), full)
+    if length == "short":
+        with pytest.raises(BudgetError, match="of memory are too little"):
+            reshard.plan(source, rows, memory=85_000_000)
+
+
+def test_long_streams_beside_each_other_are_decoded_once_by_each_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zstd, "_LONGEST_HELD", 1 << 17)
+    monkeypatch.setattr(zstd, "_PIECE", 10_000)
+    started = []
+    start = zstd.Stream._start
+    monkeypatch.setattr(zstd.Stream, "_start", lambda self: (started.append(self), start(self)))
+    array = np.tile(LARGE, (4, 1))
+    items = {
+        rank: [
+            ("w", ((0, begin), (len(array), 100)), stream(item(np.ascontiguousarray(array[:, begin : begin + 100]))))
+        ]
+        for rank, begin in enumerate(range(0, 700, 100))
+    }
+    source = reshard.open(write_torch(tmp_path / "src", {"w": array}, items, transform_descriptors=ZSTD))
+    reshard.plan(source, format="safetensors", threads=2).run(tmp_path / "whole", fsync=False)
+    assert_equal(reshard.open(tmp_path / "whole"), {"w": array})
+    assert 7 <= len(started) <= 14
+
+
+@pytest.mark.parametrize(
+    ("boxes", "expected"),
+    [
+        ([((0, 0), (4, 6))], 1),
+        ([((row, 0), (1, 6)) for row in range(4)], 1),
+        ([((0, column), (4, 2)) for column in (0, 2, 4)], 3),
+        ([((0, 0), (3, 2)), ((2, 2), (2, 4)), ((3, 0), (1, 2)), ((0, 2), (0, 4))], 2),
+        ([], 1),
+    ],
+)
+def test_how_many_boxes_are_read_in_turn(boxes: list[Box], expected: int) -> None:
+    assert dcp._abreast(Stated("float32", (4, 6), set(boxes))) == expected
+    one = {((0, *starts), (1, *extents)) for starts, extents in boxes}
+    assert dcp._abreast(Stated("float32", (1, 4, 6), one)) == expected
 
 
 def test_large_streams_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +492,7 @@ def test_large_streams_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     items = {0: [("w", LARGE_BOX, stream(item(LARGE)))]}
     found = reshard.open(write_torch(tmp_path, {"w": LARGE}, items, transform_descriptors=ZSTD))
     (said,) = found.warnings
-    assert "of which each thread holds one whole: up to 3.5 MB; memory=" in said
+    assert "items are zstd streams of up to 3.5 MB, which are decoded from their beginning again" in said
 
 
 def test_replicas_that_are_zstd_streams(tmp_path: Path) -> None:
@@ -468,11 +520,30 @@ ZEROS = (1 << 17 << 3 | 2).to_bytes(3, "little") + b"\0"  # a block of 128 KiB, 
         (lambda _: stream(bytes(1 << 20)), "'w' is not a tensor that torch.save stored"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("length")
 def test_streams_that_cannot_be_read(tmp_path: Path, spoilt: Callable[[bytes], bytes], said: str) -> None:
     bad = spoilt(stream(item(LARGE)))
     root = write_torch(tmp_path, {"w": LARGE}, {0: [("w", LARGE_BOX, bad)]}, transform_descriptors=ZSTD)
     with pytest.raises(SourceError, match=said):
         reshard.open(root)["w"].compute()
+
+
+@pytest.mark.usefixtures("length")
+def test_a_sum_at_the_end_of_a_stream_is_compared(tmp_path: Path) -> None:
+    """Wherever in what is read at once it lies; zstd itself finds nothing wrong in blocks that are not compressed."""
+    noise = np.random.default_rng(0).integers(0, 1 << 62, 90_000)
+    for more in range(0, 30, 3):
+        array = noise[: len(noise) - more]
+        content = bytearray(stream(item(array), checksum=True))
+        root = write_torch(
+            tmp_path / str(more), {"w": array}, {0: [("w", ((0,), array.shape), bytes(content))]},
+            transform_descriptors=ZSTD,
+        )  # fmt: skip
+        assert_equal(reshard.open(root), {"w": array})
+        content[len(content) // 2] ^= 1
+        (root / "__0_0.distcp").write_bytes(content)
+        with pytest.raises(SourceError, match="cannot be decoded"):
+            reshard.open(root)["w"].compute()
 
 
 def test_a_stream_that_goes_on(tmp_path: Path) -> None:

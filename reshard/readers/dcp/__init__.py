@@ -20,13 +20,13 @@ Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem}.py`, megatro
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from operator import add
 from typing import TYPE_CHECKING, Literal
 
 from reshard.dtypes import BY_NAME
-from reshard.errors import Faults, Option, SourceError, Text, bytes_text, names
+from reshard.errors import Faults, SourceError, bytes_text, names
 from reshard.formats import safetensors
 from reshard.formats.directories import DCP_FILES
 from reshard.formats.entries import Extent, FileIndex, RangeReader
@@ -52,12 +52,13 @@ if TYPE_CHECKING:
     from reshard.formats.zarr_chunks import Decoding
     from reshard.layout.block import Shape
     from reshard.readers.dcp.metadata import Item, Stated
-    from reshard.readers.dcp.zstd import Streams
+    from reshard.readers.dcp.zstd import LongStreams, Streams
     from reshard.source.checkpoint import Tensor
     from reshard.storage.base import Status
     from reshard.storage.places import Place
 
 _LARGE_STREAM = 1 << 28
+_MOST_ABREAST = 64  # streams that a thread decodes in turn
 _WHILE_NS = 2_000_000_000  # of time stamps
 
 
@@ -159,7 +160,7 @@ class _Files:
         self.numbers = {name: number for number, name in enumerate(ordered)}
         self.entries: dict[Item, Entry | str] = {}
         self.unlisted: dict[str, list[str]] = {}
-        self.streams: dict[str, Streams] = {}
+        self.streams: dict[str, Streams | LongStreams] = {}
         headed = [name for name in ordered if _has_header(place / name, [item for _, item in items[name]])]
         indexes, _ = read_indexes({0: [place / name for name in headed]}, None)
         known = dict(zip(headed, map(without_notes, indexes), strict=True))
@@ -257,9 +258,11 @@ class _Files:
             return None
         from reshard.formats.zarr_chunks import Decoding  # not on every start
 
-        # What is decoded is there twice for a moment, as nobody knew its size: half as much again of what is held.
-        sizes = [unit.chunk_bytes * 3 // 2 for unit in self.streams.values()]
-        return Decoding.of(self.streams, sizes, sizes)
+        encoded = [name for name, items in self._said.items.items() if any(item.encoding == STREAM for item in items)]
+        stated = self._said.tensors
+        abreast = max((_abreast(stated[name]) for name in encoded if name in stated), default=1)
+        one = max(unit.opened_bytes for unit in self.streams.values())
+        return Decoding(self.streams, min(abreast, _MOST_ABREAST) * one, one)
 
     def entry(self, item: Item) -> Entry:
         """Return what a file has of a box; raise `SourceError` where it cannot be read."""
@@ -268,6 +271,20 @@ class _Files:
         if isinstance(found, str):
             raise SourceError(found)
         return found
+
+
+def _abreast(one: Stated) -> int:
+    """Return how many boxes of a tensor meet the same row at most, which are read in turn."""
+    axis = next((axis for axis, extent in enumerate(one.shape) if extent > 1), None)
+    if axis is None:
+        return 1
+    ends = sorted(
+        end
+        for start, extents in one.boxes
+        for end in ((start[axis], 1), (start[axis] + extents[axis], -1))
+        if extents[axis]
+    )
+    return max(accumulate(change for _, change in ends), default=1)
 
 
 def _status(path: Place) -> Status:
@@ -376,8 +393,10 @@ def _warnings(place: Place, there: Sequence[str], said: Metadata, files: _Files)
         yield f"{unfinished[0]} is there: saving another checkpoint here was interrupted, which may have replaced files"
     largest = max((unit.chunk_bytes for unit in files.streams.values()), default=0)
     if largest > _LARGE_STREAM:
-        held = f"items are zstd streams, of which each thread holds one whole: up to {bytes_text(largest)}; "
-        yield Text(held, Option("memory"), " limits how many do")
+        yield (
+            f"items are zstd streams of up to {bytes_text(largest)}, which are decoded from their beginning again for "
+            "what lies back: slow where a target is cut along other dimensions"
+        )
     for name, some in files.unlisted.items():
         if some:
             yield f"{name} has {names(some, most=3)}, which {said.described_by} does not list"

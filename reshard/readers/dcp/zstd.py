@@ -1,10 +1,10 @@
 """Items that are streams of zstd, as PyTorch's extension for compression writes them.
 
 A stream does not say how long its contents are, and is decoded from its first byte on. The head of an item, which says
-what tensor it has, is in the first block; of a file that is read, an item is decoded whole, into memory, and held while
-a thread reads of it (`zarr_chunks`). How much it can have is known from the metadata; no more is decoded. To be
-verified, a stream is decoded piece by piece, twice where it is long: how long it is is known at its end, where the
-directory of the zip lies.
+what tensor it has, is in the first block. To be read, an item of up to 16 MiB is decoded into memory, and held while a
+thread reads of it (`zarr_chunks`); a longer one is decoded piece by piece, and again from its beginning for what lies
+back. How much an item can have is known from the metadata. To be verified, any is decoded piece by piece, twice where
+it is long: how long it is is known at its end, where the directory of the zip lies.
 
 An item carries what the zip in it does (`archive`), and the checksum of its frame, if it has one, which zstd compares.
 A bit of the stream may stand in several places of the zip, so that these agree on another name of a record: names are
@@ -19,7 +19,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import SourceError
 from reshard.formats.entries import Entry, Summed
 from reshard.formats.zarr_chunks import Compressed
 from reshard.readers.dcp.archive import Archives, Part
@@ -35,7 +34,7 @@ else:
     from backports import zstd
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from reshard.storage.base import ReadStore, Want
 
@@ -48,8 +47,11 @@ _HEAD = 18 + 3 + _BLOCK
 _OF_HEAD = 4 * _BLOCK
 """The most that is decoded of it: the first block of a stream that was flushed may be short."""
 
-_SUMMED = 4  # in the fifth byte of a stream: there is a checksum behind the last block
-_READ, _PIECE = 8 << 20, 1 << 20  # of a stream at once, and of its contents
+_SUMMED, _IS_ONE_SEGMENT = 4, 32  # in the fifth byte of a stream: there is a checksum behind the last block
+_LONGEST_HELD = 16 << 20  # of an item that is decoded into memory
+_READ, _PIECE = 1 << 20, 1 << 19  # of a stream at once, and of its contents
+_LONGEST_WINDOW = 128 << 20  # a stream that looks back farther is not decoded
+_FIRST = 8 << 20  # what is read first of a stream to be verified; many have no more
 _KEPT = 4 << 20  # of the end of contents, which has the directory; most contents as a whole
 _LARGEST_OBJECT = 1 << 30  # decoded; nothing says how long an object is
 _NOT_ONE = "it is not one frame of zstd"
@@ -60,30 +62,141 @@ _NAMES = {_PICKLE} | {
 }
 
 
-class _TooLongError(ValueError):
+class _BadStreamError(ValueError):
+    """A stream cannot be decoded: a short fact."""
+
+
+class _TooLongError(_BadStreamError):
     """A stream has more contents than it may."""
 
     def __init__(self, most: int) -> None:
         super().__init__(f"it has more than {most:,} bytes")
 
 
+class Stream:
+    """The contents of a stream, decoded as far as they are read.
+
+    Args:
+        read: returns bytes of it: from which one on, and how many.
+        nbytes: of it.
+        memory: what decoding takes.
+    """
+
+    def __init__(
+        self, read: Callable[[int, int], bytes | bytearray | memoryview], nbytes: int, memory: int = 0
+    ) -> None:
+        self.nbytes = memory
+        self._read, self._encoded_bytes = read, nbytes
+        self._start()
+
+    def _start(self) -> None:
+        self._decoder = zstd.ZstdDecompressor()
+        self._fed = self._begin = 0  # of the stream; where the piece is in the contents
+        self._piece = b""
+
+    def more(self) -> bytes:
+        """Return the contents that follow, some of them; none at the end.
+
+        Raises:
+            ValueError: it is not one frame of zstd.
+        """
+        decoder, content = self._decoder, b""
+        while not content and not decoder.eof:
+            fed: bytes | bytearray | memoryview = b""
+            if decoder.needs_input:
+                if self._fed == self._encoded_bytes:
+                    raise _BadStreamError(_NOT_ONE)
+                fed = self._read(self._fed, min(_READ, self._encoded_bytes - self._fed))
+                self._fed += len(fed)
+            try:
+                content = decoder.decompress(fed, _PIECE)
+            except zstd.ZstdError as error:
+                raise _BadStreamError(str(error)) from None
+        if decoder.eof and (decoder.unused_data or self._fed < self._encoded_bytes):
+            raise _BadStreamError(_NOT_ONE)
+        self._begin += len(self._piece)
+        self._piece = content
+        return content
+
+    def fill(self, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer from a byte of the contents on; raise `ValueError` where these end before, or as `more`."""
+        if begin < self._begin:
+            self._start()
+        done = 0
+        while done < len(buffer):
+            while begin + done >= self._begin + len(self._piece):
+                if not self.more():
+                    raise _BadStreamError(f"it ends at byte {self._begin:,}")
+            some = self._piece[begin + done - self._begin :][: len(buffer) - done]
+            buffer[done : done + len(some)] = some
+            done += len(some)
+        # Its end may be near, where the checksum is.
+        while self._encoded_bytes - self._fed <= _READ and not self._decoder.eof and len(self._piece) <= 2 * _PIECE:
+            before, at = self._piece, self._begin
+            self._begin, self._piece = at, before + self.more()
+
+
 @dataclass(frozen=True, slots=True)
 class Streams(Compressed):
     """A file of zstd streams: `chunk_bytes` is the most that any has, and how far they seem to be from each other."""
+
+    @property
+    def opened_bytes(self) -> int:
+        """The memory that one takes: contents that grow in it have up to an eighth more."""
+        return self.chunk_bytes * 9 // 8
 
     def decoded(self, encoded: bytearray) -> bytearray:
         """Return the contents of a stream; raise `ValueError` where it is none, or has more than it may."""
         if len(encoded) > 2 * self.chunk_bytes:
             raise _TooLongError(self.chunk_bytes)
         content = bytearray()
-        for piece in _decoded([encoded]):
+        stream = Stream(lambda begin, nbytes: memoryview(encoded)[begin : begin + nbytes], len(encoded))
+        while piece := stream.more():
             content += piece
             if len(content) > self.chunk_bytes:
                 raise _TooLongError(self.chunk_bytes)
         return content
 
 
-def read_streams(path: str, spans: Sequence[tuple[int, int]], most: int) -> tuple[Streams, list[Entry | str]]:
+@dataclass(frozen=True, slots=True)
+class LongStreams:
+    """A file of zstd streams of which some are too long to be held.
+
+    Attributes:
+        chunk_bytes: as of `Streams`.
+        spans: where each stream is: offset and length.
+        window: the most that decoding one looks back at, in bytes.
+    """
+
+    chunk_bytes: int
+    spans: tuple[tuple[int, int], ...]
+    window: int
+
+    @property
+    def opened_bytes(self) -> int:
+        """The memory that decoding one takes."""
+        return 2 * _READ + 4 * _PIECE + self.window
+
+    def opened(self, store: ReadStore, path: str, number: int) -> Stream:
+        """Return one of them."""
+        begin, nbytes = self.spans[number]
+        return Stream(_reading(store, path, begin), nbytes, self.opened_bytes)
+
+
+def _reading(store: ReadStore, path: str, begin: int) -> Callable[[int, int], memoryview]:
+    """Return what reads of a stream that begins at a byte of a file."""
+
+    def read(offset: int, nbytes: int) -> memoryview:
+        held = memoryview(bytearray(nbytes))
+        store.read_into(path, begin + offset, held)
+        return held
+
+    return read
+
+
+def read_streams(
+    path: str, spans: Sequence[tuple[int, int]], most: int
+) -> tuple[Streams | LongStreams, list[Entry | str]]:
     """Return how the items of a file are decoded, and the tensor that each has, or why it cannot be read.
 
     Args:
@@ -94,20 +207,23 @@ def read_streams(path: str, spans: Sequence[tuple[int, int]], most: int) -> tupl
     Raises:
         SourceError: the file ends before an item does.
     """
-    unit = Streams(_room(most), tuple(spans))
+    room, window = _room(most), 0
     known = Known({}, {})
     found: list[Entry | str] = []
     for number, (_, head) in enumerate(read_heads([Span(path, *span) for span in spans], _HEAD)):
         try:
             content = _begun(head)
-        except ValueError as error:
+            window = max(window, _window(head))
+        except _BadStreamError as error:
             found.append(f"is not a zstd stream: {error}")
             continue
-        entry = item(Span(path, number * unit.chunk_bytes, unit.chunk_bytes), content, known)
+        entry = item(Span(path, number * room, room), content, known)
         if isinstance(entry, Entry) and entry.nbytes > spans[number][1] // 3 * _BLOCK:
             entry = "has an item that is shorter than the tensor"
         found.append(entry or "is not a tensor that torch.save stored: its head is too long")
-    return unit, found
+    if room <= _LONGEST_HELD:
+        return Streams(room, tuple(spans)), found
+    return LongStreams(room, tuple(spans), window), found
 
 
 class StreamArchives(NamedTuple):
@@ -127,7 +243,7 @@ class StreamArchives(NamedTuple):
 
         def steps() -> Iterator[tuple[tuple[Part, int | None, bytearray], ReadStore, list[Want]]]:
             for part, most in self.parts:
-                head = bytearray(min(part.nbytes, _READ))
+                head = bytearray(min(part.nbytes, _FIRST))
                 yield (part, most, head), any_store(), [(path, part.begin, memoryview(head))]
 
         for part, most, head in in_batches(steps()):
@@ -136,62 +252,45 @@ class StreamArchives(NamedTuple):
                 yield _summed(path, part, contents, has_sum=len(head) > 4 and bool(head[4] & _SUMMED))
             except _TooLongError as error:
                 yield Summed(part.name, part[1:], unread=True) if most is None else _not_a_stream(part, error)
-            except ValueError as error:
+            except _BadStreamError as error:
                 yield _not_a_stream(part, error)
 
 
 class _Contents(Around):
-    """A store that has the contents of a stream where this begins in its file; what lies back is decoded again.
+    """A store that has the contents of a stream where this begins in its file.
+
+    Args:
+        path: the file.
+        part: the stream.
+        head: the first bytes of it.
+        most: how many bytes of contents it has at most.
 
     Raises:
-        ValueError: it is not one frame of zstd, or has more than it may.
+        ValueError: it is not one frame of zstd, or has more contents.
     """
 
     def __init__(self, path: str, part: Part, head: bytearray, most: int) -> None:
         super().__init__(any_store())
-        self._path, self._part, self._head = path, part, head
-        self._tail = bytearray()
-        self.nbytes = self._at = 0  # of all contents; where the piece begins
-        self._pieces, self._piece = self._decoded(), b""
         if part.nbytes > 2 * most:
             raise _TooLongError(most)
-        for piece in self._decoded():
+        rest = _reading(self.inner, path, part.begin)
+        self._stream = Stream(lambda at, count: head[at : at + count] or rest(at, count), part.nbytes)
+        self._begin, self._tail, self.nbytes = part.begin, bytearray(), 0
+        while piece := self._stream.more():
             self.nbytes += len(piece)
             if self.nbytes > most:
                 raise _TooLongError(most)
             self._tail += piece
             del self._tail[: max(0, len(self._tail) - _KEPT)]
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:  # noqa: ARG002 -- it has one
         """Fill one buffer."""
-        begin, done = offset - self._part.begin, 0
+        begin = offset - self._begin
         of_tail = begin - (self.nbytes - len(self._tail))
         if of_tail >= 0:
             buffer[:] = self._tail[of_tail : of_tail + len(buffer)]
-            return
-        if begin < self._at:
-            self._pieces, self._piece, self._at = self._decoded(), b"", 0
-        while done < len(buffer):
-            while self._at + len(self._piece) <= begin + done:
-                self._at += len(self._piece)
-                piece = next(self._pieces, None)
-                if piece is None:
-                    raise SourceError(f"{path}: was changed while it was read; start again")
-                self._piece = piece
-            some = self._piece[begin + done - self._at :][: len(buffer) - done]
-            buffer[done : done + len(some)] = some
-            done += len(some)
-
-    def _decoded(self) -> Iterator[bytes]:
-        return _decoded(self._encoded())
-
-    def _encoded(self) -> Iterator[bytes | bytearray | memoryview]:
-        yield self._head
-        held = memoryview(bytearray(min(self._part.nbytes - len(self._head), _READ)))
-        for begin in range(len(self._head), self._part.nbytes, _READ):
-            piece = held[: self._part.nbytes - begin]
-            self.inner.read_into(self._path, self._part.begin + begin, piece)
-            yield piece
+        else:
+            self._stream.fill(begin, buffer)
 
 
 def _summed(path: str, part: Part, contents: _Contents, *, has_sum: bool) -> Summed:
@@ -230,28 +329,24 @@ def _room(most: int) -> int:
     return -(-(most + _BLOCK) // _BLOCK) * _BLOCK
 
 
+def _window(head: bytes) -> int:
+    """Return how far decoding a stream looks back at most, in bytes; RFC 8878, 3.1.1.1.2.
+
+    >>> _window(bytes.fromhex("28b52ffd0058")) >> 20
+    2
+    """
+    if head[4] & _IS_ONE_SEGMENT:  # all of it
+        return _LONGEST_WINDOW
+    base = 1 << 10 + (head[5] >> 3)
+    return min(base + base // 8 * (head[5] & 7), _LONGEST_WINDOW)
+
+
 def _begun(head: bytes) -> bytes:
     """Return the contents of a stream's first blocks, as far as these are whole; raise `ValueError` for no stream."""
     try:
         found = zstd.ZstdDecompressor().decompress(head, _OF_HEAD)
     except zstd.ZstdError as error:
-        raise ValueError(str(error)) from None
+        raise _BadStreamError(str(error)) from None
     if not found:
-        raise ValueError("it has no contents in its first block")
+        raise _BadStreamError("it has no contents in its first block")
     return found
-
-
-def _decoded(encoded: Iterable[bytes | bytearray | memoryview]) -> Iterator[bytes]:
-    """Yield the contents of a stream, some at a time; raise `ValueError` where it is not one frame of zstd."""
-    decoder = zstd.ZstdDecompressor()
-    for piece in encoded:
-        if decoder.eof:
-            raise ValueError(_NOT_ONE)
-        try:
-            yield decoder.decompress(piece, _PIECE)
-            while not decoder.eof and not decoder.needs_input:
-                yield decoder.decompress(b"", _PIECE)
-        except zstd.ZstdError as error:
-            raise ValueError(str(error)) from None
-    if not decoder.eof or decoder.unused_data:
-        raise ValueError(_NOT_ONE)
