@@ -80,14 +80,38 @@ def map_tasks(
         completed.clear()  # or it waits for a scheduler that is lost
         client.cancel(futures)
 
-    try:
-        uninterrupted(work, on_result, give_up)
-    except BaseException as error:
-        with suppress(Exception):
-            client.cancel(futures)
-        if isinstance(error, ReshardError | KeyboardInterrupt) or not isinstance(error, Exception):
+    _on_cluster(work, on_result, give_up, lambda: client.cancel(futures))
+
+
+def _on_cluster(
+    work: Callable[[Callable[[T], None]], R],
+    on_result: Callable[[T], object],
+    give_up: Callable[[], None],
+    settle: Callable[[], object],
+) -> R:
+    """Wait for a cluster's work as `uninterrupted` does; where it fails, call `settle`.
+
+    Raises:
+        ReshardError: what a task raises, or that the cluster failed. What `on_result` raises is raised as it is.
+    """
+    raised = False
+
+    def tell(result: T) -> None:
+        nonlocal raised
+        try:
+            on_result(result)
+        except BaseException:
+            raised = True
             raise
-        raise ReshardError(f"the cluster failed: {error}") from error
+
+    try:
+        return uninterrupted(work, tell, give_up)
+    except BaseException as error:
+        with suppress(Exception):  # a cluster that is gone has nobody to wait for
+            settle()
+        if raised or isinstance(error, ReshardError) or not isinstance(error, Exception):
+            raise
+        raise ReshardError(f"the cluster failed: {str(error) or type(error).__name__}") from error
 
 
 REACHED_WITHIN = 10
@@ -252,15 +276,11 @@ def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> l
         completed.clear()  # or it waits for a scheduler that is lost
         client.cancel(futures)
 
-    try:
-        return uninterrupted(work, on_event, give_up)
-    except BaseException as error:
+    def settle() -> None:
         client.cancel(futures)
-        with suppress(Exception):  # a cluster that is gone has nobody to wait for
-            client.run(settled, graph.run)
-        if isinstance(error, (ReshardError, KeyboardInterrupt)) or not isinstance(error, Exception):
-            raise
-        raise ReshardError(f"the cluster failed: {error}") from error
+        client.run(settled, graph.run)
+
+    return _on_cluster(work, on_event, give_up, settle)
 
 
 async def settled(run: str) -> None:

@@ -242,6 +242,22 @@ def test_a_worker_is_killed_in_the_middle(
     assert len({receipt.task for receipt in report.receipts}) == len(report.receipts)
 
 
+def test_what_progress_raises_stops_a_run_as_it_is(made: reshard.Plan, tmp_path: Path, wired: tuple[Wire, Any]) -> None:
+    """As on threads; nothing is left."""
+
+    class StopNow(Exception):  # noqa: N818 -- a user's
+        pass
+
+    def stop(event: Any) -> None:
+        if event.written:
+            raise StopNow
+
+    for client in (None, wired[1]):
+        with pytest.raises(StopNow):
+            made.run(tmp_path / "out", client=client, progress=stop)
+        assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def slow_writes() -> None:
     """On a worker: take so long that there is time for something else."""
     real = _LocalSink.write_at
