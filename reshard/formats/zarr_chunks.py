@@ -100,9 +100,9 @@ def slab_bytes(shape: Shape, chunk: Shape, itemsize: int) -> int:
 
 
 class Opened(Protocol):
-    """A chunk of which a thread reads; `nbytes` is the memory that it takes."""
+    """A chunk of which a thread reads; `memory` is what it takes, in bytes."""
 
-    nbytes: int
+    memory: int
 
     def fill(self, begin: int, buffer: memoryview) -> None:
         """Fill a buffer from a byte on; raise `ValueError` where the chunk ends before, or cannot be decoded."""
@@ -127,12 +127,12 @@ class _Whole:
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
-        self.nbytes = len(content)
+        self.memory = len(content)
 
     def fill(self, begin: int, buffer: memoryview) -> None:
         """Fill a buffer from a byte on; raise `ValueError` where the chunk ends before."""
-        if begin + len(buffer) > self.nbytes:
-            raise ValueError(f"it ends at byte {self.nbytes:,}")
+        if begin + len(buffer) > self.memory:
+            raise ValueError(f"it ends at byte {self.memory:,}")
         buffer[:] = self._content[begin : begin + len(buffer)]
 
 
@@ -157,7 +157,7 @@ class Decoding:
         return cls(units, max(min(max(slabs, default=0), _SLABS_BYTES), largest), largest)
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that reading takes: chunks held, and one that is being decoded, twice, by each thread."""
+        """Return the memory that reading takes: chunks held, and twice one that is being decoded, by each thread."""
         return threads * (self.held_bytes + 2 * self.chunk_bytes) + (IMPORTED_BYTES if self.chunk_bytes else 0)
 
     def store(self) -> DecodingStore:
@@ -258,16 +258,16 @@ class _Held(threading.local):
         self.nbytes = 0
 
     def take(self, key: tuple[str, int]) -> Opened | None:
-        """Return a chunk that is held, and hold it no more."""
+        """Return a chunk that is held, and hold it no more: it is added again when all went well."""
         chunk = self.chunks.pop(key, None)
-        self.nbytes -= chunk.nbytes if chunk else 0
+        self.nbytes -= chunk.memory if chunk else 0
         return chunk
 
     def add(self, key: tuple[str, int], chunk: Opened, most: int) -> None:
-        while self.chunks and self.nbytes + chunk.nbytes > most:
-            self.nbytes -= self.chunks.popitem(last=False)[1].nbytes
+        while self.chunks and self.nbytes + chunk.memory > most:
+            self.nbytes -= self.chunks.popitem(last=False)[1].memory
         self.chunks[key] = chunk
-        self.nbytes += chunk.nbytes
+        self.nbytes += chunk.memory
 
 
 def _fill(buffer: memoryview, value: bytes) -> None:

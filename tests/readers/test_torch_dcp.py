@@ -20,9 +20,12 @@ import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, SourceError
+from reshard.formats.zarr_chunks import IMPORTED_BYTES
 from reshard.readers import dcp
 from reshard.readers.dcp import zstd
 from reshard.readers.dcp.metadata import Stated
+from reshard.storage.base import Around
+from reshard.storage.places import any_store
 from reshard.storage.remote import filesystem
 from reshard.targets.dcp.metadata import Listed, Part, metadata
 from reshard.targets.torch_save import torch_dtype
@@ -487,12 +490,36 @@ def test_how_many_boxes_are_read_in_turn(boxes: list[Box], expected: int) -> Non
     assert dcp._abreast(Stated("float32", (1, 4, 6), one)) == expected
 
 
-def test_large_streams_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp, "_LARGE_STREAM", 1 << 20)
-    items = {0: [("w", LARGE_BOX, stream(item(LARGE)))]}
-    found = reshard.open(write_torch(tmp_path, {"w": LARGE}, items, transform_descriptors=ZSTD))
-    (said,) = found.warnings
-    assert "items are zstd streams of up to 3.5 MB, which are decoded from their beginning again" in said
+def test_what_is_held_of_streams_follows_from_each_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is small and cut into many columns takes no memory for those that are large and whole."""
+    small = np.arange(8 * 64, dtype=np.float32).reshape(8, 64)
+    columns = [("s", ((0, at), (8, 1)), stream(item(np.ascontiguousarray(small[:, at : at + 1])))) for at in range(64)]
+    items = {rank: [one] for rank, one in enumerate(columns)} | {64: [("w", LARGE_BOX, stream(item(LARGE)))]}
+    root = write_torch(tmp_path, {"s": small, "w": LARGE}, items, transform_descriptors=ZSTD)
+    coding = reshard.open(root).decoding
+    assert coding.nbytes(1) - IMPORTED_BYTES < 64 * (1 << 18) * 9 // 8 + 5 * LARGE.nbytes
+    monkeypatch.setattr(dcp, "_MOST_HELD", 1 << 20)
+    assert reshard.open(root).decoding.nbytes(1) - IMPORTED_BYTES < 6 * LARGE.nbytes
+
+
+def test_streams_at_urls_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_LONGEST_HELD", 1 << 19), ("_READ", 10_000), ("_PIECE", 70_000)):
+        monkeypatch.setattr(zstd, name, value)
+    content = stream(item(LARGE))
+    seen = []
+
+    class Counted(Around):
+        def read(self, wants: Any) -> None:
+            seen.extend(len(buffer) for _, _, buffer in wants)
+            for _, offset, buffer in wants:
+                buffer[:] = content[offset : offset + len(buffer)]
+
+    found = bytearray(LARGE.nbytes)
+    for path, most in (("memory://a", 1), ("a", len(content) // 10_000 + 1)):
+        seen.clear()
+        unit = zstd.LongStreams(1 << 22, ((0, len(content)),), 1 << 21)
+        unit.opened(Counted(any_store()), path, 0).fill(0, memoryview(found))
+        assert 0 < len(seen) <= most
 
 
 def test_replicas_that_are_zstd_streams(tmp_path: Path) -> None:

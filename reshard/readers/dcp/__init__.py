@@ -26,7 +26,7 @@ from operator import add
 from typing import TYPE_CHECKING, Literal
 
 from reshard.dtypes import BY_NAME
-from reshard.errors import Faults, SourceError, bytes_text, names
+from reshard.errors import Faults, SourceError, names
 from reshard.formats import safetensors
 from reshard.formats.directories import DCP_FILES
 from reshard.formats.entries import Extent, FileIndex, RangeReader
@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import Status
     from reshard.storage.places import Place
 
-_LARGE_STREAM = 1 << 28
-_MOST_ABREAST = 64  # streams that a thread decodes in turn
+_MOST_HELD = 1 << 29  # of streams that a thread decodes in turn
 _WHILE_NS = 2_000_000_000  # of time stamps
 
 
@@ -258,11 +257,14 @@ class _Files:
             return None
         from reshard.formats.zarr_chunks import Decoding  # not on every start
 
-        encoded = [name for name, items in self._said.items.items() if any(item.encoding == STREAM for item in items)]
-        stated = self._said.tensors
-        abreast = max((_abreast(stated[name]) for name in encoded if name in stated), default=1)
-        one = max(unit.opened_bytes for unit in self.streams.values())
-        return Decoding(self.streams, min(abreast, _MOST_ABREAST) * one, one)
+        held = 0
+        for name, one in self._said.tensors.items():
+            paths = {self.files[self.numbers[item.file]].path for item in self._said.items.get(name, ())}
+            largest = max((self.streams[path].opened_bytes for path in paths if path in self.streams), default=0)
+            if largest:
+                held = max(held, min(_abreast(one) * largest, max(_MOST_HELD, largest)))
+        opening = max(unit.opening_bytes for unit in self.streams.values())
+        return Decoding(self.streams, held, -(-opening // 2))
 
     def entry(self, item: Item) -> Entry:
         """Return what a file has of a box; raise `SourceError` where it cannot be read."""
@@ -274,7 +276,10 @@ class _Files:
 
 
 def _abreast(one: Stated) -> int:
-    """Return how many boxes of a tensor meet the same row at most, which are read in turn."""
+    """Return how many boxes of a tensor meet the same row at most, of the first dimension that is longer than 1.
+
+    They are read in turn. Boxes that are alike count once.
+    """
     axis = next((axis for axis, extent in enumerate(one.shape) if extent > 1), None)
     if axis is None:
         return 1
@@ -391,12 +396,6 @@ def _warnings(place: Place, there: Sequence[str], said: Metadata, files: _Files)
         yield f"{said.described_by} does not name {names(others, most=3)}, which is not read"
     if unfinished := sorted(name for name in there if name.endswith(".metadata.tmp")):
         yield f"{unfinished[0]} is there: saving another checkpoint here was interrupted, which may have replaced files"
-    largest = max((unit.chunk_bytes for unit in files.streams.values()), default=0)
-    if largest > _LARGE_STREAM:
-        yield (
-            f"items are zstd streams of up to {bytes_text(largest)}, which are decoded from their beginning again for "
-            "what lies back: slow where a target is cut along other dimensions"
-        )
     for name, some in files.unlisted.items():
         if some:
             yield f"{name} has {names(some, most=3)}, which {said.described_by} does not list"

@@ -3,8 +3,8 @@
 A stream does not say how long its contents are, and is decoded from its first byte on. The head of an item, which says
 what tensor it has, is in the first block. To be read, an item of up to 16 MiB is decoded into memory, and held while a
 thread reads of it (`zarr_chunks`); a longer one is decoded piece by piece, and again from its beginning for what lies
-back. How much an item can have is known from the metadata. To be verified, any is decoded piece by piece, twice where
-it is long: how long it is is known at its end, where the directory of the zip lies.
+back. How much an item can have is known from the metadata. To be verified, any is decoded piece by piece, and more than
+once where it is long: how long it is is known at its end, where the directory of the zip lies.
 
 An item carries what the zip in it does (`archive`), and the checksum of its frame, if it has one, which zstd compares.
 A bit of the stream may stand in several places of the zip, so that these agree on another name of a record: names are
@@ -26,7 +26,7 @@ from reshard.readers.dcp.records import directory
 from reshard.readers.dcp.torch_save import Known, Span, item, read_heads
 from reshard.storage.base import Around
 from reshard.storage.crc import crc32, crc32_fault, crc_of_range
-from reshard.storage.places import any_store, in_batches
+from reshard.storage.places import any_store, in_batches, is_url
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -50,6 +50,7 @@ _OF_HEAD = 4 * _BLOCK
 _SUMMED, _IS_ONE_SEGMENT = 4, 32  # in the fifth byte of a stream: there is a checksum behind the last block
 _LONGEST_HELD = 16 << 20  # of an item that is decoded into memory
 _READ, _PIECE = 1 << 20, 1 << 19  # of a stream at once, and of its contents
+_AHEAD = 8 << 20  # of it at a URL, where requests take their time
 _LONGEST_WINDOW = 128 << 20  # a stream that looks back farther is not decoded
 _FIRST = 8 << 20  # what is read first of a stream to be verified; many have no more
 _KEPT = 4 << 20  # of the end of contents, which has the directory; most contents as a whole
@@ -78,15 +79,15 @@ class Stream:
 
     Args:
         read: returns bytes of it: from which one on, and how many.
-        nbytes: of it.
-        memory: what decoding takes.
+        encoded_bytes: how long it is.
+        memory: what decoding takes, in bytes.
     """
 
     def __init__(
-        self, read: Callable[[int, int], bytes | bytearray | memoryview], nbytes: int, memory: int = 0
+        self, read: Callable[[int, int], bytes | bytearray | memoryview], encoded_bytes: int, memory: int = 0
     ) -> None:
-        self.nbytes = memory
-        self._read, self._encoded_bytes = read, nbytes
+        self.memory = memory
+        self._read, self._encoded_bytes = read, encoded_bytes
         self._start()
 
     def _start(self) -> None:
@@ -98,7 +99,7 @@ class Stream:
         """Return the contents that follow, some of them; none at the end.
 
         Raises:
-            ValueError: it is not one frame of zstd.
+            ValueError: it is not one frame of zstd, or other bytes follow that.
         """
         decoder, content = self._decoder, b""
         while not content and not decoder.eof:
@@ -110,8 +111,8 @@ class Stream:
                 self._fed += len(fed)
             try:
                 content = decoder.decompress(fed, _PIECE)
-            except zstd.ZstdError as error:
-                raise _BadStreamError(str(error)) from None
+            except (zstd.ZstdError, MemoryError) as error:
+                raise _BadStreamError(str(error) or "there is too little memory") from None
         if decoder.eof and (decoder.unused_data or self._fed < self._encoded_bytes):
             raise _BadStreamError(_NOT_ONE)
         self._begin += len(self._piece)
@@ -130,7 +131,7 @@ class Stream:
             some = self._piece[begin + done - self._begin :][: len(buffer) - done]
             buffer[done : done + len(some)] = some
             done += len(some)
-        # Its end may be near, where the checksum is.
+        # Its end may be near, where the checksum is; what is farther behind than is read at once is not looked at.
         while self._encoded_bytes - self._fed <= _READ and not self._decoder.eof and len(self._piece) <= 2 * _PIECE:
             before, at = self._piece, self._begin
             self._begin, self._piece = at, before + self.more()
@@ -138,12 +139,25 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Streams(Compressed):
-    """A file of zstd streams: `chunk_bytes` is the most that any has, and how far they seem to be from each other."""
+    """A file of zstd streams.
+
+    Attributes:
+        chunk_bytes: the most that any has, and how far they seem to be from each other.
+        window: the most that decoding one looks back at, in bytes.
+    """
+
+    window: int
 
     @property
     def opened_bytes(self) -> int:
         """The memory that one takes: contents that grow in it have up to an eighth more."""
         return self.chunk_bytes * 9 // 8
+
+    @property
+    def opening_bytes(self) -> int:
+        """The memory that decoding one takes, the stream itself included."""
+        longest = max(nbytes for _, nbytes in self.spans)
+        return self.opened_bytes + min(longest, 2 * self.chunk_bytes) + min(self.window, self.chunk_bytes) + _PIECE
 
     def decoded(self, encoded: bytearray) -> bytearray:
         """Return the contents of a stream; raise `ValueError` where it is none, or has more than it may."""
@@ -165,31 +179,34 @@ class LongStreams:
     Attributes:
         chunk_bytes: as of `Streams`.
         spans: where each stream is: offset and length.
-        window: the most that decoding one looks back at, in bytes.
+        opened_bytes: the memory that decoding one takes.
     """
 
     chunk_bytes: int
     spans: tuple[tuple[int, int], ...]
-    window: int
+    opened_bytes: int
 
     @property
-    def opened_bytes(self) -> int:
-        """The memory that decoding one takes."""
-        return 2 * _READ + 4 * _PIECE + self.window
+    def opening_bytes(self) -> int:
+        """The same."""
+        return self.opened_bytes
 
     def opened(self, store: ReadStore, path: str, number: int) -> Stream:
         """Return one of them."""
         begin, nbytes = self.spans[number]
-        return Stream(_reading(store, path, begin), nbytes, self.opened_bytes)
+        return Stream(_reading(store, path, begin, nbytes), nbytes, self.opened_bytes)
 
 
-def _reading(store: ReadStore, path: str, begin: int) -> Callable[[int, int], memoryview]:
-    """Return what reads of a stream that begins at a byte of a file."""
+def _reading(store: ReadStore, path: str, begin: int, end: int) -> Callable[[int, int], memoryview]:
+    """Return what reads of a stream that begins at a byte of a file; at URLs, what follows is read ahead."""
+    at, held = 0, memoryview(b"")
 
     def read(offset: int, nbytes: int) -> memoryview:
-        held = memoryview(bytearray(nbytes))
-        store.read_into(path, begin + offset, held)
-        return held
+        nonlocal at, held
+        if not at <= offset < at + len(held):
+            at, held = offset, memoryview(bytearray(min(_AHEAD, end - offset) if is_url(path) else nbytes))
+            store.read([(path, begin + offset, held)])
+        return held[offset - at :][:nbytes]
 
     return read
 
@@ -222,8 +239,9 @@ def read_streams(
             entry = "has an item that is shorter than the tensor"
         found.append(entry or "is not a tensor that torch.save stored: its head is too long")
     if room <= _LONGEST_HELD:
-        return Streams(room, tuple(spans)), found
-    return LongStreams(room, tuple(spans), window), found
+        return Streams(room, tuple(spans), window), found
+    memory = window + 2 * _READ + 4 * _PIECE + (_AHEAD if is_url(path) else 0)
+    return LongStreams(room, tuple(spans), memory), found
 
 
 class StreamArchives(NamedTuple):
@@ -247,13 +265,18 @@ class StreamArchives(NamedTuple):
                 yield (part, most, head), any_store(), [(path, part.begin, memoryview(head))]
 
         for part, most, head in in_batches(steps()):
-            try:
-                contents = _Contents(path, part, head, _LARGEST_OBJECT if most is None else _room(most))
-                yield _summed(path, part, contents, has_sum=len(head) > 4 and bool(head[4] & _SUMMED))
-            except _TooLongError as error:
-                yield Summed(part.name, part[1:], unread=True) if most is None else _not_a_stream(part, error)
-            except _BadStreamError as error:
-                yield _not_a_stream(part, error)
+            yield _checked(path, part, most, head)
+
+
+def _checked(path: str, part: Part, most: int | None, head: bytearray) -> Summed:
+    """Return what is known of a stream that has at most so many bytes of a tensor, or is an object."""
+    try:
+        contents = _Contents(path, part, head, _LARGEST_OBJECT if most is None else _room(most))
+        return _summed(path, part, contents, has_sum=len(head) > 4 and bool(head[4] & _SUMMED))
+    except _TooLongError as error:
+        return Summed(part.name, part[1:], unread=True) if most is None else _not_a_stream(part, error)
+    except _BadStreamError as error:
+        return _not_a_stream(part, error)
 
 
 class _Contents(Around):
@@ -273,7 +296,7 @@ class _Contents(Around):
         super().__init__(any_store())
         if part.nbytes > 2 * most:
             raise _TooLongError(most)
-        rest = _reading(self.inner, path, part.begin)
+        rest = _reading(self.inner, path, part.begin, part.nbytes)
         self._stream = Stream(lambda at, count: head[at : at + count] or rest(at, count), part.nbytes)
         self._begin, self._tail, self.nbytes = part.begin, bytearray(), 0
         while piece := self._stream.more():
