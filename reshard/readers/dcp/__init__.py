@@ -260,8 +260,9 @@ class _Files:
         held = 0
         for name, one in self._said.tensors.items():
             paths = {self.files[self.numbers[item.file]].path for item in self._said.items.get(name, ())}
-            largest = max((self.streams[path].opened_bytes for path in paths if path in self.streams), default=0)
-            if largest:
+            units = [self.streams[path] for path in paths if path in self.streams]
+            if units:
+                largest = max(unit.opened_bytes(self._said.nbytes(name)) for unit in units)
                 held = max(held, min(_abreast(one) * largest, max(_MOST_HELD, largest)))
         opening = max(unit.opening_bytes for unit in self.streams.values())
         return Decoding(self.streams, held, -(-opening // 2))

@@ -148,16 +148,16 @@ class Streams(Compressed):
 
     window: int
 
-    @property
-    def opened_bytes(self) -> int:
-        """The memory that one takes: contents that grow in it have up to an eighth more."""
-        return self.chunk_bytes * 9 // 8
+    def opened_bytes(self, most: int) -> int:
+        """Return the memory that one with so many bytes of a tensor takes: contents that grow have an eighth more."""
+        return min(self.chunk_bytes, _room(most)) * 9 // 8
 
     @property
     def opening_bytes(self) -> int:
-        """The memory that decoding one takes, the stream itself included."""
+        """The memory that decoding one takes: the stream, its window, and contents that move as they grow."""
         longest = max(nbytes for _, nbytes in self.spans)
-        return self.opened_bytes + min(longest, 2 * self.chunk_bytes) + min(self.window, self.chunk_bytes) + _PIECE
+        moved = 2 * self.opened_bytes(self.chunk_bytes)
+        return moved + min(longest, 2 * self.chunk_bytes) + min(self.window, self.chunk_bytes) + _PIECE
 
     def decoded(self, encoded: bytearray) -> bytearray:
         """Return the contents of a stream; raise `ValueError` where it is none, or has more than it may."""
@@ -179,22 +179,21 @@ class LongStreams:
     Attributes:
         chunk_bytes: as of `Streams`.
         spans: where each stream is: offset and length.
-        opened_bytes: the memory that decoding one takes.
+        opening_bytes: the memory that decoding one takes.
     """
 
     chunk_bytes: int
     spans: tuple[tuple[int, int], ...]
-    opened_bytes: int
+    opening_bytes: int
 
-    @property
-    def opening_bytes(self) -> int:
-        """The same."""
-        return self.opened_bytes
+    def opened_bytes(self, most: int) -> int:  # noqa: ARG002 -- it is the same for any
+        """Return the memory that one with so many bytes of a tensor takes."""
+        return self.opening_bytes
 
     def opened(self, store: ReadStore, path: str, number: int) -> Stream:
         """Return one of them."""
         begin, nbytes = self.spans[number]
-        return Stream(_reading(store, path, begin, nbytes), nbytes, self.opened_bytes)
+        return Stream(_reading(store, path, begin, nbytes), nbytes, self.opening_bytes)
 
 
 def _reading(store: ReadStore, path: str, begin: int, end: int) -> Callable[[int, int], memoryview]:
