@@ -160,8 +160,8 @@ def test_what_is_decoded_piece_by_piece(
 
 
 def test_a_stream_of_any_size_takes_little_memory(tmp_path: Path) -> None:
-    """Of a tensor of 400 MB; a bit in its middle that is another is seen, too."""
-    large = np.tile(np.random.default_rng(1).integers(0, 255, 1 << 17).astype(np.float32), 800)
+    """Of a tensor of 126 MB; a bit in its middle that is another is seen, too."""
+    large = np.tile(np.random.default_rng(1).integers(0, 255, 1 << 17).astype(np.float32), 240)
     boxes = {"w": ((0,), large.shape)}
     content = item(large)
     for spoilt, code in ((False, 0), (True, 3)):
