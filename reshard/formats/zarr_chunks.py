@@ -4,8 +4,8 @@ Moving bytes knows files and offsets only. So such a chunk, or a shard of them, 
 contents uncompressed, chunk after chunk; a store decodes what is read of it, and encodes what is written.
 
 * To be read: a chunk is decoded when a thread first reads of it, and held while the thread reads on in the same rows.
-  zstd is decoded here, into memory of the size that the metadata says; every other codec by zarr itself. What is too
-  long to be held is decoded as far as it is read.
+  zstd is decoded here, into memory of the size that the metadata says; every other codec by zarr itself. A stream that
+  is too long to be held is decoded piece by piece (`readers.dcp.zstd`).
 * To be written: a chunk is put together in memory, compressed when its last byte has come, and appended to its file
   in row-major order, so that the file is the same whoever wrote its bytes when. One task owns a file.
 """
@@ -100,7 +100,7 @@ def slab_bytes(shape: Shape, chunk: Shape, itemsize: int) -> int:
 
 
 class Opened(Protocol):
-    """A chunk of which a thread reads; `memory` is what it takes, in bytes."""
+    """A chunk that a thread reads; `memory` is what it takes, in bytes."""
 
     memory: int
 
@@ -109,21 +109,21 @@ class Opened(Protocol):
 
 
 class Streamed(Protocol):
-    """A file of chunks that are too long to be held, `chunk_bytes` from each other in what it seems to be."""
+    """A file of chunks that are too long to be held decoded."""
 
     @property
     def chunk_bytes(self) -> int:
-        """The most that any has."""
+        """How far the chunks are from each other in what the file seems to be."""
 
     def opened(self, store: ReadStore, path: str, number: int) -> Opened:
-        """Return what decodes a chunk as far as it is read."""
+        """Return a chunk that is decoded as far as it is read."""
 
 
 Unit = Fill | Compressed | Foreign | Streamed
 
 
 class _Whole:
-    """A chunk that is held."""
+    """A chunk that is held decoded."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -138,27 +138,27 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoding:
-    """How the files of a zarr store are read.
+    """How files of encoded chunks are read.
 
     Attributes:
         units: the files that seem to be other than they are, by path.
-        held_bytes: how much of decoded chunks a thread holds.
-        chunk_bytes: the largest of those chunks.
+        held_bytes: the memory for the chunks that a thread holds.
+        opening_bytes: the memory that decoding one more takes.
     """
 
     units: Mapping[str, Unit]
     held_bytes: int
-    chunk_bytes: int
+    opening_bytes: int
 
     @classmethod
     def of(cls, units: Mapping[str, Unit], slabs: list[int], chunks: list[int]) -> Decoding:
-        """Return how to read these files, whose slabs and chunks have so many bytes."""
+        """Return how to read these files, whose slabs and chunks have so many bytes; decoding one takes it twice."""
         largest = max(chunks, default=0)
-        return cls(units, max(min(max(slabs, default=0), _SLABS_BYTES), largest), largest)
+        return cls(units, max(min(max(slabs, default=0), _SLABS_BYTES), largest), 2 * largest)
 
     def nbytes(self, threads: int) -> int:
-        """Return the memory that reading takes: chunks held, and twice one that is being decoded, by each thread."""
-        return threads * (self.held_bytes + 2 * self.chunk_bytes) + (IMPORTED_BYTES if self.chunk_bytes else 0)
+        """Return the memory that reading takes: the chunks that each thread holds, and one that it decodes."""
+        return threads * (self.held_bytes + self.opening_bytes) + (IMPORTED_BYTES if self.opening_bytes else 0)
 
     def store(self) -> DecodingStore:
         """Return what reads the files."""
@@ -221,7 +221,7 @@ class DecodingStore(Around):
         try:
             chunk = self._held.take(key) or self._opened(path, number, unit, encoded.get(key))
             chunk.fill(begin, buffer)
-        except SourceError:
+        except SourceError:  # which is a ValueError
             raise
         except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
             raise _not_decoded(path, number, error) from None

@@ -393,7 +393,7 @@ def _unread(target: Checkpoint, carried: SumsChecked) -> Iterator[str]:
     elif carried.rest > 0:
         yield f"{bytes_text(carried.rest)} of the files, which carry no checksums of them"
     if carried.unread:
-        yield f"contents of {names(carried.unread, most=3)}: objects in zstd streams, which have more than 1 GB"
+        yield f"contents of {names(carried.unread, most=3)}: objects in zstd streams that decode to more than 1 GB"
     if carried.bare:
         yield f"contents of {names(carried.bare, most=3)}, of which PyTorch was told to make no checksums"
     if target.beside:

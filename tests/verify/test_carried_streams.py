@@ -123,7 +123,7 @@ def test_an_object_that_goes_on_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "_LARGEST_OBJECT", 1 << 17)
     found = reshard.verify(root)
     assert found.equal
-    assert found.unchecked[0] == "contents of p: objects in zstd streams, which have more than 1 GB"
+    assert found.unchecked[0] == "contents of p: objects in zstd streams that decode to more than 1 GB"
     assert not any("carry no checksums of them" in text for text in found.unchecked)
     assert found.bytes_read == len(objects["o"]) + len(items[0][0][2])
 

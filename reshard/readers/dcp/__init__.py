@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from reshard.storage.base import Status
     from reshard.storage.places import Place
 
-_MOST_HELD = 1 << 29  # of streams that a thread decodes in turn
+_MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
 _WHILE_NS = 2_000_000_000  # of time stamps
 
 
@@ -263,9 +263,9 @@ class _Files:
             units = [self.streams[path] for path in paths if path in self.streams]
             if units:
                 largest = max(unit.opened_bytes(self._said.nbytes(name)) for unit in units)
-                held = max(held, min(_abreast(one) * largest, max(_MOST_HELD, largest)))
+                held = max(held, min(_side_by_side(one) * largest, max(_MOST_HELD, largest)))
         opening = max(unit.opening_bytes for unit in self.streams.values())
-        return Decoding(self.streams, held, -(-opening // 2))
+        return Decoding(self.streams, held, opening)
 
     def entry(self, item: Item) -> Entry:
         """Return what a file has of a box; raise `SourceError` where it cannot be read."""
@@ -276,10 +276,10 @@ class _Files:
         return found
 
 
-def _abreast(one: Stated) -> int:
-    """Return how many boxes of a tensor meet the same row at most, of the first dimension that is longer than 1.
+def _side_by_side(one: Stated) -> int:
+    """Return the most boxes of a tensor that have a part of the same row, along its first dimension longer than 1.
 
-    They are read in turn. Boxes that are alike count once.
+    A band of rows is read from all of them in turn. Replicas count once.
     """
     axis = next((axis for axis, extent in enumerate(one.shape) if extent > 1), None)
     if axis is None:

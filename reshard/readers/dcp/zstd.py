@@ -1,10 +1,10 @@
 """Items that are streams of zstd, as PyTorch's extension for compression writes them.
 
 A stream does not say how long its contents are, and is decoded from its first byte on. The head of an item, which says
-what tensor it has, is in the first block. To be read, an item of up to 16 MiB is decoded into memory, and held while a
-thread reads of it (`zarr_chunks`); a longer one is decoded piece by piece, and again from its beginning for what lies
-back. How much an item can have is known from the metadata. To be verified, any is decoded piece by piece, and more than
-once where it is long: how long it is is known at its end, where the directory of the zip lies.
+what tensor it has, is in the first block. An item of up to 16 MiB is decoded into memory and held while a thread reads
+it (`zarr_chunks`). A longer one is decoded piece by piece, and again from the beginning when an earlier part is needed.
+How long an item can be is known from the metadata. `verify` decodes each item piece by piece, long ones more than once,
+because the directory of the zip stands at the end.
 
 An item carries what the zip in it does (`archive`), and the checksum of its frame, if it has one, which zstd compares.
 A bit of the stream may stand in several places of the zip, so that these agree on another name of a record: names are
@@ -26,7 +26,7 @@ from reshard.readers.dcp.records import directory
 from reshard.readers.dcp.torch_save import Known, Span, item, read_heads
 from reshard.storage.base import Around
 from reshard.storage.crc import crc32, crc32_fault, crc_of_range
-from reshard.storage.places import any_store, in_batches, is_url
+from reshard.storage.places import any_store, can, in_batches
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -48,13 +48,12 @@ _OF_HEAD = 4 * _BLOCK
 """The most that is decoded of it: the first block of a stream that was flushed may be short."""
 
 _SUMMED, _IS_ONE_SEGMENT = 4, 32  # in the fifth byte of a stream: there is a checksum behind the last block
-_LONGEST_HELD = 16 << 20  # of an item that is decoded into memory
-_READ, _PIECE = 1 << 20, 1 << 19  # of a stream at once, and of its contents
-_AHEAD = 8 << 20  # of it at a URL, where requests take their time
-_LONGEST_WINDOW = 128 << 20  # a stream that looks back farther is not decoded
-_FIRST = 8 << 20  # what is read first of a stream to be verified; many have no more
-_KEPT = 4 << 20  # of the end of contents, which has the directory; most contents as a whole
-_LARGEST_OBJECT = 1 << 30  # decoded; nothing says how long an object is
+_LONGEST_HELD = 16 << 20  # an item that is decoded into memory has at most so many bytes
+_READ, _PIECE = 1 << 20, 1 << 19  # bytes of a stream, and of its contents, that are handled at once
+_AHEAD = 8 << 20  # bytes of a stream that are read at once where requests take long, and first of all by `verify`
+_LARGEST_WINDOW = 128 << 20  # zstd refuses a larger one
+_KEPT = 4 << 20  # bytes at the end of contents that `verify` keeps: the directory, or all of most contents
+_LARGEST_OBJECT = 1 << 30  # bytes that `verify` decodes of an object, since nothing says how long it is
 _NOT_ONE = "it is not one frame of zstd"
 _PICKLE = b"archive/data.pkl"
 _NAMES = {_PICKLE} | {
@@ -99,7 +98,7 @@ class Stream:
         """Return the contents that follow, some of them; none at the end.
 
         Raises:
-            ValueError: it is not one frame of zstd, or other bytes follow that.
+            _BadStreamError: it is not one frame of zstd, or other bytes follow the frame.
         """
         decoder, content = self._decoder, b""
         while not content and not decoder.eof:
@@ -120,7 +119,11 @@ class Stream:
         return content
 
     def fill(self, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer from a byte of the contents on; raise `ValueError` where these end before, or as `more`."""
+        """Fill a buffer from a byte of the contents on.
+
+        Raises:
+            _BadStreamError: the contents end before the buffer is full, or as for `more`.
+        """
         if begin < self._begin:
             self._start()
         done = 0
@@ -131,7 +134,7 @@ class Stream:
             some = self._piece[begin + done - self._begin :][: len(buffer) - done]
             buffer[done : done + len(some)] = some
             done += len(some)
-        # Its end may be near, where the checksum is; what is farther behind than is read at once is not looked at.
+        # Decode to the end if it is near, for zstd to compare the checksum there. `verify` always goes to the end.
         while self._encoded_bytes - self._fed <= _READ and not self._decoder.eof and len(self._piece) <= 2 * _PIECE:
             before, at = self._piece, self._begin
             self._begin, self._piece = at, before + self.more()
@@ -143,21 +146,21 @@ class Streams(Compressed):
 
     Attributes:
         chunk_bytes: the most that any has, and how far they seem to be from each other.
-        window: the most that decoding one looks back at, in bytes.
+        window: the largest window of a frame, in bytes.
     """
 
     window: int
 
     def opened_bytes(self, most: int) -> int:
-        """Return the memory that one with so many bytes of a tensor takes: contents that grow have an eighth more."""
+        """Return the memory of an item with so many bytes of a tensor: a buffer that grows is an eighth larger."""
         return min(self.chunk_bytes, _room(most)) * 9 // 8
 
     @property
     def opening_bytes(self) -> int:
-        """The memory that decoding one takes: the stream, its window, and contents that move as they grow."""
+        """The memory that decoding an item takes: the stream, its window, and a buffer that moves as it grows."""
         longest = max(nbytes for _, nbytes in self.spans)
-        moved = 2 * self.opened_bytes(self.chunk_bytes)
-        return moved + min(longest, 2 * self.chunk_bytes) + min(self.window, self.chunk_bytes) + _PIECE
+        grown = 2 * self.opened_bytes(self.chunk_bytes)
+        return grown + min(longest, 2 * self.chunk_bytes) + min(self.window, self.chunk_bytes) + _PIECE
 
     def decoded(self, encoded: bytearray) -> bytearray:
         """Return the contents of a stream; raise `ValueError` where it is none, or has more than it may."""
@@ -174,38 +177,49 @@ class Streams(Compressed):
 
 @dataclass(frozen=True, slots=True)
 class LongStreams:
-    """A file of zstd streams of which some are too long to be held.
+    """A file of zstd streams, some of which are too long to be held decoded.
 
     Attributes:
         chunk_bytes: as of `Streams`.
         spans: where each stream is: offset and length.
-        opening_bytes: the memory that decoding one takes.
+        opening_bytes: the memory that decoding an item takes.
     """
 
     chunk_bytes: int
     spans: tuple[tuple[int, int], ...]
     opening_bytes: int
 
-    def opened_bytes(self, most: int) -> int:  # noqa: ARG002 -- it is the same for any
-        """Return the memory that one with so many bytes of a tensor takes."""
+    def opened_bytes(self, most: int) -> int:  # noqa: ARG002 -- it does not depend on the length
+        """Return the memory of an item with so many bytes of a tensor."""
         return self.opening_bytes
 
     def opened(self, store: ReadStore, path: str, number: int) -> Stream:
-        """Return one of them."""
+        """Return a stream by its number."""
         begin, nbytes = self.spans[number]
         return Stream(_reading(store, path, begin, nbytes), nbytes, self.opening_bytes)
 
 
-def _reading(store: ReadStore, path: str, begin: int, end: int) -> Callable[[int, int], memoryview]:
-    """Return what reads of a stream that begins at a byte of a file; at URLs, what follows is read ahead."""
-    at, held = 0, memoryview(b"")
+def _reading(
+    store: ReadStore, path: str, begin: int, nbytes: int, held: bytes | bytearray = b""
+) -> Callable[[int, int], memoryview]:
+    """Return a function that reads a part of a stream; where requests take long, it reads ahead.
 
-    def read(offset: int, nbytes: int) -> memoryview:
-        nonlocal at, held
-        if not at <= offset < at + len(held):
-            at, held = offset, memoryview(bytearray(min(_AHEAD, end - offset) if is_url(path) else nbytes))
-            store.read([(path, begin + offset, held)])
-        return held[offset - at :][:nbytes]
+    Args:
+        store: reads the file.
+        path: the file.
+        begin: where the stream begins in the file.
+        nbytes: the length of the stream.
+        held: the first bytes of the stream, if they are read already.
+    """
+    at, some = 0, memoryview(held)
+    ahead = _AHEAD if can(path).waits else 0
+
+    def read(offset: int, count: int) -> memoryview:
+        nonlocal at, some
+        if not at <= offset < at + len(some):
+            at, some = offset, memoryview(bytearray(min(max(count, ahead), nbytes - offset)))
+            store.read([(path, begin + offset, some)])
+        return some[offset - at :][:count]
 
     return read
 
@@ -239,7 +253,7 @@ def read_streams(
         found.append(entry or "is not a tensor that torch.save stored: its head is too long")
     if room <= _LONGEST_HELD:
         return Streams(room, tuple(spans), window), found
-    memory = window + 2 * _READ + 4 * _PIECE + (_AHEAD if is_url(path) else 0)
+    memory = window + 2 * _READ + 4 * _PIECE + (_AHEAD if can(path).waits else 0)
     return LongStreams(room, tuple(spans), memory), found
 
 
@@ -255,12 +269,12 @@ class StreamArchives(NamedTuple):
     parts: tuple[tuple[Part, int | None], ...]
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
-        """Yield each, its records summed; an object that goes on for more than 1 GiB is left."""
+        """Yield each, its records summed; an object that decodes to more than 1 GiB is `unread`."""
         yield from self.plain.read(path, store)
 
         def steps() -> Iterator[tuple[tuple[Part, int | None, bytearray], ReadStore, list[Want]]]:
             for part, most in self.parts:
-                head = bytearray(min(part.nbytes, _FIRST))
+                head = bytearray(min(part.nbytes, _AHEAD))
                 yield (part, most, head), any_store(), [(path, part.begin, memoryview(head))]
 
         for part, most, head in in_batches(steps()):
@@ -268,7 +282,7 @@ class StreamArchives(NamedTuple):
 
 
 def _checked(path: str, part: Part, most: int | None, head: bytearray) -> Summed:
-    """Return what is known of a stream that has at most so many bytes of a tensor, or is an object."""
+    """Return what is known of a stream that has at most `most` bytes of a tensor, or is an object."""
     try:
         contents = _Contents(path, part, head, _LARGEST_OBJECT if most is None else _room(most))
         return _summed(path, part, contents, has_sum=len(head) > 4 and bool(head[4] & _SUMMED))
@@ -279,24 +293,23 @@ def _checked(path: str, part: Part, most: int | None, head: bytearray) -> Summed
 
 
 class _Contents(Around):
-    """A store that has the contents of a stream where this begins in its file.
+    """A store in which the decoded contents of a stream stand where the stream begins in its file.
 
     Args:
         path: the file.
         part: the stream.
-        head: the first bytes of it.
+        head: the first bytes of the stream.
         most: how many bytes of contents it has at most.
 
     Raises:
-        ValueError: it is not one frame of zstd, or has more contents.
+        _BadStreamError: it is not one frame of zstd, or has more contents.
     """
 
     def __init__(self, path: str, part: Part, head: bytearray, most: int) -> None:
         super().__init__(any_store())
         if part.nbytes > 2 * most:
             raise _TooLongError(most)
-        rest = _reading(self.inner, path, part.begin, part.nbytes)
-        self._stream = Stream(lambda at, count: head[at : at + count] or rest(at, count), part.nbytes)
+        self._stream = Stream(_reading(self.inner, path, part.begin, part.nbytes, head), part.nbytes)
         self._begin, self._tail, self.nbytes = part.begin, bytearray(), 0
         while piece := self._stream.more():
             self.nbytes += len(piece)
@@ -352,15 +365,15 @@ def _room(most: int) -> int:
 
 
 def _window(head: bytes) -> int:
-    """Return how far decoding a stream looks back at most, in bytes; RFC 8878, 3.1.1.1.2.
+    """Return the size of the window that a frame's header asks for, in bytes (RFC 8878, 3.1.1.1.2).
 
     >>> _window(bytes.fromhex("28b52ffd0058")) >> 20
     2
     """
-    if head[4] & _IS_ONE_SEGMENT:  # all of it
-        return _LONGEST_WINDOW
+    if head[4] & _IS_ONE_SEGMENT:  # the window is as large as the contents
+        return _LARGEST_WINDOW
     base = 1 << 10 + (head[5] >> 3)
-    return min(base + base // 8 * (head[5] & 7), _LONGEST_WINDOW)
+    return min(base + base // 8 * (head[5] & 7), _LARGEST_WINDOW)
 
 
 def _begun(head: bytes) -> bytes:

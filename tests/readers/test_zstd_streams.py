@@ -1,0 +1,197 @@
+"""Reading items that are zstd streams, short ones and those that are too long to be held decoded."""
+
+from __future__ import annotations
+
+import resource
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from dcp_files import ZSTD, item, stream, write_torch
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import BudgetError, SourceError
+from reshard.formats.zarr_chunks import IMPORTED_BYTES
+from reshard.readers import dcp
+from reshard.readers.dcp import zstd
+from reshard.readers.dcp.metadata import Stated
+from reshard.storage.base import Around
+from reshard.storage.places import any_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from dcp_files import Box
+
+LARGE = np.random.default_rng(0).integers(0, 50, (1200, 700)).astype(np.float32)
+LARGE_BOX: Box = (0, 0), LARGE.shape
+
+
+@pytest.fixture(params=["short", "long"])
+def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Streams of both kinds: those that are decoded into memory, and those that are too long for it."""
+    if request.param == "long":
+        for name, value in (("_LONGEST_HELD", 1 << 19), ("_READ", 100_000), ("_PIECE", 70_000)):
+            monkeypatch.setattr(zstd, name, value)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_items_that_are_zstd_streams(tmp_path: Path, length: str, checksum: bool) -> None:
+    """Of many blocks, several in a file, read in bands by several threads."""
+    full = {"w": LARGE, "v": LARGE.T.copy(), "b": FULL["b"]}
+    boxes = {"w": LARGE_BOX, "v": ((0, 0), LARGE.T.shape), "b": ((0,), (5,))}
+    items = {0: [(name, boxes[name], stream(item(full[name]), checksum=checksum)) for name in full]}
+    root = write_torch(tmp_path / "src", full, items, transform_descriptors=ZSTD)
+    source = reshard.open(root)
+    assert_equal(source, full)
+    rows = Strategy.of({name: Layout.of([2], [0, -1]) for name in ("w", "v")})
+    reshard.plan(source, rows, format="safetensors", memory=200_000_000).run(tmp_path / "rows", fsync=False)
+    assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
+    assert reshard.verify(tmp_path / "rows").equal
+    columns = Strategy.of({name: Layout.of([4], [-1, 0]) for name in ("w", "v")})
+    reshard.plan(source, columns, format="safetensors").run(tmp_path / "columns", fsync=False)
+    assert_equal(reshard.open(tmp_path / "columns", strategy=columns), full)
+    if length == "short":
+        with pytest.raises(BudgetError, match="of memory are too little"):
+            reshard.plan(source, rows, memory=85_000_000)
+
+
+def test_long_streams_beside_each_other_are_decoded_once_by_each_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zstd, "_LONGEST_HELD", 1 << 17)
+    monkeypatch.setattr(zstd, "_PIECE", 10_000)
+    started = []
+    start = zstd.Stream._start
+    monkeypatch.setattr(zstd.Stream, "_start", lambda self: (started.append(self), start(self)))
+    array = np.tile(LARGE, (4, 1))
+    items = {
+        rank: [
+            ("w", ((0, begin), (len(array), 100)), stream(item(np.ascontiguousarray(array[:, begin : begin + 100]))))
+        ]
+        for rank, begin in enumerate(range(0, 700, 100))
+    }
+    source = reshard.open(write_torch(tmp_path / "src", {"w": array}, items, transform_descriptors=ZSTD))
+    reshard.plan(source, format="safetensors", threads=2).run(tmp_path / "whole", fsync=False)
+    assert_equal(reshard.open(tmp_path / "whole"), {"w": array})
+    assert 7 <= len(started) <= 14
+
+
+@pytest.mark.parametrize(
+    ("boxes", "expected"),
+    [
+        ([((0, 0), (4, 6))], 1),
+        ([((row, 0), (1, 6)) for row in range(4)], 1),
+        ([((0, column), (4, 2)) for column in (0, 2, 4)], 3),
+        ([((0, 0), (3, 2)), ((2, 2), (2, 4)), ((3, 0), (1, 2)), ((0, 2), (0, 4))], 2),
+        ([], 1),
+    ],
+)
+def test_how_many_boxes_are_read_in_turn(boxes: list[Box], expected: int) -> None:
+    assert dcp._side_by_side(Stated("float32", (4, 6), set(boxes))) == expected
+    one = {((0, *starts), (1, *extents)) for starts, extents in boxes}
+    assert dcp._side_by_side(Stated("float32", (1, 4, 6), one)) == expected
+
+
+def test_what_is_held_of_streams_follows_from_each_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is small and cut into many columns takes no memory for those that are large and whole."""
+    small = np.arange(8 * 64, dtype=np.float32).reshape(8, 64)
+    columns = [("s", ((0, at), (8, 1)), stream(item(np.ascontiguousarray(small[:, at : at + 1])))) for at in range(64)]
+    items = {rank: [one] for rank, one in enumerate(columns)}
+    items[0].append(("w", LARGE_BOX, stream(item(LARGE))))
+    root = write_torch(tmp_path, {"s": small, "w": LARGE}, items, transform_descriptors=ZSTD)
+    coding = reshard.open(root).decoding
+    assert coding.nbytes(1) - IMPORTED_BYTES < 64 * (1 << 18) * 9 // 8 + 7 * LARGE.nbytes
+    monkeypatch.setattr(dcp, "_MOST_HELD", 1 << 20)
+    assert reshard.open(root).decoding.nbytes(1) - IMPORTED_BYTES < 8 * LARGE.nbytes
+
+
+def test_streams_at_urls_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_LONGEST_HELD", 1 << 19), ("_READ", 10_000), ("_PIECE", 70_000)):
+        monkeypatch.setattr(zstd, name, value)
+    content = stream(item(LARGE))
+    seen = []
+
+    class Counted(Around):
+        def read(self, wants: Any) -> None:
+            seen.extend(len(buffer) for _, _, buffer in wants)
+            for _, offset, buffer in wants:
+                buffer[:] = content[offset : offset + len(buffer)]
+
+    found = bytearray(LARGE.nbytes)
+    for path, most in (("memory://a", 1), ("a", len(content) // 10_000 + 1)):
+        seen.clear()
+        unit = zstd.LongStreams(1 << 22, ((0, len(content)),), 1 << 21)
+        unit.opened(Counted(any_store()), path, 0).fill(0, memoryview(found))
+        assert 0 < len(seen) <= most
+
+
+def test_replicas_that_are_zstd_streams(tmp_path: Path) -> None:
+    made = {rank: [("w", WHOLE, stream(item(FULL["w"] + rank)))] for rank in range(2)}
+    with pytest.raises(SourceError, match="differs between the ranks"):
+        reshard.plan(reshard.open(write_torch(tmp_path, FULL, made, transform_descriptors=ZSTD)))
+
+
+def test_encoded_items_among_others(tmp_path: Path) -> None:
+    items = {0: [("w", WHOLE, item(FULL["w"]))]}
+    with pytest.raises(SourceError, match="'w' is not a zstd stream"):
+        reshard.open(write_torch(tmp_path, FULL, items, transform_descriptors=ZSTD))
+
+
+ZEROS = (1 << 17 << 3 | 2).to_bytes(3, "little") + b"\0"  # a block of 128 KiB, in four bytes
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        (lambda good: good[:-9], "chunk 0 cannot be decoded: it is not one frame of zstd"),
+        (lambda good: good + good, "chunk 0 cannot be decoded: it is not one frame of zstd"),
+        (lambda good: good[: len(good) // 2] + bytes(len(good) - len(good) // 2), "chunk 0 cannot be decoded"),
+        (lambda good: good[:4] + b"\x20" + good[5:], "'w' is not a zstd stream"),
+        (lambda _: stream(bytes(1 << 20)), "'w' is not a tensor that torch.save stored"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("length")
+def test_streams_that_cannot_be_read(tmp_path: Path, spoilt: Callable[[bytes], bytes], said: str) -> None:
+    bad = spoilt(stream(item(LARGE)))
+    root = write_torch(tmp_path, {"w": LARGE}, {0: [("w", LARGE_BOX, bad)]}, transform_descriptors=ZSTD)
+    with pytest.raises(SourceError, match=said):
+        reshard.open(root)["w"].compute()
+
+
+@pytest.mark.usefixtures("length")
+def test_a_sum_at_the_end_of_a_stream_is_compared(tmp_path: Path) -> None:
+    """Wherever in what is read at once it lies; zstd itself finds nothing wrong in blocks that are not compressed."""
+    noise = np.random.default_rng(0).integers(0, 1 << 62, 90_000)
+    for more in range(0, 30, 3):
+        array = noise[: len(noise) - more]
+        content = bytearray(stream(item(array), checksum=True))
+        root = write_torch(
+            tmp_path / str(more), {"w": array}, {0: [("w", ((0,), array.shape), bytes(content))]},
+            transform_descriptors=ZSTD,
+        )  # fmt: skip
+        assert_equal(reshard.open(root), {"w": array})
+        content[len(content) // 2] ^= 1
+        (root / "__0_0.distcp").write_bytes(content)
+        with pytest.raises(SourceError, match="cannot be decoded"):
+            reshard.open(root)["w"].compute()
+
+
+def test_a_stream_that_goes_on(tmp_path: Path) -> None:
+    """It has a tensor, and 13 GB of zeros behind it: no more is decoded than twice what there should be."""
+    good = stream(item(LARGE))
+    at, last = 6, 0
+    while not last:
+        block = int.from_bytes(good[at : at + 3], "little")
+        begin, last, at = at, block & 1, at + 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
+    bomb = good[:begin] + bytes([good[begin] & ~1]) + good[begin + 1 :] + ZEROS * 100_000 + b"\1\0\0"
+    root = write_torch(tmp_path, {"w": LARGE}, {0: [("w", LARGE_BOX, bomb)]}, transform_descriptors=ZSTD)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SourceError, match="chunk 0 cannot be decoded: it has more than"):
+        reshard.open(root)["w"].compute()
+    (one,) = reshard.verify(root).differences
+    assert one.text == "its item at byte 0 of the file is not a zstd stream: it has more than 3,538,944 bytes"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # in KiB
