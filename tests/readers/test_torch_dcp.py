@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import helpers
 import numpy as np
 import pytest
-from checkpoints import numbers, write_file
+from checkpoints import assert_equal, numbers, write_file
 from commands import call, done
 from dcp_files import item, write_torch
 
@@ -25,7 +25,7 @@ from reshard.targets.dcp.metadata import Listed, Part, metadata
 from reshard.targets.torch_save import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from dcp_files import Box
@@ -46,13 +46,6 @@ def case(mindspore_data: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 def full_of(root: Path) -> dict[str, Any]:
     return {name.replace("\\", "/"): value for name, value in np.load(root / "full.npz").items()}
-
-
-def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any]) -> None:
-    assert set(checkpoint) == set(full)
-    for name in checkpoint:
-        found = checkpoint[name].compute()
-        assert (found.shape, found.tobytes()) == (full[name].shape, full[name].tobytes()), name
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from checkpoints import assert_equal, numbers
 from dcp_files import ZSTD, item, stream, write_torch
 
 import reshard
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from dcp_files import Box
 
+FULL = numbers({"w": (6, 4), "b": (5,), "s": ()})
+WHOLE: Box = (0, 0), (6, 4)
 LARGE = np.random.default_rng(0).integers(0, 50, (1200, 700)).astype(np.float32)
 LARGE_BOX: Box = (0, 0), LARGE.shape
 
