@@ -65,13 +65,15 @@ def test_ranks_to_ranks(tmp_path: Path, dtype: str, how: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("rank", [8, 64])
 def test_an_element_is_the_same_however_it_is_read(tmp_path: Path, rank: int) -> None:
-    """Of a weight of many tiles: numpy's of the whole matrices, in any box that is read."""
+    """Of a weight of many tiles, in any box. numpy's product of whole matrices may differ in the last bit: the order in
+    which its library sums depends on the processor.
+    """
     model = weights("float32", {"w.weight": (208, 1200)})
     pairs = matrices(model, ("w",), rank)
-    full = merged(model, pairs, ALPHA / rank)["w.weight"]
     opened = reshard.open(write_file(tmp_path / "base.safetensors", model))
     found = opened.merge_lora(save(tmp_path / "lora", pairs, r=rank))["w.weight"]
-    assert found.compute().tobytes() == full.tobytes()
+    full = found.compute()
+    np.testing.assert_allclose(full, merged(model, pairs, ALPHA / rank)["w.weight"], rtol=1e-4, atol=1e-5)
     rng = np.random.default_rng(3)
     for _ in range(20):
         (top, bottom), (left, right) = (sorted(rng.choice(extent + 1, 2, replace=False)) for extent in full.shape)
