@@ -66,6 +66,15 @@ def stem_of_unfinished(path: str) -> str:
     return match[1] if match else ""
 
 
+def is_of_a_run(path: str) -> bool:
+    """Return whether a path is that of an unfinished file of a run; without digits it may be another program's.
+
+    >>> is_of_a_run("a.ckpt.01234567.partial"), is_of_a_run("a.ckpt.partial")
+    (True, False)
+    """
+    return stem_of_unfinished(path) not in {"", path.removesuffix(PARTIAL)}
+
+
 class Status(NamedTuple):
     """What distinguishes one state of a file from another.
 
@@ -224,11 +233,16 @@ class Sink(Protocol):
 
 
 class Sinks(dict[int, Sink]):
-    """The files that a task writes, by their numbers; those that are not there yet are opened with the first byte."""
+    """The files that a task writes, by their numbers; those that are not there yet are opened with the first byte.
+
+    Attributes:
+        ended: the numbers of the files that are complete.
+    """
 
     def __init__(self, opened: Callable[[int], Sink]) -> None:
         super().__init__()
         self._opened = opened
+        self.ended: set[int] = set()
 
     def __missing__(self, file: int) -> Sink:
         sink = self[file] = self._opened(file)
@@ -244,12 +258,14 @@ class Sinks(dict[int, Sink]):
         sink = self[file]
         sink.write_at(offset, data)
         if sink.ended:
+            self.ended.add(file)
             del self[file]
 
     def finish(self, *, durable: bool) -> None:
         """End every file."""
         for file, sink in list(self.items()):
             sink.finish(durable=durable)
+            self.ended.add(file)
             del self[file]
 
     def abort(self) -> None:

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import BudgetError, GoneError, SourceError, TargetError, bytes_text
 from reshard.storage.base import (
-    PARTIAL,
     Capabilities,
     Status,
+    is_of_a_run,
     reading,
     stem_of_unfinished,
     unfinished_path,
@@ -153,11 +153,11 @@ class LocalStore:
 
     @staticmethod
     def all_unfinished(paths: Collection[str]) -> dict[str, list[str]]:
-        """Return the unfinished files that are there, by the paths of finished ones, whoever left them."""
+        """Return the unfinished files that runs left, by the paths of finished ones; their names have digits."""
         there: dict[str, list[str]] = {}
         for directory in {os.path.dirname(path) for path in paths}:
             with suppress(OSError):  # it is not there yet, or may be written to and not be listed
-                for path in (os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(PARTIAL)):
+                for path in (os.path.join(directory, name) for name in os.listdir(directory) if is_of_a_run(name)):
                     there.setdefault(stem_of_unfinished(path), []).append(path)
         return {path: there[stem] for path in paths if (stem := unfinished_stem(path)) in there} if there else {}
 

@@ -13,20 +13,20 @@ from functools import lru_cache
 from pathlib import PosixPath, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reshard.errors import SourceError
+from reshard.errors import GoneError, SourceError
 from reshard.storage.base import Around, Capabilities, Status
 from reshard.storage.local import LOCAL, LocalStore, local_store
 from reshard.storage.remote import (
     FETCH_BYTES,
     RemoteStore,
-    filesystem,
     forget_listings,
     remote_can,
     remote_store,
     status_of,
-    telling,
+    whole,
 )
 from reshard.storage.threads import map_threads
+from reshard.storage.urls.requests import ask, filesystem
 
 if TYPE_CHECKING:
     import re
@@ -60,6 +60,9 @@ class LocalPath(PosixPath):
     def real(self) -> LocalPath:
         """Return where it is without links; a loop of them does not matter."""
         return LocalPath(os.path.realpath(self))
+
+    def require_bucket(self) -> None:
+        """Check nothing: only object stores have buckets."""
 
     def status(self) -> Status:
         """Return the state of the file."""
@@ -173,32 +176,35 @@ class RemotePath:
         return self._kind() == "directory"
 
     def _kind(self) -> str | None:
-        with telling(self.url, "looked at"):
-            fs, name = filesystem(self.url)
-            try:
-                return str(fs.info(name)["type"])
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        with suppress(GoneError):
+            return str(ask(self.url, "looked at", "info")["type"])
+        return None
 
     def status(self) -> Status:
         """Return its size and version, as they are known since `refresh`."""
-        with telling(self.url, "looked at"):
-            fs, name = filesystem(self.url)
-            return status_of(fs.info(name))
+        return status_of(ask(self.url, "looked at", "info"))
+
+    def require_bucket(self) -> None:
+        """Check that its bucket exists, if its file system has such: a `SourceError` if not."""
+        try:
+            ask(f"{self.url}/any", "looked at", "info")  # of a bucket alone the error does not say that it is one
+        except SourceError as error:  # whatever else is wrong is told where it matters
+            if str(error).startswith("the bucket "):
+                raise SourceError(str(error)) from None
 
     def iterdir(self) -> list[RemotePath]:
         """Return what is directly in it."""
-        with telling(self.url, "listed"):
-            fs, root = filesystem(self.url)
-            return [self / str(name)[len(root) :].strip("/") for name in fs.ls(root, detail=False) if name != root]
+        names = ask(self.url, "listed", "ls", detail=False, nbytes=None)
+        root = filesystem(self.url)[1]
+        return [self / str(name)[len(root) :].strip("/") for name in names if name != root]
 
     def files(self, depth: int | None = None) -> list[RemotePath]:  # noqa: ARG002 -- to list all is one request
         """Return all files below it, none where it is not: one request for a thousand of them, in any directories."""
-        with telling(self.url, "listed"):
-            fs, root = filesystem(self.url)
-            with suppress(FileNotFoundError):
-                return [self / str(name)[len(root) :].strip("/") for name in fs.find(root) if name != root]
-            return []
+        with suppress(GoneError):
+            names = ask(self.url, "listed", "find", nbytes=None)
+            root = filesystem(self.url)[1]
+            return [self / str(name)[len(root) :].strip("/") for name in names if name != root]
+        return []
 
     def matching(self, pattern: str, directories: re.Pattern[str]) -> list[RemotePath]:  # noqa: ARG002 -- as `files`
         """Return all files below it, of which some match a glob."""
@@ -221,9 +227,7 @@ class RemotePath:
 
     def read_bytes(self) -> bytes:
         """Return the contents."""
-        with telling(self.url, "read"):
-            fs, name = filesystem(self.url)
-            return bytes(fs.cat_file(name))
+        return whole(self.url)
 
     def __str__(self) -> str:
         return self.url

@@ -12,36 +12,20 @@ it has its final name then; elsewhere it is written next to it and moved, as on 
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import GoneError, ReshardError, SourceError, TargetError, UsageError
-from reshard.storage.base import PARTIAL, Capabilities, Status
+from reshard.errors import GoneError, SourceError, TargetError
+from reshard.storage.base import Capabilities, Status, unfinished_path
+from reshard.storage.urls.requests import Call, ask, ask_each, filesystem, telling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.storage.base import Sink, Want
-
-_LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-
-_AWS = (
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws (AWS_PROFILE names a profile there), and the role of this "
-    "machine or container"
-)
-_GOOGLE = "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, and this machine's service account"
-_AZURE = (
-    "AZURE_STORAGE_CONNECTION_STRING, and AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or "
-    "AZURE_STORAGE_SAS_TOKEN"
-)
-_CREDENTIALS = {
-    "s3": _AWS, "s3a": _AWS, "gs": _GOOGLE, "gcs": _GOOGLE, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE,
-}  # fmt: skip
-"""Where the libraries look for credentials."""
 
 # What says that a file is another than before, the surest first; which of them there is depends on the file system.
 _VERSIONS = (
@@ -133,49 +117,6 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     ]
 
 
-def filesystem(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the file's name there.
-
-    Raises:
-        UsageError: there is no such kind of URL.
-        ReshardError: its library is not installed.
-    """
-    from fsspec.core import url_to_fs  # 40 ms, for URLs only
-
-    try:
-        fs, name = url_to_fs(url)
-    except ImportError as error:
-        library = _LIBRARIES.get(url.partition("://")[0])
-        hint = f"pip install {library}, or 'reshard[remote]'" if library else str(error)
-        raise ReshardError(f"{url}: the library for such URLs is not installed; {hint}") from None
-    except ValueError as error:
-        raise UsageError(f"{url}: {_said(url, error)}") from None
-    return fs, str(name)
-
-
-@contextmanager
-def telling(url: str, what: str, kind: type[ReshardError] = SourceError) -> Iterator[None]:
-    """Turn whatever a file system raises into one sentence; each library has errors of its own."""
-    try:
-        yield
-    except ReshardError:
-        raise
-    except FileNotFoundError:
-        kind = GoneError if kind is SourceError else kind
-        raise kind(f"{url}: cannot be {what}: it is not there") from None
-    except Exception as error:
-        raise kind(f"{url}: cannot be {what}: {_said(url, error)}") from error
-
-
-def _said(url: str, error: Exception) -> str:
-    """Return what a library says on one line, and where it looks for credentials if it seems to lack them."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    places = _CREDENTIALS.get(url.partition("://")[0])
-    if places and (isinstance(error, PermissionError) or re.search("credential|anonymous", text, re.IGNORECASE)):
-        return f"{text}; credentials are looked for in {places}"
-    return text
-
-
 def status_of(info: Mapping[str, Any]) -> Status:
     """Return what a file system's description of a file says about its state."""
     version = next((str(info[key]).strip('"') for key in _VERSIONS if info.get(key)), "")
@@ -195,13 +136,12 @@ class RemoteStore:
         with telling(path, "looked at"):
             fs, name = filesystem(path)
             fs.invalidate_cache(fs._parent(name))  # noqa: SLF001 -- the one way to ask about a single file again
-            return status_of(fs.info(name))
+            return status_of(ask(path, "looked at", "info"))
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes, as the last listing has it."""
         with telling(path, "looked at"):
-            fs, name = filesystem(path)
-            return status_of(fs.info(name)).nbytes
+            return status_of(ask(path, "looked at", "info")).nbytes
 
     def read(self, wants: Sequence[Want]) -> None:
         """Fill buffers from files: by few requests, all of those for some MB at once.
@@ -226,9 +166,9 @@ class RemoteStore:
         self.read([(path, offset, buffer)])
 
     @staticmethod
-    def unfinished(path: str, digest: str = "") -> str:  # noqa: ARG004 -- nothing unfinished is found again
+    def unfinished(path: str, digest: str = "") -> str:
         """Return the name that a file has until it is published: its own where it appears whole."""
-        return path if appears_whole(path) else path + PARTIAL
+        return path if appears_whole(path) else unfinished_path(path, digest)
 
     def create(self, path: str, size: int | None) -> Sink:
         """Begin to write a file in order; its size decides how it is sent.
@@ -236,24 +176,31 @@ class RemoteStore:
         Raises:
             TargetError: it cannot be written.
         """
-        return _RemoteSink(path, size or 0)
+        part = part_bytes(size or 0)
+        if path.startswith(("s3://", "s3a://")):
+            from reshard.storage.urls.s3 import S3Sink
+
+            with telling(path, "written", TargetError):
+                return S3Sink(path, part)
+        return _RemoteSink(path, part)
 
     def publish(self, unfinished: str, path: str, *, durable: bool) -> None:  # noqa: ARG002 -- what is there stays
         """Give a written file its final name, where it does not have it yet."""
         if unfinished == path:
             return
-        with telling(path, "given its final name", TargetError):
-            fs, name = filesystem(path)
-            if fs.exists(name):
-                fs.rm_file(name)
-            fs.mv(filesystem(unfinished)[1], name)
+        what = "given its final name"
+        if ask(path, what, "exists", kind=TargetError):
+            ask(path, what, "rm_file", kind=TargetError)
+        with telling(path, what, TargetError):
+            fs, name = filesystem(unfinished)
+            fs.mv(name, filesystem(path)[1])
 
     def link(self, original: str, unfinished: str) -> None:
         """Make a file with the bytes of another: a copy that the file system makes by itself."""
+        _make_directory(unfinished)
         with telling(unfinished, "copied", TargetError):
-            fs, name = filesystem(original)
-            _make_directory(unfinished)
-            fs.cp_file(name, filesystem(unfinished)[1])
+            copy = filesystem(unfinished)[1]
+        ask(original, "copied", "cp_file", copy, kind=TargetError, nbytes=None)
 
     def remove(self, path: str) -> None:
         """Remove a finished file, if it is there.
@@ -261,20 +208,16 @@ class RemoteStore:
         Raises:
             TargetError: it cannot be removed.
         """
-        with telling(path, "removed", TargetError), suppress(FileNotFoundError):
-            fs, name = filesystem(path)
-            fs.rm_file(name)
+        try:
+            ask(path, "removed", "rm_file", kind=TargetError)
+        except TargetError as error:
+            if not isinstance(error.__context__, FileNotFoundError):
+                raise
 
     def discard(self, path: str) -> None:
         """Remove a file, if it is there; never raises."""
         with suppress(Exception):  # nothing that fails here may hide why the file is removed
-            fs, name = filesystem(path)
-            fs.rm_file(name)
-
-    def discard_unfinished(self, path: str) -> None:
-        """Remove what a run wrote of a file under another name, if it is there."""
-        if not appears_whole(path):
-            self.discard(self.unfinished(path))
+            self.remove(path)
 
     def put(self, path: str, content: bytes) -> None:
         """Write a small file in one go.
@@ -282,10 +225,8 @@ class RemoteStore:
         Raises:
             TargetError: it cannot be written.
         """
-        with telling(path, "written", TargetError):
-            _make_directory(path)
-            fs, name = filesystem(path)
-            fs.pipe_file(name, content)
+        _make_directory(path)
+        ask(path, "written", "pipe_file", content, kind=TargetError, nbytes=len(content))
 
     def contents(self, path: str) -> bytes | None:
         """Return what is in a small file; None where it is not there.
@@ -293,9 +234,8 @@ class RemoteStore:
         Raises:
             SourceError: it cannot be read.
         """
-        with suppress(GoneError), telling(path, "read"):
-            fs, name = filesystem(path)
-            return bytes(fs.cat_file(name))
+        with suppress(GoneError):
+            return whole(path)
         return None
 
 
@@ -304,12 +244,12 @@ class _RemoteSink:
 
     ended = False
 
-    def __init__(self, path: str, size: int) -> None:
+    def __init__(self, path: str, part: int) -> None:
         self._path, self._position = path, 0
         with telling(path, "written", TargetError):
             _make_directory(path)
             fs, name = filesystem(path)
-            self._file = fs.open(name, "wb", block_size=part_bytes(size))
+            self._file = fs.open(name, "wb", block_size=part)
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         assert offset == self._position, "a file is sent in order"  # noqa: S101
@@ -336,10 +276,18 @@ class _RemoteSink:
             self._leave()
 
 
+def whole(path: str) -> bytes:
+    """Return what is in a file; the store's checksum of it is compared, if there is one.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    return bytes(ask(path, "read", "cat_file", nbytes=None))
+
+
 def _make_directory(path: str) -> None:
     if not appears_whole(path):
-        fs, name = filesystem(path.rpartition("/")[0])
-        fs.makedirs(name, exist_ok=True)
+        ask(path.rpartition("/")[0], "made", "makedirs", exist_ok=True, kind=TargetError)
 
 
 def _fill(wants: Sequence[Want]) -> None:
@@ -367,18 +315,14 @@ def _requested(requests: Sequence[Range]) -> list[bytes]:
     by_scheme: dict[str, list[Range]] = {}
     for each in requests:
         by_scheme.setdefault(each[0].partition("://")[0], []).append(each)
-    for some in by_scheme.values():
-        with telling(some[0][0], "read"):
-            fs, name = filesystem(some[0][0])
-            stops = [offset + nbytes for _, offset, nbytes in some]
-            if len(some) == 1:
-                contents = [fs.cat_file(name, start=some[0][1], end=stops[0])]
-            else:
-                paths = [fs._strip_protocol(path) for path, _, _ in some]  # noqa: SLF001 -- as fsspec's own
-                contents = fs.cat_ranges(paths, [offset for _, offset, _ in some], stops, on_error="raise")
-        for (path, offset, nbytes), content in zip(some, contents, strict=True):
-            _check_length(path, offset, nbytes, content)
-            found[path, offset, nbytes] = content
+    for ranges in by_scheme.values():
+        calls = [
+            Call(path, "cat_file", (), {"start": offset, "end": offset + nbytes}, nbytes)
+            for path, offset, nbytes in ranges
+        ]
+        for each, content in zip(ranges, ask_each("read", calls), strict=True):
+            _check_length(*each, content)
+            found[each] = content
     return [found[each] for each in requests]
 
 

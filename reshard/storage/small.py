@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Option, TargetError, Text, UsageError
-from reshard.storage.base import stem_of_unfinished, unfinished_stem
+from reshard.storage.base import stem_of_unfinished, unfinished_path, unfinished_stem
 from reshard.storage.local import open_regular
 from reshard.storage.places import AnyName, RemotePath, as_place
 from reshard.storage.remote import remote_store
@@ -122,10 +123,9 @@ def write_whole(path: AnyName, content: bytes | Iterable[bytes]) -> None:
     if isinstance(place, RemotePath):
         remote_store().put(str(place), content if isinstance(content, bytes) else b"".join(content))
         return
-    unfinished = place.with_name(place.name + ".partial")
+    unfinished = Path(unfinished_path(str(place), uuid.uuid4().hex))  # nobody else's
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.unlink(missing_ok=True)  # what is there may be a link to elsewhere
         with unfinished.open("xb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()

@@ -8,6 +8,7 @@ one: another thread does, which interrupts do not reach, and the main thread wai
 
 from __future__ import annotations
 
+import sys
 import threading
 from _thread import start_new_thread
 from collections import Counter
@@ -56,6 +57,7 @@ def uninterrupted(
     """
     if threading.current_thread() is not threading.main_thread():
         return work(on_event)  # interrupts are the main thread's
+    interrupted()
     calls: SimpleQueue[Any] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
     done: list[_Done] = []  # not in the queue: an interrupt may take what that has just given
@@ -89,6 +91,7 @@ def uninterrupted(
             on_event(call)
             answers.put(True)
     except BaseException:
+        interrupted()  # the threads see it
         answers.put(False)
         try:
             give_up()
@@ -106,6 +109,22 @@ def uninterrupted(
         return result
     finally:
         del ended  # an error that is held by what raised it would keep all that has to do with it
+
+
+class _Interrupt:
+    """Whether the main thread was interrupted, as it last found."""
+
+    is_handled = False
+
+
+def interrupted() -> bool:
+    """Return whether the main thread is cleaning up after an interrupt; other threads get what it last found."""
+    if threading.current_thread() is threading.main_thread():
+        error = sys.exception()
+        while error is not None and not isinstance(error, KeyboardInterrupt):
+            error = error.__context__
+        _Interrupt.is_handled = error is not None
+    return _Interrupt.is_handled
 
 
 def _take(some: list[bool]) -> bool:
@@ -168,6 +187,12 @@ class LiveRuns:
         """Raise where a run is given up; a task that writes large files takes long."""
         if run in self.stopped:
             raise ReshardError("the run was given up")
+
+    def are_given_up(self) -> bool:
+        """Return whether tasks are at work, all of them for runs that are given up."""
+        with self._lock:
+            runs = [run for run, number in self.tasks.items() if number]
+        return bool(runs) and self.stopped.issuperset(runs)
 
 
 live_runs = LiveRuns()

@@ -150,6 +150,16 @@ def test_a_changed_byte_is_found_by_the_tag(tmp_path: Path, small_blocks: int) -
         store.read_into(path, 200, memoryview(buffer))
 
 
+def test_the_order_of_blocks_is_bound_by_nothing(tmp_path: Path, small_blocks: int) -> None:
+    """A limit of MindSpore's format, which the README names: two blocks of one length exchange their places."""
+    cipher, plain = Cipher("AES-GCM", KEY), os.urandom(300)
+    path = encrypted(tmp_path / "a", cipher, plain)
+    content = (tmp_path / "a").read_bytes()
+    size = len(content) // 3
+    (tmp_path / "a").write_bytes(content[size : 2 * size] + content[:size] + content[2 * size :])
+    assert decrypted(path, cipher) == plain[100:200] + plain[:100] + plain[200:]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

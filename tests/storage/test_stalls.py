@@ -1,0 +1,253 @@
+"""Object stores that stall, refuse, lose replies and corrupt: requests are made again, five times at most."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import numpy as np
+import pytest
+from checkpoints import tree, write_file, write_ranks
+from fsspec.asyn import AsyncFileSystem
+from remotes import get, put
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import SourceError, UnansweredError, UnsentError, UsageError
+from reshard.storage import remote
+from reshard.storage.remote import remote_store
+from reshard.storage.urls import requests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from faulty_proxy import FaultyProxy
+
+STALL = 1.0
+BIG = {"w": np.arange(3 << 20, dtype=np.float32).reshape(-1, 1024), "b": np.ones(7, np.float32)}  # 12 MiB
+HALVES = Strategy.of({"w": Layout.of([2], [0, -1]), "b": Layout.of([2], [-1])})
+
+READS = [
+    ("stall", "GetObject"), ("wait", "GetObject"), ("cut", "GetObject"), ("503", "GetObject"), ("wait", "ListObjects"),
+    ("503", "ListObjects"),
+]  # fmt: skip
+WRITES = [
+    ("stall", "UploadPart"), ("wait", "UploadPart"), ("flip", "UploadPart"), ("lose", "UploadPart"),
+    ("503", "UploadPart"), ("wait", "CreateMultipartUpload"), ("wait", "CompleteMultipartUpload"),
+    ("lose", "CompleteMultipartUpload"), ("503", "CompleteMultipartUpload"), ("lose", "PutObject"),
+    ("flip", "PutObject"), ("wait", "PutObject"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def through(bucket: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy that this process and those it starts reach S3 by."""
+    import s3fs
+
+    monkeypatch.setenv("RESHARD_STALL_SECONDS", str(STALL))
+    monkeypatch.setattr(requests, "_FIRST_DELAY", 0.1)
+    monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    yield proxy
+    proxy.clear()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(("fault", "operation"), READS)
+def test_a_read_that_fails_twice_is_made_again(
+    bucket: str, through: FaultyProxy, tmp_path: Path, fault: str, operation: str
+) -> None:
+    local = write_ranks(tmp_path / "src", BIG, HALVES)
+    put(local, f"{bucket}/src")
+    remote.forget_listings(bucket)
+    through.on(fault, operation, times=2)
+    reshard.plan(reshard.open(f"{bucket}/src", strategy=HALVES), HALVES).run(tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(local)
+    assert through.count(operation, fault) == 2
+
+
+@pytest.mark.parametrize(("fault", "operation"), WRITES)
+def test_a_write_that_fails_once_is_made_again(
+    bucket: str, through: FaultyProxy, tmp_path: Path, fault: str, operation: str
+) -> None:
+    """So what arrives broken is: the store compares it with the checksum that goes with it."""
+    local = write_ranks(tmp_path / "src", BIG, HALVES)
+    through.on(fault, operation, times=1)
+    reshard.plan(reshard.open(local, strategy=HALVES), HALVES).run(f"{bucket}/out")
+    assert get(f"{bucket}/out") == tree(local)
+    assert through.count(operation, fault) == 1
+    assert not fsspec.filesystem("s3").list_multipart_uploads(bucket.removeprefix("s3://"))
+
+
+def test_a_small_object_is_compared_with_its_checksum(bucket: str, through: FaultyProxy) -> None:
+    content = bytes(range(256)) * 40
+    remote_store().put(f"{bucket}/a.json", content)
+    through.on("flip", "GetObject", times=1)
+    assert remote_store().contents(f"{bucket}/a.json") == content
+    assert through.count("GetObject", "flip") == 1
+
+
+def test_an_upload_that_vanished_is_not_taken_for_a_finished_one(
+    bucket: str, through: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a lost reply may mean that the object is there, and only if it has the right size."""
+    sink = remote_store().create(f"{bucket}/x", 6 << 20)
+    sink.write_at(0, bytes(6 << 20))
+    remote_store().put(f"{bucket}/x", b"theirs")
+    fs = fsspec.filesystem("s3")
+    (upload,) = fs.list_multipart_uploads(bucket.removeprefix("s3://"))
+    fs.abort_mpu(bucket.removeprefix("s3://"), "x", upload["UploadId"])
+    with pytest.raises(reshard.errors.TargetError):
+        sink.finish(durable=True)
+    assert remote_store().contents(f"{bucket}/x") == b"theirs"
+    sink.abort()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "operation", "error"),
+    [
+        ("stall", "GetObject", UnansweredError), ("wait", "GetObject", UnansweredError),
+        ("wait", "ListObjects", UnansweredError), ("stall", "UploadPart", UnsentError),
+        ("wait", "UploadPart", UnsentError), ("wait", "CompleteMultipartUpload", UnsentError),
+        ("flip", "UploadPart", UnsentError),
+    ],
+)  # fmt: skip
+def test_after_five_tries_it_has_failed(
+    bucket: str, through: FaultyProxy, tmp_path: Path, fault: str, operation: str, error: type[Exception]
+) -> None:
+    local = write_ranks(tmp_path / "src", BIG, HALVES)
+    put(local, f"{bucket}/src")
+    remote.forget_listings(bucket)
+    is_read = error is UnansweredError
+    through.on(fault, operation)
+    begun = time.monotonic()
+    with pytest.raises(error, match="check the connection, then type the same command again") as caught:  # noqa: PT012
+        source = reshard.open(f"{bucket}/src" if is_read else local, strategy=HALVES)
+        reshard.plan(source, HALVES).run(tmp_path / "out" if is_read else f"{bucket}/out", scheduler="synchronous")
+    assert time.monotonic() - begun < 60
+    assert caught.value.exit_code == 1
+    assert "5 times" in str(caught.value)
+    tries = Counter(seen.key for seen in through.seen if seen.fault)
+    sent = 2 if (fault, operation) == ("stall", "UploadPart") else 1  # aiohttp itself sends it once again
+    assert 4 <= max(tries.values()) <= 5 * sent  # the first may be spent on the start of the client
+    through.clear()
+    assert not fsspec.filesystem("s3").list_multipart_uploads(bucket.removeprefix("s3://"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["stall", "wait", "503"])
+def test_a_command_that_fails_so_is_gone_on_with(bucket: str, through: FaultyProxy, tmp_path: Path, fault: str) -> None:
+    """The second of two files cannot be sent; the first is kept."""
+    local = write_ranks(tmp_path / "src", {"w": BIG["w"].repeat(2, 0), "b": BIG["b"]}, HALVES)
+    reshard.write_strategy(HALVES, tmp_path / "halves.ckpt")
+    strategy = f"{tmp_path}/halves.ckpt"
+    options = [f"--source-strategy={strategy}", f"--target-strategy={strategy}", "--threads=1"]
+    command = [sys.executable, "-m", "reshard", "transform", str(local), f"{bucket}/out", *options]
+
+    through.on(fault, "UploadPart", key="rank_1")
+    begun = time.monotonic()
+    failed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert failed.returncode == 1, failed.stderr
+    assert failed.stderr.count("\n") <= 2
+    assert "the same command resumes" in failed.stderr
+    assert time.monotonic() - begun < 60
+    through.clear()
+    through.seen.clear()
+    assert list(get(f"{bucket}/out")) == ["rank_0/checkpoint_0.safetensors"]
+    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert again.returncode == 0, again.stderr
+    assert get(f"{bucket}/out") == tree(local)
+    assert {seen.key for seen in through.seen if seen.operation == "UploadPart"} == {
+        "out/rank_1/checkpoint_1.safetensors"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("fault", "operation"),
+    [("stall", "GetObject"), ("wait", "ListObjects"), ("stall", "UploadPart"), ("wait", "")],
+)
+def test_a_signal_ends_a_stall(
+    bucket: str, through: FaultyProxy, tmp_path: Path, fault: str, operation: str, number: signal.Signals
+) -> None:
+    """Within a few seconds, though a stall lasts longer; and the store may answer nothing any more."""
+    path = write_file(tmp_path / "model.safetensors", {"w": BIG["w"].repeat(2, 0)})
+    put(tmp_path, f"{bucket}/src")
+    is_read = operation in {"GetObject", "ListObjects"}
+    source, target = (f"{bucket}/src", f"{tmp_path}/out") if is_read else (str(path), f"{bucket}/out")
+    through.on(fault, operation)
+    command = [sys.executable, "-m", "reshard", "unify", source, target]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"RESHARD_STALL_SECONDS": "100"},
+    )
+    try:
+        assert through.stalled.wait(60)
+        time.sleep(1)
+        begun = time.monotonic()
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+        assert time.monotonic() - begun < 10
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + number, said
+    assert said.startswith("interrupted" if number == signal.SIGINT else "stopped by SIGTERM")
+
+
+class NeverFileSystem(AsyncFileSystem):
+    """A file system without timeouts that never answers."""
+
+    protocol = "never"
+    cachable = False
+
+    async def _info(self, *_: Any, **__: Any) -> Any:
+        await asyncio.sleep(1000)
+
+
+def test_any_file_system_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("never", NeverFileSystem, clobber=True)
+    monkeypatch.setenv("RESHARD_STALL_SECONDS", "0.05")
+    begun = time.monotonic()
+    with pytest.raises(
+        UnansweredError, match=r"never://b/x: cannot be looked at: the store sent nothing for 0.05 s, 5"
+    ):
+        reshard.open("never://b/x")
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "30 s", "nan", "inf"])
+def test_seconds_that_are_none(monkeypatch: pytest.MonkeyPatch, seconds: str) -> None:
+    monkeypatch.setenv("RESHARD_STALL_SECONDS", seconds)
+    with pytest.raises(UsageError, match="RESHARD_STALL_SECONDS is"):
+        reshard.open("memory://b/x")
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (TimeoutError(), True),
+        (ConnectionResetError(), True),
+        (FileNotFoundError("x"), False),
+        (PermissionError("x"), False),
+        (ValueError("x"), False),
+        (OSError(22, "x"), False),
+    ],
+)
+def test_what_may_pass(error: Exception, passes: bool) -> None:
+    assert requests.passes(error) == passes
+    assert requests.passes(SourceError("x")) is False
