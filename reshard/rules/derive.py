@@ -14,22 +14,22 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.formats.entries import Extent
-from reshard.layout.axes import position, row_major
-from reshard.layout.block import Block, shape_text
+from reshard.layout.block import shape_text
+from reshard.rules.boxes import indices, pieces, placed, zeros
 from reshard.rules.equation import of_fused, of_parts
 from reshard.rules.names import SCALES, STEP, Family, families
+from reshard.rules.ranges import Ranges, layers_fault
 from reshard.rules.rules import plain, read_config
 from reshard.source.checkpoint import Checkpoint, Origin, Shard, TensorSpec
-from reshard.source.reshape import Shared, laid, shards_in
+from reshard.source.reshape import Shared, shards_in
 from reshard.storage.places import as_place
 from reshard.strategy.names import is_training_state, optimizer_states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.layout.block import Shape
-    from reshard.rules.equation import Equation, Part
+    from reshard.rules.equation import Equation
     from reshard.rules.rules import Rule, Rules
     from reshard.source.checkpoint import Tensor
 
@@ -119,36 +119,6 @@ def derive(source: Checkpoint, rules: Rules) -> Derived:
     return _Deriving(source, rules).made()
 
 
-def side_of(source: Checkpoint, rules: Rules) -> int:
-    """Return which side of rules a checkpoint is: that whose names more of its tensors have."""
-    if rules.source:
-        return rules.sides.index(rules.source)
-    counts = _counts(rules, source.tensors)
-    if not any(counts):  # of the weights themselves; those of the optimizer's states have several possible names
-        states = optimizer_states(source.every)
-        counts = _counts(rules, (weight for name in source.tensors for _, weight in families(name, states)))
-    if not any(counts):
-        shown = names((rule.side(rule.made)[0].text for rule in rules.rules), most=3)
-        raise UsageError(
-            f"{source.root}: has {names(source.tensors, most=3)}; {rules.root} names none of them: {shown}"
-        )
-    if counts[0] == counts[1]:
-        raise UsageError(
-            f"{rules.root}: the names of {source.root} are those of both sides ({names(rules.sides)}); say which is "
-            "the source"
-        )
-    return int(counts[1] > counts[0])
-
-
-def _counts(rules: Rules, weights: Iterable[str]) -> list[int]:
-    """Return how many names each side of rules has."""
-    counts = [0, 0]
-    for name in weights:
-        for side in range(2):
-            counts[side] += any(p.match(name) is not None for rule in rules.rules for p in rule.side(side))
-    return counts
-
-
 _Bound = dict[str, int | str]
 _Key = tuple[tuple[str, int | str], ...]
 
@@ -160,7 +130,7 @@ class _Deriving:
         if not rules.numbers.config and (config := as_place(source.root) / "config.json").is_file():
             rules = replace(rules, numbers=replace(rules.numbers, config=plain(read_config(config))))
         self.opened, self.source, self.rules = source, source.unbound(), rules
-        self.side = side_of(source, rules)
+        self.side = rules.side_of(source)
         self.faults = Faults(rules.root)
         self.shared = Shared()
         self.tensors: dict[str, Tensor] = {}
@@ -168,8 +138,10 @@ class _Deriving:
         self.fused: dict[str, Fused] = {}
         self.extents: dict[tuple[str, str], tuple[int, str]] = {}
         self.padding: dict[str, list[str]] = {}
+        self.ties: dict[str, tuple[Tensor, ...]] = {}
         self.warnings: list[str] = []
         self.uses: dict[tuple[int, Family], Use] = {}
+        self.ranges = Ranges()
         self.states = optimizer_states(self.source.every)
         self.scale_rows = self._scale_rows()
 
@@ -184,23 +156,45 @@ class _Deriving:
                 except (SourceError, ValueError) as error:
                     self.faults.add(use.rule.where, f"{family.of(use.rule.fused.text)} {error}")
         self.faults.raise_if_any(SourceError)
+        self._check_numbers()
         for what, some in self.padding.items():
             self.warnings.append(f"rows of padding are left out of {names(some)}: {what}, as far as was looked")
+        sides = self.rules.sides[self.side], self.rules.sides[1 - self.side]
         left_out = frozenset({*self.dropped, *self.source.objects})
         if lost := [*self.dropped, *self.source.objects, *self.source.beside]:
             self.warnings.append(
                 f"left out by {self.rules.root}, as rules are of tensors that they name: {names(lost)}"
             )
+        before = self.opened.origin
+        origin = Origin(
+            self.opened.opened.without(self.opened.left_out), self.rules, left_out, self.opened.lora,
+            tuple(self.ties.items()), before.merged if before else frozenset(), sides[1],
+        )  # fmt: skip
         made = replace(
             self.source, tensors=self.tensors, strategy=None, layouts={}, holders={},
             elsewhere=frozenset(), warnings=(*self.source.warnings, *self.warnings),
             left_out=self.source.left_out.union(left_out), objects={}, beside={}, paths={},
-            origin=Origin(self.opened.opened.without(self.opened.left_out), self.rules, left_out, self.opened.lora),
+            origin=origin,
         )  # fmt: skip
         ordered = sorted(self.uses.items(), key=lambda item: (item[0][0], item[0][1]))
         uses = tuple(use for _, use in ordered)
-        sides = self.rules.sides[self.side], self.rules.sides[1 - self.side]
         return Derived(made, self.side, sides, uses, tuple(self.dropped), tuple(self.kept), self.fused)
+
+    def _check_numbers(self) -> None:
+        """Check that no tensor is lost: one range of numbers for each word, and as many layers as the model has."""
+        source = {*self.source.every, *self.source.left_out}
+        sides = (source, self.tensors) if self.side == 0 else (self.tensors, source)
+        for where, fault in self.ranges.lost(sides, self.side):
+            self.faults.add(where, fault)
+        weights = [
+            name
+            for (_, family), use in self.uses.items()
+            if family == Family()
+            for name in (use.targets if self.side == use.rule.made else use.sources)
+        ]
+        if not self.source.left_out and (fault := layers_fault(weights, self.rules.numbers.config)):
+            self.faults.add(self.source.root, f"{fault}; give the whole source, or its own config.json")
+        self.faults.raise_if_any(SourceError)
 
     # --- names
 
@@ -239,6 +233,8 @@ class _Deriving:
                 continue
             use = self.uses.setdefault((number, family), Use(rule, family))
             use.sources.append(name)
+            if self.side != rule.made:
+                self.ranges.add(rule, family, part, bound)
             axes = {word for word, _ in rule.by}
             key = tuple(sorted((word, value) for word, value in bound.items() if word not in axes))
             found.setdefault((number, family), {}).setdefault(key, {})[name] = (part, bound)
@@ -294,7 +290,7 @@ class _Deriving:
         rule = use.rule
         first, *others = members
         if others:
-            self._check_equal(use, first, others)
+            self._check_equal(use.family.of(rule.fused.write(bound)), first, others)
         if self.side != rule.made:
             self._add(use, rule.fused.write(bound), self.source.tensors[first])
             return
@@ -303,20 +299,23 @@ class _Deriving:
             raise SourceError(f"is a single number of each of several: say in by how many {names(counts)} there are")
         _check_count(prod(count or 0 for count in counts.values()) * len(rule.parts))
         for index in product(*(range(count or 0) for count in counts.values())):
-            for part in rule.parts:
-                self._add(
-                    use, part.write({**bound, **dict(zip(counts, index, strict=True))}), self.source.tensors[first]
+            for part in range(len(rule.parts)):
+                self._add_part(
+                    use, part, {**bound, **dict(zip(counts, index, strict=True))}, self.source.tensors[first]
                 )
 
-    def _check_equal(self, use: Use, first: str, others: Sequence[str]) -> None:
-        """Check that tensors that become one are the same."""
-        from reshard.rules.look import equal  # not on every start: it brings numpy
+    def _check_equal(self, new: str, first: str, others: Sequence[str]) -> None:
+        """Check that tensors that become one are equal: small ones whole, samples of others, as a warning says."""
+        from reshard.rules.look import WHOLE_BYTES, equal  # not on every start: it brings numpy
 
         for other in others:
             if not equal(self.source, first, other):
                 raise SourceError(f"is made of {first!r} and {other!r}, which differ; expected equal ones")
-        if not self._is_number_of(use, {first: None}):
-            self.warnings.append(f"{names([first, *others])} become one; they were compared by samples")
+        if self.source.tensors[first].spec.nbytes > WHOLE_BYTES:
+            self.ties[new] = tuple(self.source.tensors[name] for name in (first, *others))
+            self.warnings.append(
+                f"{names([first, *others])} become one, {new}: a run compares samples of them, and verify all of them"
+            )
 
     def _counts(self, rule: Rule) -> dict[str, int | None]:
         """Return how many there are of each number that is an axis, where that is said."""
@@ -357,14 +356,14 @@ class _Deriving:
             (index, part): [] for index in product(*map(range, equation.front)) for part in range(len(equation.parts))
         }
         for shard in shards_in(tensor, (*equation.front, *equation.space)):
-            for index, part, piece in _pieces(equation, shard, tensor.spec.dtype.itemsize):
+            for index, part, piece in pieces(equation, shard, tensor.spec.dtype.itemsize):
                 held[index, part].append(piece)
         before = len(use.targets)
         for (index, number), shards in held.items():
-            new = rule.parts[number].write({**bound, **dict(zip(counts, index, strict=True))})
-            one = equation.parts[number]
-            spec = TensorSpec(use.family.of(new), tensor.spec.dtype, one.shape)
-            self._add(use, new, self.shared.tensor(spec, shards, space=one.space))
+            box = equation.parts[number]
+            spec = TensorSpec("", tensor.spec.dtype, box.shape)
+            words = {**bound, **dict(zip(counts, index, strict=True))}
+            self._add_part(use, number, words, self.shared.tensor(spec, shards, space=box.space))
         self.fused[name] = Fused(name, tensor.spec.dtype.name, use, equation, tuple(use.targets[before:]))
 
     def _look_at_padding(self, tensor: Tensor, equation: Equation) -> None:
@@ -390,7 +389,7 @@ class _Deriving:
         front = tuple(
             max(index[n] for index, _ in there) + 1 if said is None else said for n, said in enumerate(counts.values())
         )
-        keys = ((index, part) for index in _indices(front) for part in range(len(rule.parts)))
+        keys = ((index, part) for index in indices(front) for part in range(len(rule.parts)))
         every = []
         for index, part in keys:
             if (index, part) not in there:
@@ -419,9 +418,9 @@ class _Deriving:
         dtype = specs[0].dtype
         shards: list[Shard] = []
         for (index, number), spec in zip(every, specs, strict=True):
-            shards += _placed(self.source.tensors[spec.name], index, equation.parts[number])
+            shards += placed(self.source.tensors[spec.name], index, equation.parts[number])
         if equation.padding:
-            shards += [_zeros(equation.padding, index) for index in product(*map(range, front))]
+            shards += [zeros(equation.padding, index) for index in product(*map(range, front))]
         new = rule.fused.write(bound)
         spec = TensorSpec(use.family.of(new), dtype, equation.shape)
         self._add(use, new, self.shared.tensor(spec, shards, space=(*equation.front, *equation.space)))
@@ -462,6 +461,11 @@ class _Deriving:
         if wrong := [row for row in rows if row % block]:
             raise SourceError(f"would be cut at row {wrong[0]} of the weights, and a scale is of {block}")
 
+    def _add_part(self, use: Use, part: int, bound: _Bound, tensor: Tensor) -> None:
+        """Add a part of a rule, whose words stand for these."""
+        self.ranges.add(use.rule, use.family, part, bound)
+        self._add(use, use.rule.parts[part].write(bound), tensor)
+
     def _add(self, use: Use, weight: str, tensor: Tensor) -> None:
         """Add a tensor, by the name of its weight."""
         name = use.family.of(weight)
@@ -477,56 +481,3 @@ def _check_count(count: int) -> None:
     """Check that a tensor becomes no more than a model may have: what says how many may be a few bytes."""
     if count > _MOST_PARTS:
         raise SourceError(f"would be {count:,} tensors; expected {_MOST_PARTS:,} at most")
-
-
-def _indices(extents: Shape) -> Iterator[Shape]:
-    """Yield all indices, one by one: there may be more of them than any memory holds."""
-    if not extents:
-        yield ()
-        return
-    for first in range(extents[0]):
-        for rest in _indices(extents[1:]):
-            yield (first, *rest)
-
-
-def _pieces(equation: Equation, shard: Shard, itemsize: int) -> Iterator[tuple[Shape, int, Shard]]:
-    """Yield what each part has of a block of a fused tensor: the numbers in front, the part's, and the part's block."""
-    block = shard.block
-    depth = len(equation.front)
-    for number, part in enumerate(equation.parts):
-        body = Block(block.start[depth:], block.stop[depth:]) & part.region
-        if body is None:
-            continue
-        start, stop = ([at[axis] - part.region.start[axis] for axis in part.order] for at in (body.start, body.stop))
-        box = Block(tuple(start), tuple(stop))
-        steps = row_major(block.shape)
-        for index in product(*(range(a, b) for a, b in zip(block.start[:depth], block.stop[:depth], strict=True))):
-            corner = (*index, *body.start)
-            replicas = []
-            for at in shard.replicas:
-                strides = at.strides or steps
-                begin = position(corner, block.start, strides)
-                own = tuple(strides[depth + axis] for axis in part.order)
-                replicas.append(laid(at, begin * itemsize, box.shape, own, itemsize))
-            yield index, number, Shard(box, tuple(replicas))
-
-
-def _placed(tensor: Tensor, index: Shape, part: Part) -> Iterator[Shard]:
-    """Yield the blocks of a part as those of the fused tensor."""
-    itemsize = tensor.spec.dtype.itemsize
-    for block, replicas in shards_in(tensor, part.space):
-        start, stop = list(part.region.start), list(part.region.stop)
-        for axis, a, b in zip(part.order, block.start, block.stop, strict=True):
-            start[axis], stop[axis] = part.region.start[axis] + a, part.region.start[axis] + b
-        box = Block((*index, *start), (*(n + 1 for n in index), *stop))
-        found = []
-        for at in replicas:
-            strides = dict(zip(part.order, at.strides or row_major(block.shape), strict=True))
-            own = (*(1 for _ in index), *(strides[axis] for axis in range(len(start))))
-            found.append(laid(at, 0, box.shape, own, itemsize))
-        yield Shard(box, tuple(found))
-
-
-def _zeros(padding: Block, index: Shape) -> Shard:
-    """Return a block of padding."""
-    return Shard(Block((*index, *padding.start), (*(n + 1 for n in index), *padding.stop)), (Extent(0, ()),))

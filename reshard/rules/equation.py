@@ -82,7 +82,7 @@ class Cut(NamedTuple):
     Attributes:
         axis: which, of those behind the ones in front.
         interleaved: parts are there in turn, of each so many rows a group; otherwise one behind the other.
-        sizes: the rows of each part: of a group, or all; None where that is not said.
+        sizes: the rows of each part: of a group, or all; None if that is not said, and then all parts are equal.
         groups: how many groups there are; None likewise.
         halves: one part, each group of which has so many pieces, whose rows are there in turn; 0 where it is not so.
         size, padded: rows without and with padding; None where that is not said.
@@ -249,12 +249,14 @@ def _shares(rows: Shape | None, fused: tuple[int, int] | None, cut: Cut) -> tupl
     if sizes is not None and (len(sizes) != count or min(sizes) < 1):
         raise ValueError(f"has the sizes {shape_text(sizes)} for {count} parts; expected one of at least 1 for each")
     if rows:
+        if sizes is None and len(set(rows)) > 1:  # the way back would make equal ones
+            raise ValueError(f"has parts of {' and '.join(map(str, rows))} rows, which are not equal; say the sizes")
         if sizes is None and groups is None:
             sizes = (1,) * count  # row by row
         if groups is None:
             groups = rows[0] // sizes[0] if sizes else 1
         if sizes is None:
-            sizes = tuple(-(-some // groups) for some in rows) if groups else ()
+            sizes = tuple(-(-count // groups) for count in rows) if groups else ()
         if [groups * size for size in sizes] != [*rows]:
             raise ValueError(f"has parts of {shape_text(rows)} rows; {groups} groups of {shape_text(sizes)} are others")
         return groups, sizes

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.storage.base import ReadStore
 
-_WHOLE = 1 << 20
+WHOLE_BYTES = 1 << 20
 """The most bytes of a tensor that are compared whole."""
 
 _SAMPLES, _SAMPLE = 32, 16 << 10
@@ -32,7 +32,7 @@ def equal(source: Checkpoint, name: str, other: str) -> bool:
     if (one.spec.dtype.name, one.spec.shape) != (two.spec.dtype.name, two.spec.shape):
         return False
     size = one.spec.nbytes // one.spec.dtype.itemsize
-    length = size if one.spec.nbytes <= _WHOLE else _SAMPLE // one.spec.dtype.itemsize
+    length = size if one.spec.nbytes <= WHOLE_BYTES else _SAMPLE // one.spec.dtype.itemsize
     last = size - length
     begins = {0, last, *(Random(name).randrange(last) for _ in range(_SAMPLES if last else 0))}  # noqa: S311
     return all(
@@ -43,7 +43,7 @@ def equal(source: Checkpoint, name: str, other: str) -> bool:
 
 def is_zero(source: Checkpoint, tensor: Tensor, first: int, count: int) -> bool:
     """Return whether some elements of a tensor are zeros, from one on: as far as is looked, the first of many."""
-    return not _elements(source, tensor, first, min(count, _WHOLE // tensor.spec.dtype.itemsize)).any()
+    return not _elements(source, tensor, first, min(count, WHOLE_BYTES // tensor.spec.dtype.itemsize)).any()
 
 
 def _elements(source: Checkpoint, tensor: Tensor, first: int, count: int) -> np.ndarray[Any, Any]:

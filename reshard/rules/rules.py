@@ -30,6 +30,11 @@ front: a word, a list of them, or words with how many there are), `flat: true` (
 `transposed: true` (the parts have the last two axes the other way round). Of several rules with a name, that is taken
 which has the fewest words and stars in it: one of layer 61 goes before one of every `{layer}`.
 
+Without `sizes` the parts of `concat` and `interleave` are equal; unequal ones are refused. A word has one range in the
+whole file, so that a tensor that one layer lacks is noticed, be its rule `optional` or not. Layers of two kinds have
+two words: `{dense}` and `{moe}` besides the `{layer}` of what all have. If the model's `config.json` is known, its
+layers are those that `num_hidden_layers` counts.
+
 Files for some models are in `examples`; their names, such as `llama-hf-mcore`, stand for them.
 """
 
@@ -42,13 +47,14 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Faults, UsageError, names
 from reshard.rules.equation import Cut
-from reshard.rules.names import Pattern
+from reshard.rules.names import Pattern, families
 from reshard.rules.numbers import Numbers
 from reshard.storage.places import as_place
 from reshard.storage.small import parse_json, read_small, read_yaml
+from reshard.strategy.names import optimizer_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from reshard.rules.derive import Derived
     from reshard.source.checkpoint import Checkpoint
@@ -237,6 +243,38 @@ class Rules:
         faults.raise_if_any(UsageError)
         numbers = Numbers(dict(let), data.get("config") or {})
         return cls(both, tuple(rule for rule in rules if rule), numbers, source, root, dict(data))
+
+    def side_of(self, source: Checkpoint) -> int:
+        """Return which side a checkpoint is: the one whose names more of its tensors have.
+
+        Raises:
+            UsageError: it has the names of neither side, or as many of both.
+        """
+        if self.source:
+            return self.sides.index(self.source)
+        counts = self._matches(source.tensors)
+        if not any(counts):  # of the weights themselves; those of the optimizer's states have several possible names
+            states = optimizer_states(source.every)
+            counts = self._matches(weight for name in source.tensors for _, weight in families(name, states))
+        if not any(counts):
+            shown = names((rule.side(rule.made)[0].text for rule in self.rules), most=3)
+            raise UsageError(
+                f"{source.root}: has {names(source.tensors, most=3)}; {self.root} names none of them: {shown}"
+            )
+        if counts[0] == counts[1]:
+            raise UsageError(
+                f"{self.root}: the names of {source.root} are those of both sides ({names(self.sides)}); say which is "
+                "the source"
+            )
+        return int(counts[1] > counts[0])
+
+    def _matches(self, weights: Iterable[str]) -> list[int]:
+        """Return how many names each side has."""
+        counts = [0, 0]
+        for name in weights:
+            for side in range(2):
+                counts[side] += any(p.match(name) is not None for rule in self.rules for p in rule.side(side))
+        return counts
 
     def derived(self, source: Checkpoint) -> Derived:
         """Return what the rules make of a checkpoint, with what each of them did: see `Checkpoint.derive`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import UsageError, names
+from reshard.errors import UsageError, names, printable
 from reshard.layout.block import shape_text
 from reshard.strategy.names import no_match
 from reshard.upward import upward
@@ -70,15 +70,17 @@ class Fusion:
     transposed: bool
 
     def __str__(self) -> str:
-        lines = [f"{self.name} {shape_text(self.shape)} {self.dtype}: {self.verb} of"]
-        lines += [f"  {part} {shape_text(shape)}" for part, shape in zip(self.parts, self.shapes, strict=True)]
+        lines = [f"{printable(self.name)} {shape_text(self.shape)} {self.dtype}: {self.verb} of"]
+        lines += [
+            f"  {printable(part)} {shape_text(shape)}" for part, shape in zip(self.parts, self.shapes, strict=True)
+        ]
         if not self.bands:
             return "\n".join(lines)
         lines.append(f"its {self.rows} rows along axis {self.axis}{', of parts transposed' * self.transposed}:")
         width = len(f"{self.rows}-{self.rows}")
         for band in self.bands[:_MOST_BANDS]:
             first, last = band.rows[0], band.rows[-1]
-            own = f"{self.parts[band.part]} {band.first}-{band.first + len(band.rows) - 1}"
+            own = f"{printable(self.parts[band.part])} {band.first}-{band.first + len(band.rows) - 1}"
             step = f" in steps of {band.step}" if band.step > 1 else ""
             lines.append(f"  {f'{first}-{last}':<{width}}{step}  {own if band.part >= 0 else 'padding'}")
         if len(self.bands) > _MOST_BANDS:

@@ -8,6 +8,7 @@ time. Protocols 2 and 4.
 from __future__ import annotations
 
 from itertools import islice
+from struct import pack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.readers.pickles import Name
@@ -45,13 +46,13 @@ class Items(NamedTuple):
 
 
 def pickled(value: object, protocol: int) -> bytes:
-    r"""Return a pickle of a value: of the classes above, dicts, lists, tuples, text, integers, booleans and None.
+    r"""Return a pickle of a value: of the classes above, dicts, lists, tuples, text, numbers, booleans and None.
 
     >>> pickled(("a", Name("torch", "Size"), 300), 2)
     b'\x80\x02X\x01\x00\x00\x00aq\x00ctorch\nSize\nq\x01M,\x01\x87q\x02.'
     >>> import pickle
-    >>> pickle.loads(pickled({"a": [1, -1, 1 << 40, Call(Name("builtins", "complex"), (2, 3))]}, 4))
-    {'a': [1, -1, 1099511627776, (2+3j)]}
+    >>> pickle.loads(pickled({"a": [1, -1.5, 1 << 40, Call(Name("builtins", "complex"), (2, 3))]}, 4))
+    {'a': [1, -1.5, 1099511627776, (2+3j)]}
     """
     writer = _Writer(protocol)
     writer.write(value)
@@ -84,6 +85,9 @@ class _Writer:
         else:
             nbytes = value.bit_length() // 8 + 1
             self.content += b"\x8a%c" % nbytes + value.to_bytes(nbytes, "little", signed=True)
+
+    def floating(self, value: float) -> None:
+        self.content += b"G" + pack(">d", value)
 
     def text(self, value: str) -> None:
         if not self._again(value):
@@ -175,6 +179,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _Writer.constant,
     bool: _Writer.constant,
     int: _Writer.integer,
+    float: _Writer.floating,
     str: _Writer.text,
     Name: _Writer.named,
     Call: _Writer.call,

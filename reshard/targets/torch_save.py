@@ -1,4 +1,4 @@
-"""What `torch.save` makes of one tensor, or of one text: a zip of stored records, laid out around the tensor's bytes.
+"""The files of `torch.save`, of one tensor or of an object without any: a zip of stored records.
 
 A record begins at a multiple of 64 bytes of the zip; its checksum and size stand behind it and in the central
 directory. The checksum of the tensor's bytes is known only when they were written, so its places are left open. All
@@ -84,6 +84,12 @@ def saved_tensor(dtype: DType, shape: Shape) -> Saved:
 def saved_text(text: str) -> Saved:
     """Return the zip of a text."""
     return _zip(pickled(text, 2), None)
+
+
+def saved_object(value: object) -> bytes:
+    """Return the zip of an object that has no tensors."""
+    ((_, content),) = _zip(pickled(value, 2), None).literals
+    return content
 
 
 Parts = list[bytes | int | None]

@@ -22,6 +22,7 @@ FOLDERS = (
     "directories",
     "encrypted",
     "merged",
+    "peft",
     "real",
     "strategies",
 )

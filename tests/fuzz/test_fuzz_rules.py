@@ -71,11 +71,16 @@ class Rule:
     made: int
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def free_word(self) -> str:
+        """The number that stays one, as a name has it."""
+        return f"{{f{self.number}}}"
+
     def names(self) -> tuple[list[str], str]:
         """The names of the parts and of what is made, with words."""
-        middle = ".".join([*(f"{word}{{{word}}}" for word in self.counts), *(["{f}"] if self.free else [])])
+        middle = ".".join([*(f"{word}{{{word}}}" for word in self.counts), *([self.free_word] if self.free else [])])
         parts = [f"r{self.number}.part{part}.{middle}.w" for part in range(len(self.bodies))]
-        return parts, f"m{self.number}.{'{f}.' if self.free else ''}w"
+        return parts, f"m{self.number}.{f'{self.free_word}.' if self.free else ''}w"
 
     def fields(self) -> dict[str, Any]:
         """The rule, as a file has it."""
@@ -124,7 +129,7 @@ class Rule:
         for value in self.free or [None]:
             bodies = []
             for index in product(*map(range, self.counts.values())):
-                bound = {**dict(zip(self.counts, index, strict=True)), "f": value}
+                bound = {**dict(zip(self.counts, index, strict=True)), f"f{self.number}": value}
                 some = [numbers(rng, dtype, shape) for shape in self.bodies]
                 some = some[:1] * len(some) if self.verb == "tie" else some
                 all_parts |= {name.format(**bound): array for name, array in zip(parts, some, strict=True)}
@@ -135,7 +140,7 @@ class Rule:
                 whole = np.concatenate(bodies)
             else:
                 whole = np.stack(bodies).reshape(*self.counts.values(), *bodies[0].shape)
-            all_made[fused.format(f=value)] = whole.copy()
+            all_made[fused.format(**{f"f{self.number}": value})] = whole.copy()
         return all_parts, all_made
 
 
@@ -157,7 +162,8 @@ def some_rule(rng: Random, number: int, *, said: bool) -> Rule:
         said: how many there are of each number that becomes an axis is said.
     """
     verb = rng.choice(VERBS)
-    words = rng.sample(["a", "b"], rng.choice([0, 0, 1, 1, 2])) or (["a"] if verb == "stack" else [])
+    of_rule = [f"a{number}", f"b{number}"]  # a word of two rules has one range
+    words = rng.sample(of_rule, rng.choice([0, 0, 1, 1, 2])) or (of_rule[:1] if verb == "stack" else [])
     counts = {} if verb == "tie" else {word: rng.randint(1, 3) for word in words}
     free = sorted(rng.sample(range(12), rng.randint(1, 2))) if rng.random() < 0.4 else []
     transposed = verb == "transpose" or (verb != "tie" and rng.random() < 0.3)

@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from commands import call, done
 from truths import assert_arrays, truth
 
@@ -78,3 +79,38 @@ def test_inspect_and_convert_have_rules_too(mindspore_data: Path, tmp_path: Path
     assert {item["name"]: tuple(item["shape"]) for item in told["tensors"]} == {
         name: np.shape(value) for name, value in case.hf.items()
     }
+
+
+def test_names_beside_rules_are_those_that_they_make(mindspore_data: Path, tmp_path: Path) -> None:
+    """--include, --exclude and --name-map, in a run and in its verification; names before the rules are told so."""
+    case = truth(mindspore_data, "mcore_tp2_pp2")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = [*LLAMA, "--model-config", tmp_path / "config.json", "--weights-only"]
+    (tmp_path / "names.json").write_text(json.dumps({"model.layers.*.mlp.*_proj.weight": "h.*.*"}))
+    chosen = ["--include", "model.layers.*", "--exclude", "*.self_attn.*", "--name-map", tmp_path / "names.json"]
+    done("unify", case.checkpoint, tmp_path / "out", *words, *chosen)
+    expected = {
+        name.replace("model.layers.", "h.").replace(".mlp.", ".").replace("_proj.weight", "") if "_proj" in name
+        else name: value
+        for name, value in case.hf.items()
+        if name.startswith("model.layers.") and ".self_attn." not in name
+    }  # fmt: skip
+    assert len(expected) == 2 * 5 or expected
+    assert_arrays(reshard.open(tmp_path / "out"), expected)
+    done("verify", tmp_path / "out", "--against", case.checkpoint, *words, *chosen)
+    for option, name in (("--include", "decoder.layers.*"), ("--exclude", "decoder.final_layernorm.weight")):
+        refused = call("unify", case.checkpoint, tmp_path / "other", *words, option, name)
+        assert (refused.exit_code, "before the rules" in refused.stderr) == (2, True)
+        assert "before the rules" not in call("unify", case.checkpoint, tmp_path / "other", *words, option, "x").stderr
+    (tmp_path / "names.json").write_text(json.dumps({"decoder.final_layernorm.weight": "norm"}))
+    refused = call("unify", case.checkpoint, tmp_path / "other", *words, "--name-map", tmp_path / "names.json")
+    assert (refused.exit_code, "before the rules" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["transform", "unify", "plan", "verify"])
+def test_help_says_which_names_go_beside_rules(command: str) -> None:
+    """Where rules are explained, and with each option that takes names."""
+    text = " ".join(done(command, "--help-all").stdout.split())
+    for option in ("--rules", "--include", "--exclude", "--name-map"):
+        start = text.index(f" {option} ")
+        assert "rules" in text[start : start + 250], option

@@ -60,7 +60,8 @@ def test_ranks_to_ranks(tmp_path: Path, dtype: str, how: str, monkeypatch: pytes
         reshard.plan(opened, target, selection=Selection(lora=lora)).run(tmp_path / at, fsync=False)
         assert_rank_files(tmp_path / at, written(full), target)
         assert reshard.verify(tmp_path / at).equal, "by what the ledger says that it was made from"
-    assert not reshard.verify(tmp_path / "small", target, against=opened).equal
+    assert reshard.verify(tmp_path / "small", target, against=opened).equal
+    assert not reshard.verify(tmp_path / "small", target, against=opened, selection=Selection()).equal
 
 
 @pytest.mark.parametrize("rank", [8, 64])
@@ -218,7 +219,10 @@ RULES = {
     "reshard-rules": 1,
     "sides": ["hf", "other"],
     "rules": [
-        {"hf": ["model.layers.{n}.q_proj.weight", "model.layers.{n}.k_proj.weight"], "other": {"concat": "{n}.qk"}},
+        {
+            "hf": ["model.layers.{n}.q_proj.weight", "model.layers.{n}.k_proj.weight"],
+            "other": {"concat": "{n}.qk", "sizes": [64, 16]},
+        },
         {"hf": "model.layers.{n}.down_proj.weight", "other": {"transpose": "{n}.down"}},
         {"hf": "model.layers.{n}.norm.weight", "other": "{n}.norm"},
         {"hf": "model.embed_tokens.weight", "other": None},
@@ -352,7 +356,8 @@ def test_verify_without_the_adapter(tmp_path: Path, base: reshard.Checkpoint, lo
     """Sizes and checksums are compared, and what is gone, or other than it was, is said."""
     reshard.plan(base, selection=Selection(lora=lora)).run(tmp_path / "out")
     assert reshard.verify(tmp_path / "out").equal
-    assert not reshard.verify(tmp_path / "out", against=base).equal
+    assert reshard.verify(tmp_path / "out", against=base).equal
+    assert not reshard.verify(tmp_path / "out", against=base, selection=Selection()).equal
     assert reshard.verify(tmp_path / "out", against=base.merge_lora(lora)).equal
     assert reshard.verify(tmp_path / "out", against=base, selection=Selection(lora=lora)).equal
     pairs = {name: -one for name, one in matrices(weights()).items()}
@@ -405,12 +410,12 @@ def test_memory_is_counted(base: reshard.Checkpoint, lora: LoRA) -> None:
 
 def test_commands(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     out, plan = tmp_path / "out", tmp_path / "plan.json"
-    assert f"\nmerged   LoRA adapter {lora.root}\n" in done("plan", base.root, "--lora", lora.root).output
-    done("transform", base.root, out, "--lora", lora.root, "--no-fsync")
+    merged_text = 'LoRA adapter "lora" merged into 3 weights'
+    assert f"\nchanged  {merged_text}\n" in done("plan", base.root, "--lora", lora.root).output
+    assert f"\nchanged: {merged_text}\n" in done("transform", base.root, out, "--lora", lora.root, "--no-fsync").output
     assert_rank_files(out, written(EXPECTED), None)
-    assert "equal to" in done("verify", out).output
-    assert call("verify", out, "--against", base.root).exit_code == 3
-    done("verify", out, "--against", base.root, "--lora", lora.root)
+    for options in ([], ["--against", base.root], ["--against", base.root, "--lora", lora.root]):
+        assert f" = {base.root} with {merged_text}; 5 tensors, every bit\n" in done("verify", out, *options).output
     done("plan", base.root, "--lora", lora.root, "--lora-alpha", "8", "-o", plan)
     done("run", plan, tmp_path / "ran", "--no-fsync")
     assert_rank_files(tmp_path / "ran", written(merged(weights(), matrices(weights()), 8 / RANK)), None)

@@ -193,6 +193,29 @@ def pad(**options: Any) -> dict[str, Any]:
         ({"x": W, "z": (4, 7)}, CONCAT, "y has parts of [4, 6] and [4, 7], which differ in more than one axis"),
         ({"x": W, "z": (4,)}, CONCAT, "which differ in more than one axis"),
         ({"x": W, "z": np.zeros(W, np.float16)}, CONCAT, "is made of float16, float32; expected parts of one dtype"),
+        ({"x": (6, 2), "z": (2, 2)}, CONCAT, "y has parts of 6 and 2 rows, which are not equal; say the sizes"),
+        ({"x": (6, 2), "z": (2, 2)}, interleave(), "y has parts of 6 and 2 rows"),
+        ({"x": (6, 2), "z": (2, 2)}, interleave(groups=2), "y has parts of 6 and 2 rows"),
+        (
+            {"x": (2, 6), "z": (2, 2)},
+            {"a": ["x", "z"], "b": {"concat": "y", "axis": 1}},
+            "y has parts of 6 and 2 rows",
+        ),
+        (
+            {"x.0": (4, 2), "z.0": (4, 2), "x.1": (6, 2), "z.1": (2, 2)},
+            {"a": ["x.{l}", "z.{l}"], "b": {"concat": "y.{l}"}},
+            "y.{l} has parts of 6 and 2 rows",
+        ),
+        (
+            {"x.0": (6, 2), "z.0": (2, 2), "x.1": (6, 2), "z.1": (2, 2)},
+            {"a": ["x.{l}", "z.{l}"], "b": {"concat": "y", "by": "l"}},
+            "y has parts of 6 and 2 rows",
+        ),
+        (
+            {"y": (12, 2)},
+            {"a": ["q", "k", "v"], "b": {"interleave": "y", "groups": 2}},
+            "y has 3 parts in 12 rows, which need not be equal; say the sizes",
+        ),
         ({"y": (11, 2)}, CONCAT, "y has 11 rows, of which 2 equal parts cannot be made; say the sizes"),
         ({"y": (10, 2)}, {"a": ["x", "z"], "b": {"concat": "y", "sizes": [4, 5]}}, "y has 10 rows; 1 groups of [4, 5]"),
         (
@@ -262,7 +285,7 @@ SCALED = {"x": (256, 256), "z": (256, 256), "x_scale_inv": (2, 2), "z_scale_inv"
         ),
         (
             {"x": (256, 200), "z": (256, 256), "x_scale_inv": (2, 2), "z_scale_inv": (2, 2)},
-            {"a": ["x", "z"], "b": {"concat": "y", "axis": 1}},
+            {"a": ["x", "z"], "b": {"concat": "y", "axis": 1, "sizes": [200, 256]}},
             "would be cut at row 200 of the weights",
         ),
         (
@@ -302,9 +325,10 @@ def test_scales_follow_their_weights(tmp_path: Path, options: dict[str, Any]) ->
     assert np.array_equal(weights, np.concatenate([parts[n] for n in order]))
     assert np.array_equal(scales, np.concatenate([both["x_scale_inv"], both["z_scale_inv"]])[order])
     short = {"x": (256, 6), "z": (200, 6), "x_scale_inv": (2, 1), "z_scale_inv": (2, 1)}
-    joined = opened(tmp_path, short).derive(rules(CONCAT))
+    sized = {"a": ["x", "z"], "b": {"concat": "y", "sizes": [256, 200]}}
+    joined = opened(tmp_path, short).derive(rules(sized))
     assert (joined["y"].shape, joined["y_scale_inv"].shape) == ((456, 6), (4, 1))
-    small = rules(CONCAT, let={"scale_block": 4})
+    small = rules({"a": ["x", "z"], "b": {"concat": "y", "sizes": [8, 4]}}, let={"scale_block": 4})
     assert opened(tmp_path, {"x": (8, 4), "z": (4, 4), "x_scale_inv": (2, 1), "z_scale_inv": (1, 1)}).derive(small)
 
 

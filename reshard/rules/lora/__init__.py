@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint
 
 MOST_ALPHA = 1e9
+TIED = ("both", "untie")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +22,28 @@ class LoRA:
     Attributes:
         root: the directory of `adapter_config.json` and `adapter_model.safetensors`.
         alpha: in place of the configuration's `lora_alpha`; None to take that.
+        tied: what becomes of weights that are one tensor, such as `lm_head` and `embed_tokens`, if the adapter changes
+            them differently: `untie` stores each with its own change, as it was trained; `both` gives both every
+            change, as PEFT's `merge_and_unload` does; empty to refuse such an adapter.
         digest: of the adapter that is meant; empty to take what is there.
 
     Raises:
-        UsageError: alpha is not a number.
+        UsageError: alpha is not a number, or `tied` is another word.
 
     >>> LoRA("/adapters/sql", alpha=16)
-    LoRA(root='/adapters/sql', alpha=16, digest='')
+    LoRA(root='/adapters/sql', alpha=16, tied='', digest='')
     """
 
     root: str
     alpha: float | None = None
+    tied: str = ""
     digest: str = ""
 
     def __post_init__(self) -> None:
         if self.alpha is not None and not is_alpha(self.alpha):
             raise UsageError(f"the alpha of a LoRA adapter is {self.alpha!r:.60}; expected a number, such as 16")
+        if self.tied not in {"", *TIED}:
+            raise UsageError(f"tied of a LoRA adapter is {self.tied!r:.60}; expected {' or '.join(TIED)}")
         object.__setattr__(self, "root", str(as_place(self.root).absolute()))
 
     def merged(self, source: Checkpoint) -> Checkpoint:

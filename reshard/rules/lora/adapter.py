@@ -4,7 +4,10 @@ To a weight of `out` rows and `in` columns comes `scale * B @ A`, with A of r ro
 and r columns; `scale` is alpha / r, or alpha / sqrt(r) (rslora). Of an embedding, and of the layers that
 `fan_in_fan_out` is about, the transposed of that.
 
-Source: PEFT 0.17, `tuners/lora/{config,model,layer}.py`, `utils/{save_and_load,other}.py` (`get_pattern_key`).
+Next to an adapter of an embedding or a head, PEFT saves the weight that it was trained on (`save_embedding_layers`).
+
+Sources: PEFT 0.17 and 0.21, `tuners/lora/{config,model,layer}.py`, `utils/{save_and_load,other}.py`
+(`get_pattern_key`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.rules.lora import is_alpha
+from reshard.rules.lora.parts import Adapter, Copy, Pair
 from reshard.source.headers import read_indexes
 from reshard.storage.places import any_store, as_place
 from reshard.storage.small import parse_json, read_small
@@ -33,6 +37,9 @@ _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_"
     r"(?:(?P<side>[AB])(?:\.[^.]+)?\.weight|embedding_(?P<embedding>[AB])(?:\.[^.]+)?)",
     re.DOTALL,
+)
+_COPY = re.compile(
+    r"(?:base_model\.model\.)?(?:(?P<layer>.+)\.base_layer\.(?P<kind>weight|bias)|(?P<weight>.+\.weight))", re.DOTALL
 )
 _DTYPES = {"float32", "float16", "bfloat16"}
 _OTHERWISE = {
@@ -54,46 +61,6 @@ _FLAGS = ("use_rslora", "fan_in_fan_out")
 _MOST_PATTERNS, _LONGEST, _MOST_REPEATS = 100, 500, 2
 _PLAIN = re.compile(r"[\w.\-]+")
 _PIECE = 4 << 20
-
-
-class Pair(NamedTuple):
-    """What is added to one weight.
-
-    Attributes:
-        weight: its name.
-        a, b: the names of the two matrices in the adapter's file.
-        shape: of their product: rows of B, columns of A.
-        rank: columns of B, and rows of A.
-        scale: of the product.
-        transposed: the product is added transposed.
-    """
-
-    weight: str
-    a: str
-    b: str
-    shape: tuple[int, int]
-    rank: int
-    scale: float
-    transposed: bool
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the two matrices as float32."""
-        return 4 * self.rank * sum(self.shape)
-
-
-class Adapter(NamedTuple):
-    """An adapter that was looked at.
-
-    Attributes:
-        file: has the matrices.
-        pairs: those of each weight.
-        digest: of the file, and of what is made of it.
-    """
-
-    file: SourceFile
-    pairs: tuple[Pair, ...]
-    digest: str
 
 
 class _Config(NamedTuple):
@@ -118,13 +85,14 @@ def read_adapter(lora: LoRA) -> Adapter:
         other = f"has {PICKLED}, a pickle, which is not read; " if (root / PICKLED).is_file() else ""
         raise SourceError(f"{root}: {other}expected {WEIGHTS}; save the adapter with safe_serialization=True")
     (file,), _ = read_indexes({0: [root / WEIGHTS]}, None)
-    pairs = _pairs(file, config)
+    pairs, copies = _pairs(file, config)
     found = sha256(repr([(pair.weight, pair.rank, pair.scale, pair.transposed) for pair in pairs]).encode())
+    found.update(lora.tied.encode())
     for begin in range(0, file.nbytes, _PIECE):
         content = bytearray(min(_PIECE, file.nbytes - begin))
         any_store().read_into(file.path, begin, memoryview(content))
         found.update(content)
-    return Adapter(file, pairs, found.hexdigest())
+    return Adapter(file, pairs, copies, found.hexdigest())
 
 
 def _config(root: Place, alpha: float | None) -> _Config:
@@ -228,14 +196,20 @@ class _Patterns:
         return min(found)[1] if found else self._default
 
 
-def _pairs(file: SourceFile, config: _Config) -> tuple[Pair, ...]:
-    """Return the pairs of an adapter's tensors, each of which must be in one."""
+def _pairs(file: SourceFile, config: _Config) -> tuple[tuple[Pair, ...], tuple[Copy, ...]]:
+    """Return the pairs of an adapter's tensors, and the copies of the model's; each tensor must be one or the other."""
     faults = Faults(file.path)
+    copies: list[Copy] = []
     found: dict[tuple[str, bool], dict[str, str]] = {}
     for name in (*file.index.entries, *dict(file.index.unreadable)):
         match = _NAME.fullmatch(name)
         if match is None or len(name) > _LONGEST:
-            faults.add(f"tensor {name!r:.200}", "is neither lora_A nor lora_B of a layer, and is not merged")
+            if copy := _copy(name):
+                copies.append(copy)
+                if fault := _dtype_fault(file, name):
+                    faults.add(f"tensor {name!r}", fault)
+            else:
+                faults.add(f"tensor {name!r:.200}", "is neither lora_A nor lora_B of a layer, and is not merged")
             continue
         sides = found.setdefault((match["module"], match["side"] is None), {})
         side = match["side"] or match["embedding"]
@@ -254,17 +228,36 @@ def _pairs(file: SourceFile, config: _Config) -> tuple[Pair, ...]:
     for weight in {name for name in every if every.count(name) > 1} if len(set(every)) < len(every) else ():
         faults.add(f"layer {weight!r}", "has two pairs, one of them as an embedding; expected one")
     faults.raise_if_any(SourceError)
-    return tuple(pairs)
+    return tuple(pairs), tuple(copies)
+
+
+def _copy(name: str) -> Copy | None:
+    """Return what tensor of the model one of the adapter's file is a copy of.
+
+    >>> _copy("base_model.model.lm_head.base_layer.weight"), _copy("lm_head.lora_C.weight")
+    (Copy(weight='lm_head.weight', name='base_model.model.lm_head.base_layer.weight', transposed=False), None)
+    """
+    match = _COPY.fullmatch(name)
+    if match is None or len(name) > _LONGEST or ".lora_" in name:
+        return None
+    return Copy(match["weight"] or f"{match['layer']}.{match['kind']}", name)
+
+
+def _dtype_fault(file: SourceFile, name: str) -> str:
+    """Return why a tensor of an adapter is not of a dtype that is read, or ""."""
+    entry = file.index.entries.get(name)
+    if entry is not None and entry.dtype.name in _DTYPES:
+        return ""
+    dtype = dict(file.index.unreadable)[name] if entry is None else f"is {entry.dtype}"
+    return f"{dtype}; expected {names(sorted(_DTYPES))}"
 
 
 def _pair(file: SourceFile, config: _Config, module: str, sides: Mapping[str, str], *, embedding: bool) -> Pair:
     if absent := {"A", "B"} - sides.keys():
         raise ValueError(f"has no lora_{'embedding_' if embedding else ''}{absent.pop()}; expected A and B")
     for name in sides.values():
-        entry = file.index.entries.get(name)
-        if entry is None or entry.dtype.name not in _DTYPES:
-            dtype = dict(file.index.unreadable)[name] if entry is None else f"is {entry.dtype}"
-            raise ValueError(f"{name} {dtype}; expected {names(sorted(_DTYPES))}")
+        if fault := _dtype_fault(file, name):
+            raise ValueError(f"{name} {fault}")
     a, b = (file.index.entries[sides[side]].shape for side in "AB")
     rank = config.ranks.of(module)
     if len(a) != 2 or len(b) != 2 or (a[0], b[1]) != (rank, rank):

@@ -7,6 +7,7 @@
    A tile is small enough that OpenBLAS takes one thread, which its result may depend on otherwise. Where sizes are
    multiples of 16 it is, bit for bit, that of the whole matrices; another library for matrices than numpy's, or a
    processor without fused multiply-add, may round the last bit of float32 in another way.
+4. Before that, the elements are compared with the adapter's own copy of the weight, if it has one.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import ChangedError, Faults, SourceError, UsageError
-from reshard.formats.entries import wants
+from reshard.errors import Faults, SourceError, UsageError
 from reshard.layout.block import Block, flat_boxes, shape_text
+from reshard.rules.lora.parts import Copy, Pair
+from reshard.rules.lora.tied import ALIAS, resolve
 from reshard.source.checkpoint import Origin
 from reshard.storage.base import Around
 from reshard.storage.cipher import store_of
-from reshard.storage.places import any_store
 from reshard.strategy.names import no_match
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Extent
     from reshard.layout.block import Shape
     from reshard.rules.lora import LoRA
-    from reshard.rules.lora.adapter import Adapter, Pair
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.rules.lora.parts import Adapter
+    from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.storage.base import Coding, Want
 
 _DTYPES = {"float32", "float16", "bfloat16"}
@@ -50,6 +52,8 @@ _LEAST_HELD = 32 << 20
 _IMPORTED_BYTES = 24 << 20
 _TILES_BYTES = 16  # for each element of a row of tiles: the product twice, and the weight in float32
 _SPAN_BYTES = 400
+_COPY_BYTES = 1 << 20  # of rows of a copy that are compared at once
+_SAMPLE = 4096
 
 
 class Span(NamedTuple):
@@ -60,7 +64,7 @@ class Span(NamedTuple):
         first: the number of its first element in the block.
         block: the block, whose dimensions are in the order in which its elements lie.
         dtype: of the weight.
-        pair: what is added to the weight.
+        of: what is added to the weight, or compared with it.
         transposed: the block is one of the transposed product.
     """
 
@@ -69,7 +73,7 @@ class Span(NamedTuple):
     first: int
     block: Block
     dtype: DType
-    pair: Pair
+    of: Pair | Copy
     transposed: bool
 
 
@@ -85,47 +89,64 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
         raise UsageError(f"{source.root}: has other names, or an adapter, already; merge one adapter, and first of all")
     if source.part is not None:
         raise UsageError(f"{source.root}: is one stage of a pipeline, and an adapter is of all; open all stages")
+    resolved = resolve(source, adapter, lora.tied)
     faults = Faults(adapter.file.path)
     spans: dict[str, list[Span]] = {}
-    for pair in adapter.pairs:
-        tensor = source.tensors.get(pair.weight)
+    items: tuple[Pair | Copy, ...] = (*resolved.copies, *resolved.pairs)
+    for item in items:
+        where = f"tensor {item.name!r}" if isinstance(item, Copy) else f"layer {item.weight!r}"
+        tensor = resolved.source.tensors.get(item.weight)
         if tensor is None:
-            if pair.weight not in source.left_out:
-                said = partial(no_match, pair.weight, source.every)
-                faults.add(f"layer {pair.weight!r}", lambda said=said: f"{said()}, in {source.root}")  # type: ignore[misc]
-            continue
-        shape = pair.shape[::-1] if pair.transposed else pair.shape
-        if tensor.spec.shape != shape or tensor.spec.dtype.name not in _DTYPES:
-            found = f"{tensor.spec.dtype} {shape_text(tensor.spec.shape)} in {source.root}"
-            expected = f"{shape_text(shape)} of {', '.join(sorted(_DTYPES))}"
-            faults.add(f"layer {pair.weight!r}", f"is {found}; expected {expected}")
-            continue
-        for block, replicas in tensor.shards:
-            for extent in replicas:
-                if extent.strides and not _are_rows(extent.strides, block.shape):
-                    found = f"lies in the strides {shape_text(extent.strides)} in {source.root}"
-                    faults.add(f"layer {pair.weight!r}", f"{found}; expected rows or columns, each in one run")
-                else:
+            if item.weight not in source.left_out:
+                said = partial(no_match, item.weight, source.every)
+                faults.add(where, lambda said=said: f"{said()}, in {source.root}")  # type: ignore[misc]
+        elif fault := _fault(tensor, item, adapter, source.root):
+            faults.add(where, fault)
+        else:
+            for block, replicas in tensor.shards:
+                for extent in replicas:
                     of_file = spans.setdefault(source.files[extent.file].path, [])
-                    of_file += _spans(extent, block, tensor.spec.dtype, pair)
+                    of_file += _spans(extent, block, tensor.spec.dtype, item)
     faults.raise_if_any(SourceError)
-    ordered = {path: tuple(sorted(some, key=lambda span: span[:2])) for path, some in spans.items()}
-    origin = Origin(source, None, frozenset(), lora)
-    return replace(source, decoding=Merging(source.coding, adapter, ordered), origin=origin)
+    merging = Merging(source.coding, adapter, {path: _Spans.of(some) for path, some in spans.items()})
+    merging.store().compare_samples()
+    merged = frozenset(pair.weight for pair in resolved.pairs if pair.weight in resolved.source.tensors)
+    return replace(resolved.source, decoding=merging, origin=Origin(source, None, frozenset(), lora, (), merged))
+
+
+def _fault(tensor: Tensor, item: Pair | Copy, adapter: Adapter, root: str) -> str:
+    """Return why an item cannot be added to a tensor, or compared with it; empty if it can."""
+    dtype, shape = tensor.spec.dtype, tensor.spec.shape
+    expected = item.shape if isinstance(item, Pair) else adapter.file.index.entries[item.name].shape
+    expected = expected[::-1] if item.transposed else expected
+    here = f"{dtype} {shape_text(shape)} in {root}"
+    if isinstance(item, Copy) and (shape != expected or len(shape) not in {1, 2}):
+        trained = "the adapter was trained on another model, or on another vocabulary"
+        return f"is {shape_text(expected)}, and {item.weight} is {here}; {trained}"
+    if shape != expected or dtype.name not in _DTYPES:
+        return f"is {here}; expected {shape_text(expected)} of {', '.join(sorted(_DTYPES))}"
+    for block, replicas in tensor.shards:
+        for extent in replicas:
+            if extent.strides and not _are_rows(extent.strides, block.shape):
+                found = f"lies in the strides {shape_text(extent.strides)} in {root}"
+                return f"{found}; expected rows or columns, each in one run"
+    return ""
 
 
 def _are_rows(strides: Shape, shape: Shape) -> bool:
     """Return whether elements of each row follow each other, or those of each column, and no two are one."""
+    if len(shape) == 1:
+        return strides == (1,)
     (pitch, _), (step, extent) = sorted(zip(strides, shape, strict=True), reverse=True)
     return step == 1 and pitch >= extent
 
 
-def _spans(extent: Extent, block: Block, dtype: DType, pair: Pair) -> Iterator[Span]:
-    """Yield what is added to in a file of a block of a weight; of one that lies in strides, row by row or at once."""
-    if not extent.strides:
+def _spans(extent: Extent, block: Block, dtype: DType, item: Pair | Copy) -> Iterator[Span]:
+    """Yield the runs of a file that hold a block of a tensor; if it is strided, row by row or at once."""
+    if not extent.strides or len(extent.strides) == 1:
         position = 0
         for offset, nbytes in extent.runs:
-            yield Span(offset, offset + nbytes, position // dtype.itemsize, block, dtype, pair, pair.transposed)
+            yield Span(offset, offset + nbytes, position // dtype.itemsize, block, dtype, item, item.transposed)
             position += nbytes
         return
     turned = extent.strides[0] < extent.strides[1]
@@ -136,7 +157,28 @@ def _spans(extent: Extent, block: Block, dtype: DType, pair: Pair) -> Iterator[S
     for row in range(start[0], stop[0], height):
         begin = offset + (row - start[0]) * pitch * dtype.itemsize
         part = Block((row, start[1]), (row + height, stop[1]))
-        yield Span(begin, begin + part.size * dtype.itemsize, 0, part, dtype, pair, pair.transposed != turned)
+        yield Span(begin, begin + part.size * dtype.itemsize, 0, part, dtype, item, item.transposed != turned)
+
+
+class _Spans(NamedTuple):
+    """The spans of a file by where they begin, and for each the furthest end of those up to it, as some overlap."""
+
+    spans: tuple[Span, ...]
+    reaches: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> _Spans:
+        ordered = sorted(spans, key=lambda span: span[:2])
+        return cls(tuple(ordered), tuple(accumulate((span.end for span in ordered), max)))
+
+    def within(self, begin: int, end: int) -> Iterator[Span]:
+        """Yield the spans that have bytes of a range."""
+        for number in range(bisect_right(self.reaches, begin), len(self.spans)):
+            span = self.spans[number]
+            if span.begin >= end:
+                return
+            if span.end > begin:
+                yield span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,12 +188,12 @@ class Merging:
     Attributes:
         inner: how they are read without.
         adapter: what is added.
-        spans: what of each file it is added to, in order.
+        spans: what of each file it is added to, or compared with.
     """
 
     inner: Coding | None
     adapter: Adapter
-    spans: Mapping[str, tuple[Span, ...]]
+    spans: Mapping[str, _Spans]
 
     @property
     def held_bytes(self) -> int:
@@ -163,8 +205,10 @@ class Merging:
         """Return the memory that merging takes: matrices held, and of each thread one that is read, and tiles."""
         largest = max(pair.nbytes for pair in self.adapter.pairs)
         tiles = _TILES_BYTES * max(_TILE, _STEP * max(pair.shape[1] for pair in self.adapter.pairs))
-        spans = _SPAN_BYTES * sum(map(len, self.spans.values()))
-        own = _IMPORTED_BYTES + self.held_bytes + spans + threads * (2 * largest + tiles)
+        spans = _SPAN_BYTES * sum(len(of_file.spans) for of_file in self.spans.values())
+        entries = [self.adapter.file.index.entries[copy.name] for copy in self.adapter.copies]
+        rows = max((4 * max(_COPY_BYTES, entry.nbytes // max(entry.shape[0], 1)) for entry in entries), default=0)
+        own = _IMPORTED_BYTES + self.held_bytes + spans + threads * (2 * largest + tiles + rows)
         return own + (self.inner.nbytes(threads) if self.inner else 0)
 
     def store(self) -> MergingStore:
@@ -186,63 +230,101 @@ class MergingStore(Around):
         """Fill buffers, and add to them.
 
         Raises:
-            SourceError: the adapter cannot be read.
-            ChangedError: it is not what was looked at.
+            SourceError: the adapter cannot be read, or has a copy of a weight that is another.
+            ChangedError: the adapter is not what was looked at.
         """
-        self.inner.read(wants)
+        self.inner.read([(path, offset % ALIAS, buffer) for path, offset, buffer in wants])
         for want in wants:
+            self._compare(*want)
             self._add(*want)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill one buffer, and add to it."""
-        self.inner.read_into(path, offset, buffer)
+        self.inner.read_into(path, offset % ALIAS, buffer)
+        self._compare(path, offset, buffer)
         self._add(path, offset, buffer)
 
-    def _add(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Add to those bytes of a file in a buffer that are in spans."""
+    def compare_samples(self) -> None:
+        """Compare the ends of each copy with the weight.
+
+        Raises:
+            SourceError: they differ.
+        """
+        ends: dict[Copy, dict[str, list[Span]]] = {}
+        for path, (spans, _) in self._merging.spans.items():
+            for span in spans:
+                if isinstance(span.of, Copy):
+                    ends.setdefault(span.of, {}).setdefault(path, []).append(span)
+        for of_path in ends.values():
+            paths = list(of_path)
+            for path, span in ((paths[0], of_path[paths[0]][0]), (paths[-1], of_path[paths[-1]][-1])):
+                length = min(_SAMPLE, span.end - span.begin)
+                for begin in {span.begin, span.end - length}:
+                    content = memoryview(bytearray(length))
+                    self.inner.read_into(path, begin % ALIAS, content)
+                    self._compare(path, begin, content)
+
+    def _boxes(self, path: str, offset: int, buffer: memoryview) -> Iterator[tuple[Span, NDArray[Any], int, int]]:
+        """Yield the parts of a buffer that are in spans: as a matrix, from which row and column of the whole on."""
         import numpy as np
 
-        spans = self._merging.spans.get(path, ())
-        number = bisect_right(spans, offset, key=lambda span: span.end)
-        while number < len(spans) and spans[number].begin < offset + len(buffer):
-            span = spans[number]
-            number += 1
+        if path not in self._merging.spans:
+            return
+        for span in self._merging.spans[path].within(offset, offset + len(buffer)):
             begin, end = max(span.begin, offset), min(span.end, offset + len(buffer))
             assert (begin - span.begin) % span.dtype.itemsize == 0, "whole elements are read"  # noqa: S101
             elements = np.frombuffer(buffer[begin - offset : end - offset], span.dtype.numpy())
             first = span.first + (begin - span.begin) // span.dtype.itemsize
-            a, b = self._matrices(span.pair)
             for box in flat_boxes(span.block.shape, first, first + len(elements)):
-                some, elements = elements[: box.size].reshape(box.shape), elements[box.size :]
-                row, column = (at + start for at, start in zip(box.start, span.block.start, strict=True))
-                if span.transposed:
-                    some, row, column = some.T, column, row
-                _add_product(some, row, column, a, b, span.pair.scale)
+                part, elements = elements[: box.size], elements[box.size :]
+                part = part.reshape(box.shape if len(box.shape) > 1 else (box.size, 1))
+                row, column = (*(at + start for at, start in zip(box.start, span.block.start, strict=True)), 0)[:2]
+                yield (span, part.T, column, row) if span.transposed else (span, part, row, column)
+
+    def _compare(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Compare what is in a buffer with the adapter's copies of it, bit for bit."""
+        import numpy as np
+
+        adapter = self._merging.adapter
+        for span, part, row, column in self._boxes(path, offset, buffer):
+            if isinstance(span.of, Pair):
+                continue
+            entry = adapter.file.index.entries[span.of.name]
+            step = max(1, _COPY_BYTES * entry.shape[0] // max(entry.nbytes, 1))
+            bits = np.dtype(f"u{entry.dtype.itemsize}")
+            for top in range(0, len(part), step):
+                with np.errstate(over="ignore", invalid="ignore"):  # the model may be trained in another dtype
+                    ours = part[top : top + step].astype(entry.dtype.numpy())
+                theirs = adapter.rows(span.of.name, row + top, row + top + len(ours))
+                theirs = theirs[:, column : column + ours.shape[1]]
+                if not np.array_equal(ours.view(bits), theirs.view(bits)):
+                    adapter.require_unchanged()
+                    raise SourceError(
+                        f"{span.of.weight} in {path} differs from the copy of it in {adapter.file.path}; the adapter "
+                        "was trained on another model"
+                    )
+
+    def _add(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Add to what is in a buffer."""
+        for span, part, row, column in self._boxes(path, offset, buffer):
+            if isinstance(span.of, Pair):
+                a, b = self._matrices(span.of)
+                _add_product(part, row, column, a, b, span.of.scale)
 
     def _matrices(self, pair: Pair) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return A and B of a pair, as float32."""
+        adapter = self._merging.adapter
         with self._lock:
             if found := self._held.get(pair):
                 self._held.move_to_end(pair)
                 return found
-        found = self._read(pair.a), self._read(pair.b)
-        file = self._merging.adapter.file
-        if not any_store().status(file.path).is_still(file.status):
-            raise ChangedError(f"{file.path}: changed since it was opened; start again")
+        found = adapter.matrix(pair.a), adapter.matrix(pair.b)
+        adapter.require_unchanged()
         with self._lock:
             self._held[pair] = found
             while sum(one.nbytes for one in self._held) > self._most and len(self._held) > 1:
                 self._held.popitem(last=False)
         return found
-
-    def _read(self, name: str) -> NDArray[Any]:
-        import numpy as np
-
-        file = self._merging.adapter.file
-        entry = file.index.entries[name]
-        content = bytearray(entry.nbytes)
-        any_store().read(wants(file.path, entry.runs, 0, memoryview(content)))
-        return np.frombuffer(content, entry.dtype.numpy()).reshape(entry.shape).astype(np.float32)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to another process as a fresh store."""

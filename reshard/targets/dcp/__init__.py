@@ -3,7 +3,8 @@
 Each block is an item, what `torch.save` makes of it (`torch_save`), and the items of a rank lie back to back in
 `__RANK_NUMBER.distcp`. A block that several ranks hold is stored once, so that all store about as much. Of a tensor
 that is not empty itself, empty blocks are left out. Texts are objects in the file of the first rank, and so are the
-objects of such a checkpoint, byte for byte; so is what Megatron-Core keeps beside, in files of its own.
+objects of such a checkpoint, byte for byte; so is what Megatron-Core keeps beside, in files of its own. If a target is
+for Megatron-Core and has none to carry, these files are made (`megatron`).
 
 PyTorch loads such a checkpoint into any mesh, whatever blocks it has. Nothing in it says where it was made.
 """
@@ -21,6 +22,7 @@ from reshard.layout.block import Block
 from reshard.layout.layout import Grid
 from reshard.layout.replicas import by_size
 from reshard.targets.dcp.carried import Carried
+from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.targets.dcp.metadata import Listed, Part, metadata
 from reshard.targets.destination import Destination, TargetFile, Wanted, literal
 from reshard.targets.ranks import fitted
@@ -81,6 +83,11 @@ class DCPTarget(Destination):
         self._wanted: dict[tuple[Grid, tuple[int, ...]], Wanted] = {}
         self._carried = Carried(source, {item.name: item.tensor.spec.name for item in items}, objects, faults)
         self.carried = self._carried.names
+        self._beside, self._is_made = self._carried.beside, False
+        if not self._beside and is_for_megatron(source, files.step):
+            texts = {item.tensor.spec.name: item.name for item in items if item.tensor.text is not None}
+            check_objects({**texts, **objects}.items(), faults)
+            self._beside, self._is_made = files_beside(files.step, (item.name for item in items)), True
         self.memory: tuple[Share, ...] = (
             ("items", _ITEM_BYTES * (sum(map(len, self._files.values())) + len(objects))),
             ("objects", self._carried.nbytes),
@@ -124,7 +131,7 @@ class DCPTarget(Destination):
                     Content(item.name, item.dtype, shape), saved_tensor(item.dtype, shape)
                 )
                 parts[item.name].append(Part(block.start, shape, self._places[number].path, begin, nbytes))
-        paths = self._carried.paths
+        paths = {} if self._is_made else self._carried.paths
         listed = [
             Listed(item.name, _dtype(item), item.tensor.spec.shape, parts[item.name], paths.get(item.name))
             for item in self._items
@@ -135,7 +142,7 @@ class DCPTarget(Destination):
             TargetFile(place.rank, f"{self._directory}{place.path}", file.layout())
             for place, file in zip(self._places, files, strict=True)
         ]
-        last = {f"{self._directory}{name}": own for name, own in self._carried.beside.items()}
+        last = {f"{self._directory}{name}": own for name, own in self._beside.items()}
         last[f"{self._directory}{DCP_INDEX}"] = metadata(listed, {})
         found += [TargetFile(self.ranks[0], path, literal(own), last=True) for path, own in last.items()]
         if self._step is not None:
@@ -144,8 +151,9 @@ class DCPTarget(Destination):
         return tuple(found)
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of what is carried and does not go with the rest."""
-        return tuple(self._carried.warnings(self._step))
+        """Warn of what is carried and does not go with the rest, and say how Megatron-Core loads what is made."""
+        how_to_load = [HOW_TO_LOAD] if self._is_made and not self._carried.objects else []
+        return (*self._carried.warnings(self._step), *how_to_load)
 
     def _placed(self, max_shard_bytes: int) -> dict[str, list[_Place]]:
         """Return the file of each block, in the order of the blocks."""

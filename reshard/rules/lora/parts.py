@@ -1,0 +1,94 @@
+"""What an adapter consists of: pairs of matrices, and copies of the weights that it was trained on."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import ChangedError
+from reshard.formats.entries import wants
+from reshard.storage.places import any_store
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from reshard.source.checkpoint import SourceFile
+
+
+class Pair(NamedTuple):
+    """What is added to one weight.
+
+    Attributes:
+        weight: its name.
+        a, b: the names of the two matrices in the adapter's file.
+        shape: of their product: rows of B, columns of A.
+        rank: columns of B, and rows of A.
+        scale: of the product.
+        transposed: the product is added transposed.
+    """
+
+    weight: str
+    a: str
+    b: str
+    shape: tuple[int, int]
+    rank: int
+    scale: float
+    transposed: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the two matrices as float32."""
+        return 4 * self.rank * sum(self.shape)
+
+
+class Copy(NamedTuple):
+    """A tensor of the model, as it was when the adapter was trained.
+
+    Attributes:
+        weight: the name of the tensor in the model.
+        name: the name of the copy in the adapter's file.
+        transposed: never; a `Pair` may be.
+    """
+
+    weight: str
+    name: str
+    transposed: bool = False
+
+
+class Adapter(NamedTuple):
+    """An adapter that was looked at.
+
+    Attributes:
+        file: has the matrices.
+        pairs: those of each weight.
+        copies: of the model's own tensors, to be compared with them.
+        digest: of the file, and of what is made of it.
+    """
+
+    file: SourceFile
+    pairs: tuple[Pair, ...]
+    copies: tuple[Copy, ...]
+    digest: str
+
+    def require_unchanged(self) -> None:
+        """Raise `ChangedError` if the file changed since it was opened."""
+        if not any_store().status(self.file.path).is_still(self.file.status):
+            raise ChangedError(f"{self.file.path}: changed since it was opened; start again")
+
+    def matrix(self, name: str) -> NDArray[Any]:
+        """Read a whole matrix, as float32."""
+        import numpy as np
+
+        entry = self.file.index.entries[name]
+        return self.rows(name, 0, entry.shape[0]).astype(np.float32)
+
+    def rows(self, name: str, first: int, last: int) -> NDArray[Any]:
+        """Read some rows of a matrix; a vector is a matrix of one column."""
+        import numpy as np
+
+        entry = self.file.index.entries[name]
+        width = prod(entry.shape[1:])
+        pitch = width * entry.dtype.itemsize
+        content = bytearray((last - first) * pitch)
+        any_store().read(wants(self.file.path, entry.runs, first * pitch, memoryview(content)))
+        return np.frombuffer(content, entry.dtype.numpy()).reshape(last - first, width)

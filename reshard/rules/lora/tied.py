@@ -1,0 +1,219 @@
+"""Tied weights: tensors that are one in the model, such as an embedding and the head, of which an adapter changes one.
+
+PEFT trains the adapter of a tied weight as if the other were separate. Its `merge_and_unload` changes both in place,
+which is another model than the trained one. Only the user knows which is wanted. Two weights are tied if they have one
+storage in a file of `torch.save`, if the head is not stored, or if the model's `config.json` says so.
+
+Sources: PEFT 0.21.2, `tuners/tuners_utils.py` (`_check_merge_allowed`), `tuners/lora/model.py` (`_add_targets_to_tie`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from reshard.errors import Option, Text, UsageError, names
+from reshard.storage.places import as_place
+from reshard.storage.small import parse_json, read_small
+from reshard.strategy.names import optimizer_states
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from reshard.rules.lora.parts import Adapter, Copy, Pair
+    from reshard.source.checkpoint import Checkpoint, Tensor
+
+T = TypeVar("T")
+
+ALIAS = 1 << 44
+"""Each file begins again at every multiple of this offset: there, an untied weight has bytes of its own."""
+
+_HEAD, _EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+_WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration")
+_SHARING = "torch.save"
+"""The only format in which two tensors may have the same bytes."""
+
+
+class Resolved(NamedTuple):
+    """What to merge into what.
+
+    Attributes:
+        source: the checkpoint, in which weights that are to differ have bytes of their own.
+        pairs: what is added to each weight.
+        copies: what is compared with each tensor.
+    """
+
+    source: Checkpoint
+    pairs: tuple[Pair, ...]
+    copies: tuple[Copy, ...]
+
+
+class _Group(NamedTuple):
+    """Tied weights, and whether they have the same bytes."""
+
+    names: tuple[str, ...]
+    one_storage: bool
+
+
+def resolve(source: Checkpoint, adapter: Adapter, choice: str) -> Resolved:
+    """Return what to merge into what, if some weights of a checkpoint are tied.
+
+    Args:
+        source: the checkpoint.
+        adapter: what to merge into it.
+        choice: see `LoRA.tied`.
+
+    Raises:
+        UsageError: the adapter changes tied weights differently, and there is no choice.
+    """
+    pairs = {pair.weight: pair for pair in adapter.pairs}
+    tensors, head, embedding = dict(source.tensors), *_head_and_embedding(source, pairs)
+    absent = bool(head) and not (head in source.every or head in source.left_out)
+    if absent and embedding in tensors:
+        tensors[head] = _renamed(tensors[embedding], head)
+    groups = [_Group(tied, one_storage=True) for tied in _sharing(source, pairs)]
+    if head in tensors and embedding in tensors and not any(head in group.names for group in groups):
+        groups.append(_Group((embedding, head), one_storage=absent))
+    merged, warnings, untied = list(pairs.values()), list[str](), list[str]()
+    for group in groups:
+        changed = [name for name in group.names if name in pairs]
+        alike = len(changed) == len(group.names) and _are_alike(adapter, [pairs[name] for name in changed])
+        if alike and not (group.one_storage and len({tensors[name].shards for name in changed}) > 1):
+            merged = [pair for pair in merged if not (group.one_storage and pair.weight in changed[1:])]
+        elif not choice:
+            raise UsageError(_question(source, group, changed))
+        elif choice == "untie":
+            untied += changed if group.one_storage else []
+            warnings.append(
+                f"{names(group.names)} are no longer tied; set tie_word_embeddings to false in the model's config.json"
+            )
+        elif not group.one_storage:
+            merged += [pairs[name]._replace(weight=other) for name in changed for other in group.names if other != name]
+    for number, name in enumerate(untied, 1):
+        tensors[name] = _alias(tensors[name], number)
+    copies, layouts, holders = adapter.copies, source.layouts, source.holders
+    if absent and not {head, embedding} & set(untied):
+        tensors.pop(head, None)
+        merged = [pair._replace(weight=embedding) if pair.weight == head else pair for pair in merged]
+        copies = tuple(copy._replace(weight=embedding) if copy.weight == head else copy for copy in copies)
+    elif absent:
+        layouts, holders = _with_head(layouts, head, embedding), _with_head(holders, head, embedding)
+    of_heads = {pair.a for pair in adapter.pairs if _ends(pair.weight, _HEAD)}
+    merged.sort(key=lambda pair: pair.a in of_heads)  # PEFT adds them last, which matters if both get both
+    changed_source = replace(
+        source, tensors=tensors, layouts=layouts, holders=holders, warnings=(*source.warnings, *warnings)
+    )
+    return Resolved(changed_source, tuple(merged), copies)
+
+
+def _with_head(known: Mapping[str, T], head: str, embedding: str) -> Mapping[str, T]:
+    """Return what is known of tensors, and of the head what is known of the embedding."""
+    return {**known, head: known[embedding]} if embedding in known else known
+
+
+def _question(source: Checkpoint, group: _Group, changed: list[str]) -> Text:
+    """Return what to choose between."""
+    how = f"only {names(changed)}" if len(changed) < len(group.names) else "each differently"
+    return Text(
+        f"{names(group.names)} are tied in {source.root}, and the adapter changes {how}; give ",
+        Option("lora_tied", "untie"), " to store each as it was trained, or ", Option("lora_tied", "both"),
+        " to change both, as PEFT's merge_and_unload does",
+    )  # fmt: skip
+
+
+def _head_and_embedding(source: Checkpoint, weights: Collection[str]) -> tuple[str, str]:
+    """Return the names of the head and the embedding if the model ties them and an adapter is of one; else ""."""
+    states = optimizer_states(source.every)
+    known = [name for name in (*source.tensors, *source.left_out) if name not in states]
+    embeddings = [name for name in known if _ends(name, *_EMBEDDINGS)]
+    head = next((name for name in (*weights, *known) if _ends(name, _HEAD)), _HEAD)
+    if len(embeddings) != 1 or not {head, *embeddings} & set(weights):
+        return "", ""
+    absent = head not in source.every and head not in source.left_out
+    is_tied = (absent and head in weights) or _config_ties(source, absent=absent)
+    return (head, embeddings[0]) if is_tied else ("", "")
+
+
+def _ends(name: str, *ends: str) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _config_ties(source: Checkpoint, *, absent: bool) -> bool:
+    """Return whether the model's configuration ties the head; if it says nothing, one that is not stored is tied."""
+    root = as_place(source.root)
+    path = (root.parent if root.is_file() else root) / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        config = parse_json(read_small(path, "model configuration", 1 << 22, UsageError), [])
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, Mapping):
+        raise UsageError(f"{path} is not a JSON object")
+    inner = config.get("text_config")
+    ties = config.get("tie_word_embeddings", inner.get("tie_word_embeddings") if isinstance(inner, Mapping) else None)
+    if ties is None and absent:
+        classes = config.get("architectures")
+        return isinstance(classes, list) and any(str(name).endswith(_WITH_HEAD) for name in classes)
+    return ties is True
+
+
+def _sharing(source: Checkpoint, weights: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the names of tensors that have bytes of each other, if one is among `weights`."""
+    if not any(file.index.format == _SHARING for file in source.files):
+        return
+    parent: dict[str, str] = {}
+
+    def first(name: str) -> str:
+        while (above := parent.setdefault(name, name)) != name:
+            parent[name] = name = parent[above]
+        return name
+
+    reached, last = (-1, 0), ""
+    extents = (
+        (at.file, begin, nbytes, name)
+        for name, tensor in source.tensors.items()
+        for replicas in tensor.sharding.replicas
+        for at in replicas
+        for begin, nbytes in tensor.runs[at.runs]
+    )
+    for file, begin, nbytes, name in sorted(extent for extent in extents if extent[2]):
+        if (file, begin) < reached:
+            parent[first(name)] = first(last)
+        if (file, begin + nbytes) > reached:
+            reached, last = (file, begin + nbytes), name
+    groups: dict[str, list[str]] = {}
+    for name in source.tensors:
+        groups.setdefault(first(name), []).append(name)
+    yield from (tuple(group) for group in groups.values() if len(group) > 1 and any(name in weights for name in group))
+
+
+def _are_alike(adapter: Adapter, pairs: list[Pair]) -> bool:
+    """Return whether all pairs have one product, as those of `ensure_weight_tying` have."""
+    import numpy as np
+
+    first = pairs[0]
+    shape = first.shape[::-1] if first.transposed else first.shape
+    for pair in pairs[1:]:
+        other = pair.shape[::-1] if pair.transposed else pair.shape
+        if (other, pair.rank, pair.scale) != (shape, first.rank, first.scale):
+            return False
+        a, b = adapter.matrix(pair.a), adapter.matrix(pair.b)
+        if pair.transposed != first.transposed:
+            a, b = b.T, a.T
+        if not (np.array_equal(a, adapter.matrix(first.a)) and np.array_equal(b, adapter.matrix(first.b))):
+            return False
+    return True
+
+
+def _renamed(tensor: Tensor, name: str) -> Tensor:
+    return tensor._replace(spec=tensor.spec._replace(name=name))
+
+
+def _alias(tensor: Tensor, number: int) -> Tensor:
+    """Return a tensor whose bytes are the same ones, at other offsets."""
+    runs = tuple(tuple((begin + number * ALIAS, nbytes) for begin, nbytes in each) for each in tensor.runs)
+    return tensor._replace(runs=runs)

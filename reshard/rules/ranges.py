@@ -1,0 +1,139 @@
+"""Check the numbers in names, so that a tensor that was lost is noticed.
+
+* A word in braces has one range: the numbers that it binds are the same in all rules of a file. If the layers of a
+  model are of two kinds, each kind has a word of its own. States of the optimizer have ranges of their own, one for
+  each state, because some layers may be frozen.
+* The layers are those that `num_hidden_layers` in the model's `config.json` counts, if it is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import islice, product
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import names
+from reshard.strategy.names import ranges_text
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Iterator
+
+    from reshard.rules.names import Family
+    from reshard.rules.rules import Rule
+
+_MOST_NAMES = 3
+
+
+class _Series(NamedTuple):
+    """The names of one part of one rule, which differ in numbers alone.
+
+    Attributes:
+        rule: the rule.
+        numbers: what its words stand for, in the order of the words; one tuple for each name.
+    """
+
+    rule: Rule
+    numbers: set[tuple[int, ...]]
+
+
+class Ranges:
+    """The numbers in the names that rules bind, those of the parts of what is fused or split."""
+
+    def __init__(self) -> None:
+        self._series: dict[tuple[str, Family, int, tuple[str, ...]], _Series] = {}
+
+    def add(self, rule: Rule, family: Family, part: int, bound: Mapping[str, int | str]) -> None:
+        """Add one name, by what its words and stars stand for."""
+        words = rule.parts[part].words
+        stars = tuple(str(bound[word]) for word in words if word[0] == "*")
+        series = self._series.setdefault((rule.where, family, part, stars), _Series(rule, set()))
+        series.numbers.add(tuple(int(bound[word]) for word in words if word[0] != "*"))
+
+    def lost(self, present: tuple[Container[str], Container[str]], side: int) -> Iterator[tuple[str, str]]:
+        """Yield each rule that lacks numbers which other rules bind to the same word: its place, and what it lacks.
+
+        Args:
+            present: the names on both sides. A name that a nearer rule took is not lost.
+            side: the side that the source is.
+        """
+        ranges: dict[tuple[Family, str], set[int]] = {}
+        for (_, family, part, _), (rule, numbers) in self._series.items():
+            for place, word in enumerate(_words(rule, part)):
+                ranges.setdefault((family, word), set()).update(index[place] for index in numbers)
+        for (where, family, part, stars), (rule, numbers) in self._series.items():
+            words = _words(rule, part)
+            spans = [sorted(ranges[family, word]) for word in words]
+            if prod(map(len, spans)) == len(numbers):
+                continue
+            of_stars = {f"*{number}": star for number, star in enumerate(stars, 1)}
+            absent = (
+                name
+                for index in product(*spans)
+                if index not in numbers
+                and (name := _absent(rule, family, part, {**of_stars, **dict(zip(words, index, strict=True))}, present,
+                                     side))
+            )  # fmt: skip
+            if shown := list(islice(absent, _MOST_NAMES + 1)):
+                said = " and ".join(
+                    f"{{{word}}} is {ranges_text(span)}" for word, span in zip(words, spans, strict=True)
+                )
+                lacks = f"lacks {names(map(repr, shown[:_MOST_NAMES]))}{' and more' * (len(shown) > _MOST_NAMES)}"
+                yield where, f"{lacks}, and {said} in the rules; if no tensor is lost, use another word here"
+
+
+def _words(rule: Rule, part: int) -> list[str]:
+    return [word for word in rule.parts[part].words if word[0] != "*"]
+
+
+def _absent(
+    rule: Rule, family: Family, part: int, bound: Mapping[str, int | str],
+    present: tuple[Container[str], Container[str]], side: int,
+) -> str:  # fmt: skip
+    """Return the name that is lost, as the source has it if it can be told; nothing if a nearer rule took it."""
+    name = family.of(rule.parts[part].write(bound))
+    if name in present[1 - rule.made]:
+        return ""
+    if rule.by:
+        return name
+    fused = family.of(rule.fused.write(bound))
+    if fused in present[rule.made]:
+        return ""
+    return fused if side == rule.made else name
+
+
+def layers_fault(weights: Iterable[str], config: Mapping[str, Any]) -> str:
+    """Return what contradicts the number of layers in a model's configuration; nothing if it is right or not known.
+
+    Layers are what the first number in a name counts. Other things may be counted so, too, such as the layers of a
+    decoder besides those of an encoder: one of them must be what the configuration says. Layers behind these predict
+    more tokens, and may be left out.
+
+    Args:
+        weights: names of weights.
+        config: the numbers in the configuration.
+
+    >>> layers_fault(["layers.0.w", "layers.1.w", "norm"], {"num_hidden_layers": 3})
+    'has the layers 0-1 of layers.*; num_hidden_layers in config.json is 3'
+    """
+    nested = config.get("text_config")
+    said = nested if "num_hidden_layers" not in config and isinstance(nested, Mapping) else config
+    count, more = (said.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    layers: dict[str, set[int]] = {}
+    names_of = Counter[str]()
+    for name in weights:
+        pieces = name.split(".")
+        place = next((at for at, piece in enumerate(pieces) if piece.isdecimal()), None)
+        if place is not None:
+            prefix = "".join(f"{piece}." for piece in pieces[:place])
+            layers.setdefault(prefix, set()).add(int(pieces[place]))
+            names_of[prefix] += 1
+    if not isinstance(count, int) or not layers:
+        return ""
+    counts = {count, count + more} if isinstance(more, int) else {count}
+    if any(len(numbers) == max(numbers) + 1 in counts for numbers in layers.values()):
+        return ""
+    prefix = names_of.most_common(1)[0][0]
+    there = ranges_text(sorted(layers[prefix]))
+    return f"has the layers {there} of {prefix}*; num_hidden_layers in config.json is {count}"

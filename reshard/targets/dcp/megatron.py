@@ -1,0 +1,82 @@
+"""The two files that Megatron-Core needs beside a distributed checkpoint: `metadata.json` and `common.pt`.
+
+`metadata.json` names the format, and `common.pt` has everything that is not a tensor. `load_checkpoint` of Megatron-LM
+reads the iteration and the version of the checkpoint from the latter; without `args` it takes those of the command
+line. Layers under names of their own must be announced there, because GPTModel looks for all layers in one tensor.
+`.metadata` has no `planner_data`, which distinguishes such a checkpoint from one of PyTorch.
+
+There are no `_extra_state` objects: which modules have one depends on the layers of the model that is loaded. Megatron
+asks for them unless it is loaded with `strict=log_all` or `log_unexpected`, which parse the name of every object.
+
+Sources: megatron-core 0.16.1 `dist_checkpointing/{core,mapping,serialization,validation}.py`, `strategies/common.py`,
+`transformer/transformer_block.py`; Megatron-LM core_v0.16.1 `megatron/training/checkpointing.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from reshard.errors import Option, Text
+from reshard.readers.dcp import BACKEND, COMMON
+from reshard.targets.torch_save import saved_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reshard.errors import Faults
+    from reshard.source.checkpoint import Checkpoint
+
+SIDE = "mcore"
+"""What rules call the side of Megatron-Core."""
+
+HOW_TO_LOAD = (
+    "Megatron loads this with --dist-ckpt-strictness log_all --finetune: it has no _extra_state, and no optimizer that "
+    "could go on"
+)
+
+_BACKENDS = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
+    "common_backend_version": 1,
+}  # fmt: skip
+_CHECKPOINT_VERSION = 3.0
+_OF_ONE_LAYER = re.compile(r"(?:.*\.)?(?:decoder|encoder)\.layers\.\d+\.", re.DOTALL)
+_OBJECT = re.compile(r"[^/]+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
+
+
+def is_for_megatron(source: Checkpoint, step: int | None = None) -> bool:
+    """Return whether a DCP that is made of a source is to be loaded by Megatron-Core.
+
+    It is if rules made the tensors Megatron's, or if it goes to the directory of an iteration. A DCP of nested dicts is
+    of PyTorch itself, also if Megatron-LM wrote it (`--ckpt-format torch_dcp`), and stays that.
+    """
+    if source.origin is not None and source.origin.side == SIDE:
+        return True
+    return step is not None and all(len(path) == 1 for path in (source.paths or {}).values())
+
+
+def files_beside(step: int | None, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the contents of both files, by name.
+
+    Args:
+        step: the iteration; None for a model that was not trained here, which is iteration 0.
+        names: the names of the tensors.
+    """
+    common: dict[str, object] = {"iteration": step or 0, "checkpoint_version": _CHECKPOINT_VERSION}
+    if any(map(_OF_ONE_LAYER.match, names)):
+        common["content_metadata"] = {"non_homogeneous_layers": True}
+    return {COMMON: saved_object(common), BACKEND: json.dumps(_BACKENDS).encode()}
+
+
+def check_objects(objects: Iterable[tuple[str, str]], faults: Faults) -> None:
+    """Add a fault for each object whose name Megatron-Core cannot parse.
+
+    Args:
+        objects: the old and the new name of each.
+        faults: gets what is wrong.
+    """
+    for old, new in objects:
+        if not _OBJECT.fullmatch(new):
+            fault = "is no tensor, and Megatron-Core loads no such object; to leave it out give "
+            faults.add(f"object {old!r}", Text(fault, Option("exclude", old)))

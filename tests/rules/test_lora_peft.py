@@ -1,0 +1,360 @@
+"""Adapters of embeddings and heads, as PEFT saves them: its merges, bit for bit, of recorded files and of new ones.
+
+RESHARD_TORCH_PYTHON=torch/bin/python pytest -m torch  (with transformers and peft)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+import peft_adapters
+import pytest
+from adapters import assert_arrays, cut, matrices, save, weights, written
+from adapters import merged as plain_merge
+from checkpoints import tree, write_file, write_ranks
+from commands import call, done
+from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write_save
+
+import reshard
+from reshard import LoRA, Selection
+from reshard.errors import ChangedError, SourceError, UsageError
+from reshard.plan import budget
+from reshard.rules.lora import merge
+from reshard.rules.lora.parts import Adapter
+
+if TYPE_CHECKING:
+    from helpers import Array
+
+PYTHON = os.environ.get("RESHARD_TORCH_PYTHON", "")
+UNTIED = ("untied_float32", "untied_float16", "untied_bfloat16", "trained_wider", "not_targeted")
+TIED = ("tied_head", "tied_embedding", "tied_both")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture(
+    scope="session", params=["recorded", pytest.param("new", marks=[pytest.mark.torch, pytest.mark.timeout(600)])]
+)
+def peft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, mindspore_data: Path) -> Path:
+    """The cases of `peft_adapters`."""
+    if request.param == "recorded":
+        return mindspore_data / "peft"
+    found = "import importlib.util as u; raise SystemExit(u.find_spec('peft') is None)"
+    if not PYTHON or subprocess.run([PYTHON, "-c", found], check=False).returncode:
+        pytest.skip("RESHARD_TORCH_PYTHON names no Python that has PyTorch and peft")
+    root = tmp_path_factory.mktemp("peft")
+    subprocess.run([PYTHON, Path(peft_adapters.__file__), root], check=True, capture_output=True)
+    return root
+
+
+def arrays(path: Path) -> dict[str, Array]:
+    """All tensors of a file or a set."""
+    return {name: np.asarray(value) for name, value in reshard.open(path).items()}
+
+
+def merged(case: Path, result: str = "merged") -> dict[str, Array]:
+    """What PEFT made of the set of a case."""
+    return {**arrays(case / "base"), **arrays(case / f"{result}.safetensors")}
+
+
+# --- copies
+
+
+@pytest.mark.parametrize("name", UNTIED)
+def test_copies_of_embeddings(tmp_path: Path, peft: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every dtype, as default options save them, and whole ones: PEFT's bits; and in bands of a few elements."""
+    case = peft / name
+    lora = LoRA(str(case / "adapter"))
+    assert_arrays(reshard.open(case / "base").merge_lora(lora), merged(case))
+    monkeypatch.setattr(budget, "BAND_BYTES", 96)
+    monkeypatch.setattr(budget, "TASK_BYTES", 800)
+    monkeypatch.setattr(merge, "_COPY_BYTES", 100)
+    done("unify", case / "base", tmp_path / "set", "--style", "hf", "--lora", lora.root, "--no-fsync")
+    assert_arrays(reshard.open(tmp_path / "set"), merged(case))
+    done("verify", tmp_path / "set")
+
+
+@pytest.mark.parametrize("how", ["rows", "columns", "both"])
+def test_copies_and_ranks(tmp_path: Path, peft: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a weight are compared with their part of the copy."""
+    case = peft / "untied_bfloat16"
+    model = arrays(case / "base")
+    source = cut(model, how)
+    opened = reshard.open(write_ranks(tmp_path / "src", written(model), source, "safetensors"), strategy=source)
+    monkeypatch.setattr(merge, "_COPY_BYTES", 100)
+    assert_arrays(opened.merge_lora(LoRA(str(case / "adapter"))), merged(case))
+    model[EMBEDDING][17, 11] += 1
+    opened = reshard.open(write_ranks(tmp_path / "other", written(model), source, "safetensors"), strategy=source)
+    with pytest.raises(SourceError, match=r"model.embed_tokens.weight in .* differs from the copy"):
+        opened.merge_lora(LoRA(str(case / "adapter")))[EMBEDDING].compute()
+
+
+def changed(case: Path, into: Path, name: str, at: tuple[int, ...], value: Array | None = None) -> Path:
+    """The base of a case, one element of one tensor being another, or all of the tensor."""
+    model = arrays(case / "base")
+    if value is None:
+        model[name] = model[name].copy()
+        model[name][at] += 1
+    else:
+        model[name] = value
+    into.mkdir()
+    return write_file(into / "model.safetensors", written(model))
+
+
+@pytest.mark.parametrize("case", ["untied_bfloat16", "trained_wider", "not_targeted"])
+@pytest.mark.parametrize("name", [HEAD, EMBEDDING])
+@pytest.mark.parametrize("at", [(0, 0), (31, 15)])
+def test_another_embedding(tmp_path: Path, peft: Path, case: str, name: str, at: tuple[int, ...]) -> None:
+    base = changed(peft / case, tmp_path / "base", name, at)
+    failed = call("transform", base, tmp_path / "out", "--lora", peft / case / "adapter")
+    assert failed.exit_code == 4
+    assert failed.stderr.startswith(f"error: {name} in {base} differs from the copy of it in ")
+    assert not tree(tmp_path / "out")
+
+
+def test_an_element_in_the_middle(tmp_path: Path) -> None:
+    """It is not in the samples that are compared first; the run fails, and leaves no file with a final name."""
+    model = weights("float32", {"lm_head.weight": (512, 64), "w": (4, 4)})
+    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"].copy()}
+    copy["base_model.model.lm_head.base_layer.weight"][256, 33] += 1
+    lora = save(tmp_path / "lora", matrices(model, ("lm_head",)) | copy)
+    plan = reshard.plan(reshard.open(write_file(tmp_path / "base.safetensors", model)), selection=Selection(lora=lora))
+    with pytest.raises(SourceError, match=r"lm_head.weight in .*base.safetensors differs from the copy"):
+        plan.run(tmp_path / "out")
+    assert not [name for name in tree(tmp_path / "out") if name.endswith(".safetensors")]
+    save(tmp_path / "lora", matrices(model, ("lm_head",)) | {name: one + 1 for name, one in copy.items()})
+    with pytest.raises(ChangedError, match=r"adapter_model.safetensors: changed since it was opened"):
+        plan.run(tmp_path / "again")
+
+
+def test_copies_are_compared_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is read at once: no buffer is as large as the copy."""
+    model = weights("float32", {"lm_head.weight": (512, 64)})
+    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"]}
+    lora = save(tmp_path / "lora", matrices(model, ("lm_head",)) | copy)
+    opened = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(lora)
+    rows, read = list[int](), Adapter.rows
+
+    def noted(adapter: Adapter, name: str, first: int, last: int) -> Array:
+        if "base_layer" in name:
+            rows.append(last - first)
+        return read(adapter, name, first, last)
+
+    monkeypatch.setattr(merge, "_COPY_BYTES", 4096)
+    monkeypatch.setattr(Adapter, "rows", noted)
+    opened["lm_head.weight"].compute()
+    assert (max(rows), sum(rows)) == (16, 512)
+
+
+def test_copies_of_biases_and_other_names(tmp_path: Path) -> None:
+    model = weights("float32", {"lm_head.weight": (32, 16), "lm_head.bias": (32,), "norm.weight": (16,)})
+    prefix = "base_model.model"
+    copies = {f"{prefix}.lm_head.base_layer.bias": model["lm_head.bias"], f"{prefix}.norm.weight": model["norm.weight"]}
+    pairs = matrices(model, ("lm_head",))
+    base = reshard.open(write_file(tmp_path / "base.safetensors", model))
+    expected = base.merge_lora(save(tmp_path / "lora", pairs))
+    assert_arrays(
+        base.merge_lora(save(tmp_path / "copies", pairs | copies)), {n: np.asarray(v) for n, v in expected.items()}
+    )
+    for number, name in enumerate(copies):
+        other = {**copies, name: -copies[name]}
+        with pytest.raises(SourceError, match=r"(lm_head.bias|norm.weight) in .* differs from the copy"):
+            base.merge_lora(save(tmp_path / f"other{number}", pairs | other))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lm_head.base_layer.weight", np.ones((34, 16), np.float32), r"is float32 \[32, 16\] in .*another vocabulary"),
+        ("lm_head.base_layer.weight", np.ones((32, 16), np.int8), r"is int8; expected bfloat16, float16, float32"),
+        ("absent.base_layer.weight", np.ones((32, 16), np.float32), r"matches no tensor"),
+        ("lm_head.base_layer.lora_C.weight", np.ones((32, 16), np.float32), r"is neither lora_A nor lora_B"),
+        ("lm_head.base_layer.other", np.ones((32, 16), np.float32), r"is neither lora_A nor lora_B"),
+    ],
+)  # fmt: skip
+def test_copies_that_are_refused(tmp_path: Path, name: str, value: Array, message: str) -> None:
+    model = weights("float32", {"lm_head.weight": (32, 16)})
+    base = reshard.open(write_file(tmp_path / "base.safetensors", model))
+    with pytest.raises(SourceError, match=message):
+        base.merge_lora(save(tmp_path / "lora", {**matrices(model, ("lm_head",)), f"base_model.model.{name}": value}))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_that_was_trained_in_another_dtype(tmp_path: Path, dtype: str) -> None:
+    """The copy is the weight as that dtype has it; what is merged into is the weight."""
+    model = weights("float32", {"lm_head.weight": (32, 16)})
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    pairs = matrices(model, ("lm_head",))
+    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"].astype(kind)}
+    base = reshard.open(write_file(tmp_path / "base.safetensors", model))
+    found = base.merge_lora(save(tmp_path / "lora", pairs | copy))
+    assert_arrays(found, plain_merge(model, pairs))
+
+
+def test_memory_for_copies_is_counted(tmp_path: Path) -> None:
+    model = weights("float32", {"lm_head.weight": (32, 16)})
+    pairs = matrices(model, ("lm_head",))
+    base = reshard.open(write_file(tmp_path / "base.safetensors", model))
+    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"]}
+    sizes = [
+        reshard.plan(base, selection=Selection(lora=save(tmp_path / name, some))).explain_memory()[
+            "coding and fetching"
+        ]
+        for name, some in (("pairs", pairs), ("copies", pairs | copy))
+    ]
+    assert sizes[1] >= sizes[0] + merge._COPY_BYTES
+
+
+# --- tied weights
+
+
+def untied(case: Path) -> dict[str, Array]:
+    """What PEFT made of a case after its weights were untied."""
+    model = arrays(case / "base")
+    return {**model, HEAD: model[EMBEDDING], **arrays(case / "untied.safetensors")}
+
+
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("base", ["base", "base.bin"])
+def test_tied_weights(tmp_path: Path, peft: Path, name: str, base: str) -> None:
+    """Of a set without the head, and of a file of torch.save with both: nothing without a choice; PEFT's bits with."""
+    case = peft / name
+    source = reshard.open(case / base)
+    adapter = case / "adapter"
+    with pytest.raises(UsageError, match=r"tied='untie' to reshard.LoRA .* tied='both' to reshard.LoRA") as raised:
+        source.merge_lora(LoRA(str(adapter)))
+    assert {HEAD, EMBEDDING} <= {word.strip(",") for word in str(raised.value).split()}
+    failed = call("unify", case / base, tmp_path / "no", "--style", "hf", "--lora", adapter)
+    assert failed.exit_code == 2
+    assert all(word in failed.stderr for word in (HEAD, EMBEDDING, "--lora-tied untie", "--lora-tied both"))
+    assert not (tmp_path / "no").exists()
+
+    both = merged(case)
+    if base == "base":
+        del both[HEAD]
+    for choice, expected in (("both", both), ("untie", untied(case))):
+        assert_arrays(source.merge_lora(LoRA(str(adapter), tied=choice)), expected)
+        result = done(
+            "unify", case / base, tmp_path / choice, "--style", "hf", "--lora", adapter, "--lora-tied", choice,
+            "--no-fsync",
+        )  # fmt: skip
+        assert ("tie_word_embeddings" in result.stderr) == (choice == "untie")
+        assert_arrays(reshard.open(tmp_path / choice), expected)
+        done("verify", tmp_path / choice)
+    assert (
+        call("verify", tmp_path / "both", "--against", case / base, "--lora", adapter, "--lora-tied", "untie").exit_code
+        == 3
+    )
+
+
+def test_tied_adapters_ask_nothing(peft: Path) -> None:
+    """Both weights have one product (ensure_weight_tying): it is added once, which PEFT does not."""
+    case = peft / "tied_ensured"
+    lora = LoRA(str(case / "adapter"))
+    once = arrays(case / "untied.safetensors")[EMBEDDING]
+    assert_arrays(reshard.open(case / "base").merge_lora(lora), {**arrays(case / "base"), EMBEDDING: once})
+    whole = {**arrays(case / "base.bin"), EMBEDDING: once, HEAD: once}
+    assert_arrays(reshard.open(case / "base.bin").merge_lora(lora), whole)
+    assert not np.array_equal(arrays(case / "merged.safetensors")[EMBEDDING], once)
+
+
+@pytest.mark.parametrize("config", [{"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}])
+def test_both_are_stored(tmp_path: Path, peft: Path, config: dict[str, object]) -> None:
+    """And the model's configuration ties them; without it, nothing does."""
+    case = peft / "tied_head"
+    model = arrays(case / "base.bin")
+    (tmp_path / "base").mkdir()
+    source = reshard.open(write_file(tmp_path / "base" / "model.safetensors", written(model)).parent)
+    lora = LoRA(str(case / "adapter"))
+    assert_arrays(source.merge_lora(lora), untied(case))
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=f"{EMBEDDING}, {HEAD} are tied in "):
+        source.merge_lora(lora)
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), untied(case))
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="both")), merged(case))
+    assert_arrays(source.sel(HEAD).merge_lora(lora), {HEAD: untied(case)[HEAD]})
+
+
+def test_a_plan_file_has_the_choice(tmp_path: Path, peft: Path) -> None:
+    case = peft / "tied_head"
+    target = ("--lora", case / "adapter", "--lora-tied", "untie")
+    done("plan", case / "base", *target, "-o", tmp_path / "plan.json")
+    done("run", tmp_path / "plan.json", tmp_path / "out", "--no-fsync")
+    assert_arrays(reshard.open(tmp_path / "out"), untied(case))
+    failed = call("transform", case / "base", tmp_path / "out", *target[:3], "both")
+    assert failed.exit_code == 6
+    for options in (("--lora-tied", "both"), (*target[:3], "neither")):
+        assert call("transform", case / "base", tmp_path / "no", *options).exit_code == 2
+    with pytest.raises(UsageError, match="tied of a LoRA adapter is 'x'; expected both or untie"):
+        LoRA("adapter", tied="x")
+
+
+def test_other_layers_of_tied_models_ask_nothing(tmp_path: Path, peft: Path) -> None:
+    case = peft / "tied_head"
+    model = arrays(case / "base")
+    layers = ("model.layers.0.mlp.down_proj",)
+    lora = save(tmp_path / "lora", matrices(model, layers))
+    for base in ("base", "base.bin"):
+        found = {name: np.asarray(one) for name, one in reshard.open(case / base).merge_lora(lora).items()}
+        before = arrays(case / base)
+        assert [name for name in before if not np.array_equal(found[name], before[name])] == [f"{layers[0]}.weight"]
+
+
+def test_ranks_of_a_tied_model(tmp_path: Path, peft: Path) -> None:
+    """The head that is not stored is cut as the embedding is."""
+    case = peft / "tied_head"
+    model = arrays(case / "base")
+    source = cut(model, "rows")
+    write_ranks(tmp_path / "src", written(model), source, "safetensors")
+    opened = reshard.open(tmp_path / "src", strategy=source)
+    with pytest.raises(UsageError, match="are tied"):
+        opened.merge_lora(LoRA(str(case / "adapter")))
+    lora = LoRA(str(case / "adapter"), tied="untie")
+    expected = untied(case)
+    reshard.plan(opened, cut(expected, "columns"), selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
+    assert_arrays(reshard.open(tmp_path / "out", strategy=cut(expected, "columns")), expected)
+    assert reshard.verify(tmp_path / "out").equal
+
+
+def test_tied_dtensors(tmp_path: Path) -> None:
+    """One storage in the file of each rank."""
+    model = weights("float32", {HEAD: (32, 16), "w.weight": (8, 4)})
+    for rank in range(2):
+        half = Storage(np.ascontiguousarray(model[HEAD][16 * rank : 16 * rank + 16]).reshape(-1))
+        local = tensor(model[HEAD][16 * rank : 16 * rank + 16], storage=half)
+        tied = dtensor(local, (32, 16), [shard(0)], mesh((2,), rank))
+        write_rank(tmp_path / "src", rank, 2, {EMBEDDING: tied, HEAD: tied, "w.weight": tensor(model["w.weight"])})
+    source = reshard.open(tmp_path / "src")
+    lora = save(tmp_path / "lora", matrices(model, ("lm_head",)))
+    with pytest.raises(UsageError, match=f"{EMBEDDING}, {HEAD} are tied in .*, and the adapter changes only {HEAD}"):
+        source.merge_lora(lora)
+    after = plain_merge(model, matrices(model, ("lm_head",)))
+    for tied, embedding in (("both", after[HEAD]), ("untie", model[HEAD])):
+        selection = Selection(lora=LoRA(lora.root, tied=tied))
+        reshard.plan(source, format="safetensors", selection=selection).run(tmp_path / tied, fsync=False)
+        assert_arrays(reshard.open(tmp_path / tied), {**after, EMBEDDING: embedding})
+        assert reshard.verify(tmp_path / tied).equal
+
+
+def test_views_of_one_storage(tmp_path: Path) -> None:
+    """A fused weight and its parts: each part may have an adapter, and the fused weight stays what it was."""
+    fused = weights("float32", {"qkv.weight": (48, 16)})["qkv.weight"]
+    storage = Storage(fused.reshape(-1))
+    model = {f"{name}.weight": fused[16 * at : 16 * at + 16] for at, name in enumerate("qkv")}
+    parts = {f"{n}.weight": tensor(model[f"{n}.weight"], storage=storage, first=256 * i) for i, n in enumerate("qkv")}
+    write_save(tmp_path / "apart.pt", parts)
+    write_save(tmp_path / "fused.pt", {**parts, "qkv.weight": tensor(fused, storage=storage)})
+    pairs = matrices(model, ("q", "v"))
+    after, lora = plain_merge(model, pairs), save(tmp_path / "lora", pairs)
+    assert_arrays(reshard.open(tmp_path / "apart.pt").merge_lora(lora), after)
+    source = reshard.open(tmp_path / "fused.pt")
+    with pytest.raises(UsageError, match="q.weight, k.weight, v.weight, qkv.weight are tied in "):
+        source.merge_lora(lora)
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**after, "qkv.weight": fused})
+    whole = np.concatenate([after[f"{name}.weight"] for name in "qkv"])
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="both")), {**after, "qkv.weight": whole})
