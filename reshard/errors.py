@@ -22,7 +22,9 @@ Words = Mapping[str, tuple[str, ...]]
 """How options are written, by their names: without a value, and with one."""
 
 PYTHON: Words = {
+    "against": ("against=...",),
     "allow_missing": ("allow_missing={!r}",),
+    "cast": ("cast={{{!r}: {!r}}}",),
     "client": ("client=...",),
     "deduplicated": ("deduplicated=True",),
     "drop": ("drop={!r}",),
@@ -32,6 +34,7 @@ PYTHON: Words = {
     "key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
     "layout": ("layouts={{{!r}: {!r}}}",),
     "lora_alpha": ("alpha=... to reshard.LoRA",),
+    "lora_tied": ("tied={!r} to reshard.LoRA",),
     "memory": ("memory=...", "memory={:_}"),
     "name_map": ("names=...",),
     "overwrite": ("overwrite=True",),
@@ -41,9 +44,9 @@ PYTHON: Words = {
     "seed": ("seed={}",),
     "source": ("source=...",),
     "source_key": ("source_cipher=...", "source_cipher=reshard.Cipher({!r}, key)"),
-    "source_strategy": ("source_strategy=...",),
+    "source_strategy": ("source_strategy=...", "source_strategy={!r}"),
     "stage": ("stage={}",),
-    "strategy": ("strategy=...",),
+    "strategy": ("strategy=...", "strategy={!r}"),
     "suffix": ("suffix=...", "suffix={!r}"),
     "target_cipher": ("target_cipher=...", "target_cipher=reshard.Cipher({!r}, key)"),
     "target_key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
@@ -53,7 +56,7 @@ PYTHON: Words = {
     "target_rank_pattern": ("rank_pattern=...",),
     "target_stage": ("stage={}",),
     "target_step": ("step=... to reshard.Checkpoint2",),
-    "target_strategy": ("strategy=...",),
+    "target_strategy": ("strategy=...", "strategy={!r}"),
     "target_suffix": ("suffix=...", "suffix={!r}"),
     "weights_only": ("weights_only",),
 }
@@ -66,7 +69,8 @@ class Option(NamedTuple):
     Attributes:
         name: as in the tables of words.
         value: what it is given; None where a text names the option alone, or it has no value.
-        rule: of the tensors that `layout` names in its value; how people write the size that `memory` has.
+        rule: of the tensors that `layout` names in its value; how people write the size that `memory` has, and a
+            shell the path that `strategy` has.
     """
 
     name: str
@@ -81,7 +85,7 @@ class Option(NamedTuple):
     def written(self, words: Words) -> str:
         """Return what to type."""
         forms = words[self.name]
-        return forms[0 if self.value is None else -1].format(self.value, self.rule)
+        return printable(forms[0 if self.value is None else -1].format(self.value, self.rule))
 
 
 class Text(str):
@@ -161,6 +165,12 @@ class GoneError(SourceError):
     """A source file is not there any more."""
 
 
+class UnansweredError(SourceError):
+    """An object store did not answer, or not properly, in any try to read."""
+
+    exit_code = 1
+
+
 class LayoutError(SourceError):
     """A layout cannot be applied to a tensor: sizes do not divide, axes are out of range."""
 
@@ -183,6 +193,18 @@ class TargetError(ReshardError):
     """A target file exists already, is one of the sources, or a source changed under the run."""
 
     exit_code = 6
+
+
+class NoBucketError(TargetError):
+    """The bucket of a target does not exist."""
+
+    exit_code = 1
+
+
+class UnsentError(TargetError):
+    """An object store did not answer, or not properly, in any try to write."""
+
+    exit_code = 1
 
 
 class ChangedError(TargetError):
@@ -245,6 +267,18 @@ def bytes_text(nbytes: float) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def printable(text: object, *, keep: str = "") -> str:
+    r"""Escape what a terminal would obey instead of showing: control characters, bidirectional marks, lone bytes.
+
+    >>> print(printable("w\x1b[2J\n"), printable("a\nb", keep="\n").count("\n"), printable("größe"))
+    w\x1b[2J\n 1 größe
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def names(items: Iterable[object], *, most: int = 5) -> str:

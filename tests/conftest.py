@@ -11,6 +11,7 @@ import pytest
 from commands import case  # noqa: F401 -- a fixture of several test files
 from compared import sides  # noqa: F401 -- likewise
 from faulty import faults  # noqa: F401 -- likewise
+from faulty_proxy import proxy  # noqa: F401 -- likewise
 from forked import forked  # noqa: F401 -- likewise
 from hypothesis import HealthCheck, settings
 from remotes import asked, bucket, root, server, several_groups  # noqa: F401 -- likewise; they have one server

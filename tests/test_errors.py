@@ -29,11 +29,13 @@ def test_every_kind_has_its_exit_code() -> None:
         "SourceError": 4,
         "EncryptedError": 4,
         "GoneError": 4,
+        "UnansweredError": 1,
         "LayoutError": 4,
         "StrategyError": 4,
         "PlanError": 4,
         "BudgetError": 5,
         "TargetError": 6,
+        "UnsentError": 1,
         "ChangedError": 6,
     }
     assert all(issubclass(getattr(errors, name), ReshardError) for name in kinds)

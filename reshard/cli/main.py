@@ -160,7 +160,8 @@ def inspect(
     summed over the row. Without a strategy, files of ranks are shown as they are.
     """
     from reshard.formats.rank_dirs import rank_of
-    from reshard.readers.open import has_several_ranks, is_made, iterations_at, read_headers
+    from reshard.readers.open import has_several_ranks, iterations_at, noted, read_headers
+    from reshard.readers.ranks import changed_text
     from reshard.view.data import checkpoint_data, rank_files_data
     from reshard.view.tables import (
         checkpoint_text,
@@ -179,9 +180,12 @@ def inspect(
         print_text(f"{iterations_text(listed, width=width())}\n")
     found_by: dict[str, Any] = {"rank_pattern": reading["rank_pattern"], "suffix": reading["suffix"]}
     unruled = source_strategy is None and not reading["layouts"] and reading["stage"] is None
-    known = found_by == {name: OPENING[name] for name in found_by} and is_made(source)
+    known, change = False, ""
+    if unruled and found_by == {name: OPENING[name] for name in found_by}:
+        known, change = noted(source, reading["cipher"])
     if rules is None and unruled and not known and has_several_ranks(source, **found_by):
         files, ranks, warnings, step, _ = read_headers(source, **found_by, cipher=reading["cipher"])
+        warnings += [changed_text(source, change)] if change else []
         warnings.append("shapes are those in the files of each rank; --source-strategy shows whole tensors")
         parts, whole = rank_parts(str(source), files, ranks, step), False
     else:
@@ -224,10 +228,9 @@ def demo(directory: Path) -> None:
     with numpy slices of the whole tensors. It then shows what to type next.
     """
     from reshard.cli.demo import demo as run_demo
-    from reshard.view.text import printable
 
     wrote()  # file after file
-    run_demo(directory, lambda line: click.echo(printable(line, keep="\n")), command=called_as())
+    run_demo(directory, print_text, command=called_as())
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

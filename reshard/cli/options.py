@@ -194,9 +194,9 @@ _OPENING = (
         multiple=True,
         metavar="NAME=RULE",
         callback=layout_rules,
-        help="How the tensors of this name (or glob) are cut, whatever the strategy says: whole, copy (every rank has "
-        "a value of its own), split:DIM, DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect` shows it. "
-        "May be repeated.",
+        help="How the tensors of this name (or glob) are cut, in place of what the strategy says: whole, copy (every "
+        "rank has a value of its own), split:DIM, DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect` "
+        "shows it. May be repeated.",
     ),
     _SUFFIX,
     _RANK_PATTERN,
@@ -209,7 +209,8 @@ source_strategy_option = option(
     first=True,
     type=STRATEGY_PLACE,
     metavar="STRATEGY",
-    help="Strategy file of the source, or directory of its ranks' strategy files.",
+    help="Strategy file of the source, or directory of its ranks' strategy files. What reshard wrote, and copies of "
+    "that, need none.",
 )
 target_strategy_option = option(
     "--target-strategy",
@@ -415,7 +416,8 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             under="Running",
             first=True,
             is_flag=True,
-            help="Replace target files that exist. The FILE of --write-manifest is replaced, too.",
+            help="Replace what is in TARGET: files that exist are replaced, and others that earlier runs wrote there "
+            "are removed at the end. The FILE of --write-manifest is replaced, too.",
         ),
         option(
             "--restart",

@@ -26,15 +26,15 @@ from reshard.cli.options import (
 )
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import called_as, cluster_client, print_json, print_text, say, say_warnings, wrote
-from reshard.cli.values import CHECKPOINT2, DCP, READ, TARGET, WRITE, noting_swap
-from reshard.errors import ReshardError, SourceError, UsageError
+from reshard.cli.values import CHECKPOINT2, DCP, READ, TARGET, WRITE, noting_swap, refuse_store
+from reshard.errors import ReshardError, SourceError, UsageError, names
 from reshard.readers.open import files_read, made_at
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from reshard.plan.plan import Plan
@@ -53,12 +53,13 @@ the newest is read: name, and which are older), target, format, encryption (its
 mode, or null), ranks, tensors, bytes_needed, bytes_read, bytes_written
 (contents), target_bytes (whole files), source_files, target_files, tasks,
 peak_memory, partition, read_amplification, seconds (null in a dry run),
-dropped, missing, left_out (by --weights-only, --include and --exclude),
-warnings, sampled (what was looked at when SOURCE was opened), files: rank,
-path, nbytes; replicas, links, measured_memory, checksums, resumed, finished:
-how many files an earlier run had finished, which were not read again; verify:
-the command to type (null where TARGET alone is not enough); manifest: the
-command that checks it.
+dropped, missing, left_out (by --weights-only, --include and --exclude), changes
+(of names and values: kind, text, tensors, detail), warnings, sampled (what was
+looked at when SOURCE was opened), files: rank, path, nbytes; replicas, links,
+measured_memory, checksums, resumed, finished: how many files an earlier run had
+finished, which were not read again; removed: those of earlier runs that
+--overwrite or --restart removed; verify: the command to type (null where TARGET
+alone is not enough); manifest: the command that checks it.
 """
 
 
@@ -119,6 +120,8 @@ def plan(
 
     if overwrite and output is None:
         raise UsageError("--overwrite is only for the file of -o; give that too")
+    if target is not None:
+        refuse_store(as_place(target))
     if output is not None:
         refuse_existing(output, overwrite=overwrite)
         if target is not None:
@@ -308,14 +311,16 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         result: what was asked for, where that is a file in the target directory.
     """
     from reshard.plan.partition import partitioned
-    from reshard.run.preflight import neighbours
+    from reshard.run.beside import neighbours
+    from reshard.run.session import older_at
     from reshard.view.data import report_data
     from reshard.view.text import report_text
 
     check_manifest_place(running.write_manifest, overwrite=running.overwrite)
     _check_manifest(running.write_manifest, plan, target)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
-    warnings = [*plan.warnings, *(neighbours(plan, target) if result in {None, target} else ())]
+    older = older_at(plan, str(target.real())) if running.overwrite or running.restart else {}
+    warnings = [*plan.warnings, *(neighbours(plan, target, older) if result in {None, target} else ())]
     if plan.source.cipher and not plan.cipher:
         advice = "; --target-key-file encrypts it" if plan.format == "ckpt" else ""
         warnings.append(f"{plan.source.root} is encrypted, and what is written is not{advice}")
@@ -323,7 +328,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     if not running.quiet:
         say_warnings(plan.warnings)
     if running.dry_run:
-        _report_plan(plan, target, running)
+        _report_plan(plan, target, running, older)
         return
     with (
         cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
@@ -350,17 +355,19 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         check = _command("verify", place, "--manifest", running.write_manifest)
     if running.quiet and not running.as_json:
         return
-    is_known = _is_known(plan, place)
+    is_known = not plan.alone and _is_known(plan, place)
     keys = [
         *(key_typed("--key-file", "cipher") if plan.source.cipher else ()),
         *(key_typed("--target-key-file", "target_cipher") if plan.cipher else ()),
     ]
-    verify = _command("verify", place, *keys) if is_known else None
+    against = ("--against", plan.source.root)
+    is_same = plan.alone and plan.request is None and not (plan.dropped or keys)
+    verify = _command("verify", place, *(against if is_same else keys)) if is_known or is_same else None
     if running.as_json:
         print_json(report_data(plan, str(target), done, verify, check))
         return
     print_text(report_text(plan, done, verify, manifest, check))
-    if is_known:
+    if is_known or plan.alone:
         say(f"to look at it: {_inspect(place) if plan.cipher else _command('inspect', place)}")
 
 
@@ -391,12 +398,12 @@ def key_typed(option: str, name: str) -> tuple[object, ...]:
     return (option, typed[name]) if name in typed else ()
 
 
-def _report_plan(plan: Plan, target: Place, running: Running) -> None:
+def _report_plan(plan: Plan, target: Place, running: Running, older: Collection[str]) -> None:
     """Report what a run would do, and what it would find."""
     from reshard.view.data import report_data
     from reshard.view.text import plan_text
 
-    found = _preflight(plan, target, running)
+    found = _preflight(plan, target, running, older)
     if not running.quiet:
         say_warnings(found)
     if running.as_json:
@@ -405,12 +412,15 @@ def _report_plan(plan: Plan, target: Place, running: Running) -> None:
         print_text(plan_text(plan, str(target)))
 
 
-def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
+def _preflight(plan: Plan, target: Place, running: Running, older: Collection[str]) -> list[str]:
     """Return what a run would find of its target files, and which option it would need."""
+    from reshard.run.beside import refuse_other_ranks
     from reshard.run.preflight import Do, of, preflight
     from reshard.view.text import count_text
 
-    there = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart)
+    there = preflight(plan, str(target), overwrite=running.overwrite, restart=running.restart, older=older)
+    if running.overwrite or running.restart:
+        refuse_other_ranks(plan, str(target.real()), older)
     kept = of(there.fates, Do.KEEP)
     key = ", with another key" if plan.cipher else ""
     counts = (
@@ -422,9 +432,10 @@ def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
         ),
         (len(of(there.fates, Do.UNMANAGED)), "would be in the way; a run needs --overwrite"),
     )
+    removed = [f"{count_text(len(older), 'file')} of earlier runs would be removed: {names(sorted(older), most=3)}"]
     found = [f"{count_text(count, 'target file')} {words}" for count, words in counts if count]
     touched = sum(there.fates[file].is_touched for file in kept)
-    return [*found, *([_touched(touched, "would keep")] if touched else [])]
+    return [*found, *(removed if older else []), *([_touched(touched, "would keep")] if touched else [])]
 
 
 def _touched(count: int, kept: str) -> str:

@@ -11,7 +11,7 @@ from reshard.cli.commands import option
 from reshard.cli.options import drop_option
 from reshard.cli.values import READ, READ_PLACE, dtype_casts, numbers, read_name_map
 from reshard.plan.select import Selection
-from reshard.rules.lora import LoRA
+from reshard.rules.lora import TIED, LoRA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ _rules_numbers = (
         under="Tensors",
         type=READ_PLACE,
         metavar="FILE",
-        help="The config.json that numbers of the rules are from.  [default: the source's]",
+        help="The config.json with the numbers of the rules and of layers.  [default: the source's]",
     ),
 )
 _rules_option = option(
@@ -42,7 +42,8 @@ _rules_option = option(
     first=True,
     type=READ_PLACE,
     metavar="FILE",
-    help="Rules of other names and shapes. See `reshard rules`.",
+    help="Rules of other names and shapes. See `reshard rules`. Other options of this group take the names that "
+    "the rules make.",
 )
 
 
@@ -75,11 +76,14 @@ def read_rules(rules: Place | None, model_config: Place | None, let: dict[str, i
     return Rules.read(rules, config=model_config, let=let)
 
 
-def _adapter(root: Place | None, alpha: float | None) -> LoRA | None:
+def _adapter(root: Place | None, alpha: float | None, tied: str | None) -> LoRA | None:
     """Return the LoRA adapter that is meant."""
-    if root is None and alpha is not None:
-        raise click.UsageError("--lora-alpha is for an adapter; give --lora DIR")
-    return None if root is None else LoRA(str(root), alpha)
+    if root is not None:
+        return LoRA(str(root), alpha, tied or "")
+    if alpha is not None or tied:
+        name = "--lora-tied" if alpha is None else "--lora-alpha"
+        raise click.UsageError(f"{name} is for an adapter; give --lora DIR")
+    return None
 
 
 def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,9 +102,10 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         rules: Rules | None,
         lora: Place | None,
         lora_alpha: float | None,
+        lora_tied: str | None,
         **others: Any,
     ) -> Any:
-        adapter = _adapter(lora, lora_alpha)
+        adapter = _adapter(lora, lora_alpha, lora_tied)
         selection = Selection(include, exclude, weights_only, name_map, casts, drop, allow_missing, rules, adapter)
         return command(*args, selection=selection, **others)
 
@@ -115,6 +120,13 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         drop_option("Weights that the target may lack. May be repeated."),
         rules_options,
+        option(
+            "--lora-tied",
+            under="Tensors",
+            type=click.Choice(TIED),
+            help="If the adapter changes one of two tied weights, such as lm_head and embed_tokens: change both, as "
+            "PEFT's merge_and_unload does, or untie them, as they were trained.",
+        ),
         option(
             "--lora-alpha",
             under="Tensors",
@@ -146,14 +158,15 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=READ,
             callback=read_name_map,
             metavar="FILE",
-            help='JSON object of old to new names. As {"layers.*.wq": "model.*.q_proj"}; optimizer states follow.',
+            help='JSON object of old to new names. As {"layers.*.wq": "model.*.q_proj"}; optimizer states follow. '
+            "With --rules, old names are those that the rules make.",
         ),
         option(
             "--exclude",
             under="Tensors",
             multiple=True,
             metavar="GLOB[@COUNT]",
-            help="No tensors of these names. May be repeated.",
+            help="No tensors of these names. With --rules, names that the rules make. May be repeated.",
         ),
         option(
             "--include",
@@ -161,7 +174,8 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
             first=True,
             multiple=True,
             metavar="GLOB[@COUNT]",
-            help="Only tensors of these names. With @COUNT, exactly that many. May be repeated.",
+            help="Only tensors of these names. With @COUNT, exactly that many. With --rules, names that the rules "
+            "make. May be repeated.",
         ),
         option(
             "--weights-only",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from reshard.cli import stop as stop_at_once
-from reshard.errors import BudgetError, ReshardError, Text, joined, spelled
+from reshard.errors import BudgetError, ReshardError, Text, joined, printable, spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 _KEY, _TARGET_KEY = "--key-file or RESHARD_KEY", "--target-key-file or RESHARD_TARGET_KEY"
 
 OPTIONS: Words = {
+    "against": ("--against SOURCE",),
     "allow_missing": ("--allow-missing '{}'",),
+    "cast": ("--cast {}={}",),
     "client": ("--cluster",),
     "deduplicated": ("--deduplicated",),
     "drop": ("--drop '{}'",),
@@ -45,6 +47,7 @@ OPTIONS: Words = {
     "key": (_KEY, "--key-file FILE"),
     "layout": ("--layout '{}={}'",),
     "lora_alpha": ("--lora-alpha N",),
+    "lora_tied": ("--lora-tied {}",),
     "memory": ("--memory", "--memory {1}"),
     "name_map": ("--name-map",),
     "overwrite": ("--overwrite",),
@@ -54,9 +57,9 @@ OPTIONS: Words = {
     "seed": ("--seed {}",),
     "source": ("--source DIRECTORY",),
     "source_key": (_KEY, "--key-file FILE"),
-    "source_strategy": ("--source-strategy",),
+    "source_strategy": ("--source-strategy", "--source-strategy {1}"),
     "stage": ("--stage {}",),
-    "strategy": ("--source-strategy",),
+    "strategy": ("--source-strategy", "--source-strategy {1}"),
     "suffix": ("--suffix", "--suffix {}"),
     "target_cipher": (_TARGET_KEY, "--target-key-file FILE"),
     "target_key": (_TARGET_KEY, "--target-key-file FILE"),
@@ -66,7 +69,7 @@ OPTIONS: Words = {
     "target_rank_pattern": ("--target-rank-pattern",),
     "target_stage": ("--target-stage {}",),
     "target_step": ("--target-step N",),
-    "target_strategy": ("--target-strategy",),
+    "target_strategy": ("--target-strategy", "--target-strategy {1}"),
     "target_suffix": ("--target-suffix", "--target-suffix {}"),
     "weights_only": ("--weights-only",),
 }
@@ -149,8 +152,6 @@ def message_of(error: BaseException) -> tuple[str, int]:
 
 def say(text: str) -> None:
     """Write talk to stderr, with what a terminal would obey escaped."""
-    from reshard.view.text import printable
-
     lines = spelled(text, OPTIONS).split("\n")
     lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines]
     shown = printable("\n".join(lines), keep="\n")
@@ -169,12 +170,12 @@ def paint(text: str, **style: Any) -> str:
 def say_warnings(warnings: Sequence[str]) -> None:
     """Report on stderr what a user should know though it is not an error."""
     for warning in warnings:
-        say(Text("warning: ", warning))
+        say(printable(spelled(Text("warning: ", warning), OPTIONS)))  # one line, whatever the names in it
 
 
 def print_text(text: str) -> None:
-    """Write a result to stdout, with the options that it names as the command line writes them."""
-    click.echo(spelled(text, OPTIONS))
+    """Write a result to stdout: options as the command line writes them, what a terminal would obey escaped."""
+    click.echo(printable(spelled(text, OPTIONS), keep="\n"))
 
 
 def print_json(data: dict[str, object]) -> None:
@@ -212,8 +213,6 @@ def print_csv(rows: Iterable[Sequence[str | int]]) -> None:
     escaped on one; in a pipe a name is what it is.
     """
     import csv
-
-    from reshard.view.text import printable
 
     shown = printable if sys.stdout.isatty() else str
     csv.writer(sys.stdout).writerows(

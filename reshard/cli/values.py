@@ -26,13 +26,13 @@ from reshard.storage.small import is_text, parse_json, pointed, read_small
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reshard.storage.places import AnyName
+    from reshard.storage.places import AnyName, Place
 
 _MOST_RANKS = 1 << 20
 _LARGEST_NAME_MAP = 1 << 26
 _MOST_KEY = 1 << 20
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
 
 
@@ -89,12 +89,14 @@ def numbers(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) 
 
 
 def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means, as dask reads it."""
+    """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means; only 0 needs no unit."""
     if value is None:
         return None
     match = _SIZE.fullmatch(value.strip())
     if not match:
         raise click.BadParameter(f"{value!r}: invalid size; expected e.g. 4GB or 512MiB", param=param)
+    if match["number"] == match[0] and float(match[0]):
+        raise click.BadParameter(f"{match[0]} has no unit; write {match[0]}GB or {match[0]}MB", param=param)
     power = "kmgtp".index(match[2].lower()) + 1 if match[2] else 0
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -225,6 +227,16 @@ READ, READ_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True)
 STRATEGY, STRATEGY_PLACE = PathType(STRATEGIES), PathType(STRATEGIES, remote=True)
 WRITE, WRITE_PLACE = PathType(OUTPUTS), PathType(OUTPUTS, remote=True)
 TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)
+
+
+def refuse_store(target: Place) -> None:
+    """Refuse the name of a zarr store for the target of a command that writes none.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if target.suffix == ".zarr":
+        raise UsageError(f"{target} is the name of a zarr store; `reshard unify` writes it, or choose another name")
 
 
 @contextmanager

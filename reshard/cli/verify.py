@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -20,7 +20,7 @@ from reshard.cli.options import (
     threads_option,
 )
 from reshard.cli.selection import selection_options
-from reshard.cli.terminal import OPTIONS, cluster_client, print_json, say, say_warnings, wrote
+from reshard.cli.terminal import OPTIONS, cluster_client, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ_PLACE, WRITE_PLACE, noting_swap, share
 from reshard.errors import UsageError, VerifyError
 from reshard.plan.select import Selection
@@ -28,6 +28,7 @@ from reshard.storage.cipher import required
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
+    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
     from reshard.verify.verify import Verification
@@ -56,20 +57,36 @@ too, and .ckpt files with a CRC. Of the former replicas are compared with each
 other. Files that no metadata name are warned of. With --against SOURCE
 every rank of TARGET is compared with what a conversion with the same options
 would make, whatever the two layouts and formats, and replicas with each other.
+Ledgers of TARGET and SOURCE, if there are any, say which strategies they have
+and how they were made, and none of that need be given. What changed on the way
+(names, casts, rules, an adapter, tensors left out) is named, and applied before
+comparing:
+- TARGET was made from SOURCE: to SOURCE.
+- SOURCE was made from TARGET: to TARGET, and SOURCE is what is verified.
+- Both were made from a third, and one of them was changed: to the other one.
+  If each was changed in another way, they are compared as they are.
+- Nothing connects them: to SOURCE, as if it were the source that TARGET's ledger
+  names, unless it has more of TARGET's names as it is.
+--cast, --name-map, --rules, --lora, --include, --exclude and --weights-only say
+instead how TARGET is made from SOURCE.
 The metadata of a Checkpoint 2.0 are compared with the headers: that no block is
-lost, that its numbers are those of the layout, and that nothing is not listed;
-replicas in it are compared if SOURCE is TARGET itself.
+lost, that its numbers are those of the layout, and that nothing is not listed.
+Samples of replicas are compared with each other, as when a source is opened;
+all of their bits if SOURCE is TARGET itself.
 Two directories of the same ranks need no strategies.
 
 Exits with 0 if all is as it should be, with 3 if something differs, and with 4
 if TARGET or SOURCE is incomplete or corrupt.
 
 The object of --json has the keys target, against, step and against_step (which
-of several checkpoints was read: name, and which are older), equal, ranks,
-files, tensors, copies, bytes_read, total_bytes, sample, seed, seconds, dropped,
-left_out, warnings, unchecked (what was not looked at), and differences: kind
-(values, missing, extra, dtype, shape, text, note; file, size, checksum), text,
-tensor, side, rank, path, block (start, stop), index (in the whole tensor),
+of several checkpoints was read: name, and which are older), equal, changes (in
+what the target is not its source: kind, which is lora, rules, names, cast or
+selection; text, tensors: how many, detail: such as the adapter), note (why the
+two are compared so), absent (blocks that no file has), ranks, files, tensors,
+copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
+warnings, unchecked (what was not looked at), and differences: kind (values,
+missing, extra, dtype, shape, text, note; file, size, checksum), text, tensor,
+side, rank, path, block (start, stop), index (in the whole tensor),
 index_in_block, count, found, expected, reference.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
@@ -82,7 +99,8 @@ index_in_block, count, found, expected, reference.
     first=True,
     type=READ_PLACE,
     metavar="SOURCE",
-    help="The checkpoint that TARGET was made from, or one that TARGET should be equal to.",
+    help="The checkpoint that TARGET was made from, or one that TARGET should be equal to. Ledgers of both say how one "
+    "was made from the other.",
 )
 @opened_target_options
 @option(
@@ -159,7 +177,6 @@ def verify(
     if that is gone, with the sizes and checksums in the ledger. What others wrote is compared with the checksums that
     its files carry.
     """
-    from reshard.verify.verify import opened
     from reshard.verify.verify import verify as verified
     from reshard.view.data import verdict_data
     from reshard.view.text import summary, verdict_text
@@ -190,18 +207,15 @@ def verify(
                 progress=shown,
             )  # fmt: skip
         else:
-            target_reading["cipher"], reading["cipher"] = target_cipher, cipher
-            with noting_swap(target, target_strategy, source_strategy, target_reading):
-                checkpoint = opened(target, target_strategy, **target_reading)
-            against = None
-            if source is not None:
-                with noting_swap(source, source_strategy, target_strategy, reading):
-                    against = opened(source, source_strategy, what="source", **reading)
+            strategies = {"target": target_strategy, "source": source_strategy}
+            first = _opened("target", target, strategies, target_reading, target_cipher, alone=source is None)
+            second = source and _opened("source", source, strategies, reading, cipher)
             found = verified(
-                checkpoint,
-                against=against,
+                first,
+                against=second,
+                cipher=target_cipher,
                 source_cipher=cipher,
-                selection=selection,
+                selection=None if selection == Selection() else selection,
                 deduplicated=deduplicated,
                 sample=sample,
                 seed=seed,
@@ -215,9 +229,29 @@ def verify(
     if as_json:
         print_json(verdict_data(found))
     elif not quiet or not found.equal:
-        click.echo(verdict_text(found, OPTIONS, "--json"))
+        print_text(verdict_text(found, OPTIONS, "--json"))
     if not found.equal:
         raise VerifyError(summary(found))
+
+
+def _opened(
+    what: Literal["target", "source"],
+    path: Place,
+    strategies: dict[str, Place | None],
+    reading: dict[str, Any],
+    cipher: Cipher | None,
+    *,
+    alone: bool = False,
+) -> Place | Checkpoint:
+    """Open one side as its options say; return its path if there are none, so that ledgers may say how."""
+    from reshard.verify.sides import opened
+
+    strategy, other = strategies[what], strategies["source" if what == "target" else "target"]
+    if not alone and strategy is None and reading == OPENING:
+        return path
+    reading["cipher"] = cipher
+    with noting_swap(path, strategy, other, reading):
+        return opened(path, strategy, what=what, **reading)
 
 
 def _check_usage(

@@ -28,8 +28,9 @@ from reshard.cli.options import (
 from reshard.cli.plan import KEYS, carry_out, check_manifest_place, made_plan, refuse_options, set_files
 from reshard.cli.selection import rules_options, selection_options
 from reshard.cli.terminal import say_warnings
-from reshard.cli.values import CHECKPOINT2, DCP, READ_PLACE, TARGET_PLACE, noting_swap, size
+from reshard.cli.values import CHECKPOINT2, DCP, READ_PLACE, TARGET_PLACE, noting_swap, refuse_store, size
 from reshard.errors import TargetError, UsageError
+from reshard.formats import check_name
 from reshard.plan.select import Selection
 from reshard.storage.small import is_within
 
@@ -86,6 +87,7 @@ def transform(
     Target files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite. To
     resume a stopped run, type the same command again.
     """
+    refuse_store(target)
     if planning["style"] not in {None, CHECKPOINT2}:
         raise UsageError(f"--style {planning['style']} is of whole tensors; `reshard unify` writes it")
     if via_zarr is not None:
@@ -110,8 +112,7 @@ Example:
 
   reshard unify src_checkpoints weights --source-strategy src_strategy.ckpt \\
       --style huggingface --weights-only --cast float32=bfloat16
-  reshard unify src_checkpoints model.zarr --format zarr \\
-      --source-strategy src_strategy.ckpt
+  reshard unify src_checkpoints model.zarr --source-strategy src_strategy.ckpt
 """,
     details=KEYS,
     short_help="Merge into whole tensors: a Hugging Face or MindSpore set, a Checkpoint 2.0, a DCP, or a zarr store.",
@@ -124,10 +125,8 @@ Example:
     under="Target",
     first=True,
     type=click.Choice(["safetensors", "zarr", DCP]),
-    default="safetensors",
-    show_default=True,
     help="Files and an index, a zarr v3 group, or a DCP. The group is in the directory TARGET; a DCP is a distributed "
-    "checkpoint of PyTorch, which loads it into any mesh.",
+    "checkpoint of PyTorch, which loads it into any mesh.  [default: zarr if TARGET ends with .zarr, else safetensors]",
 )
 @style_option(
     "Names of the files. In MindSpore's style part0.safetensors and param_name_map.json, and what the strategy "
@@ -163,7 +162,7 @@ def unify(
     source: Place,
     target: Place,
     source_strategy: Place | None,
-    format: str,
+    format: str | None,
     style: str | None,
     prefix: str | None,
     target_step: int | None,
@@ -181,24 +180,27 @@ def unify(
 
     With --style checkpoint2 TARGET is the directory of a run: other iterations there stay, and the tracker is replaced.
     """
-    if format != "zarr":
+    written = format or ("zarr" if target.suffix == ".zarr" else "safetensors")
+    if written != "zarr":
+        if target.suffix == ".zarr":
+            check_name(str(target), written)
         of_zarr = {"--chunk-size": chunk_size, "--shard-size": shard_size, "--compression": compression}
         refuse_options(of_zarr, "--format zarr")
     else:
         refuse_options({"--max-shard-size": max_shard_size}, "--format safetensors or dcp")
-    if format != "safetensors":
+    if written != "safetensors":
         refuse_options({"--style": style}, "--format safetensors")
     if style != CHECKPOINT2:
         refuse_options({"--prefix": prefix}, "--style checkpoint2")
-        refuse_options({} if format == DCP else {"--target-step": target_step}, "--style checkpoint2 or --format dcp")
+        refuse_options({} if written == DCP else {"--target-step": target_step}, "--style checkpoint2 or --format dcp")
     files: AnyFiles
-    if format == "zarr":
+    if written == "zarr":
         files = reshard.ZarrGroup(chunk_size, shard_size, compression)
     else:
-        files = set_files(DCP if format == DCP else style, max_shard_size, prefix, target_step)
+        files = set_files(DCP if written == DCP else style, max_shard_size, prefix, target_step)
     checkpoint = reshard.open(source, strategy=source_strategy, **reading)
     plan = reshard.plan(
-        checkpoint, format=format, files=files, selection=selection, memory=memory, threads=running.threads,
+        checkpoint, format=written, files=files, selection=selection, memory=memory, threads=running.threads,
         target_cipher=target_cipher,
     )  # fmt: skip
     carry_out(plan, target, running)
@@ -255,7 +257,10 @@ def convert(
     if source.is_file():
         if target.is_dir():
             raise TargetError(f"{target}: is a directory; expected the name of a file, because {source} is one")
+        check_name(str(target), format)
         directory, name = target.parent, target.name
+    else:
+        refuse_store(target)
     plan = plan_convert(
         source, format, name=name, rank_pattern=rank_pattern, suffix=suffix, drop=drop, threads=running.threads,
         cipher=cipher, target_cipher=target_cipher, rules=rules,
@@ -319,12 +324,12 @@ def _make_store(
     plan = reshard.plan(
         checkpoint, files=reshard.ZarrGroup(times=True), selection=selection, memory=memory, threads=running.threads
     )
-    # What is unfinished is of no use but to resume from. The report is that of the second step.
+    # The report is that of the second step.
     quiet = running.quiet or (running.as_json and not running.dry_run)
     as_json = running.as_json and running.dry_run
     if quiet and not running.quiet:
         say_warnings(plan.warnings)
-    first = running._replace(overwrite=True, write_manifest=None, quiet=quiet, as_json=as_json)
+    first = running._replace(write_manifest=None, quiet=quiet, as_json=as_json)
     carry_out(plan, store, first)
     return not running.dry_run
 

@@ -11,6 +11,7 @@ be written:
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError, Text, UsageError
@@ -32,6 +33,20 @@ def formats() -> tuple[Format, ...]:
     from reshard.formats import ckpt, safetensors
 
     return (safetensors, ckpt)
+
+
+def check_name(path: str, written: str) -> None:
+    """Check that a target is not called as one of another format is.
+
+    Raises:
+        UsageError: it is: a store `x.zarr` of safetensors files, a file `x.ckpt` of safetensors.
+    """
+    named = PurePath(path).suffix.removeprefix(".")
+    if named in {"zarr", *(known.NAME for known in formats())} - {written}:
+        raise UsageError(
+            f"{path} is the name of a {named} {'store' if named == 'zarr' else 'file'}, and the format is {written}; "
+            f"choose another name, or the format {named}"
+        )
 
 
 def by_name(name: str) -> Format:

@@ -81,6 +81,7 @@ def rank_files(
         refuse_one_of_several(root)
         return {0: [root]}, Step.of([root])
     if not is_directory:
+        root.require_bucket()
         raise SourceError(f"{root}: is not there; expected a directory of rank directories, or one checkpoint file")
     found = every_file(root, rank_pattern)
     by_rank = bool(found)
@@ -230,7 +231,7 @@ def _same_checkpoint(
     families: dict[_Family, dict[int, list[Place]]] = {}
     for rank, paths in found.items():
         for path in paths:
-            for family in _families(path, rank):
+            for family in families_of(path, rank):
                 families.setdefault(family, {}).setdefault(rank, []).append(path)
     complete = [family for family, members in families.items() if len(members) == len(found)]
     # One set of files may go by several names (`x_1` of rank 1 is also `x_{rank}`).
@@ -280,7 +281,7 @@ def _step(path: Place) -> re.Match[str] | None:
     return _STEP.match(_stem(path))
 
 
-def _families(path: Place, rank: int) -> set[_Family]:
+def families_of(path: Place, rank: int) -> set[_Family]:
     """Return the names under which a file may be the same checkpoint as files of other ranks."""
     match = _step(path)
     name, step = (match["name"], (int(match["epoch"]), int(match["step"]))) if match else (_stem(path), None)

@@ -115,7 +115,7 @@ def _convert(
             for name, reason in file.index.unreadable:
                 _log.warning("%s: %r %s; it is left out", file.path, name, reason)
         planned = plan_files(
-            Checkpoint(str(source), {}, files, ranks, cipher=cipher),
+            Checkpoint(str(source), {}, files, ranks, cipher=cipher, by_file=True),
             list(sources),
             format,
             selections=[_selection(file, name_map or {}) for file in files],

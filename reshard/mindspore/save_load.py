@@ -10,6 +10,7 @@ import logging
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from io import BytesIO
 from operator import itemgetter
 from pathlib import Path
@@ -283,7 +284,7 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
         pieces = cipher.encrypt(pieces)
         size = cipher.encrypted_size(size)
     store = local_store()
-    unfinished = store.unfinished(path)
+    unfinished = store.unfinished(path, sha256(path.encode(errors="surrogateescape")).hexdigest())  # no other program's
     sink = store.create(unfinished, size)
     try:
         position = 0

@@ -143,6 +143,7 @@ def plan(
         left_out=selected.left_out,
         warnings=(*source.warnings, *selected.warnings, *restacked, *destination.warnings(), *idle),
         request=request,
+        alone=isinstance(files, NamedFile) and "{rank}" not in files.name,
     )
 
 
@@ -279,7 +280,7 @@ def plan_convert(
     if name is not None:
         NamedFile(name).shard_files([], "")  # refuses what is not a name
     extension = by_name(format).EXTENSION
-    return plan_files(
+    made = plan_files(
         Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), cipher=cipher, step=step),
         [name or f"{_below(path, file)}{extension}" for file in files],
         format,
@@ -287,6 +288,7 @@ def plan_convert(
         threads=threads,
         target_cipher=target_cipher,
     )
+    return replace(made, alone=name is not None)
 
 
 def plan_files(

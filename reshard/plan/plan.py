@@ -238,6 +238,7 @@ class Plan:
         coding: how the target files are encoded; None where their contents are plain.
         cipher: encrypts the target files; None where they are plain.
         exclusive: the target directory may have nothing else in it.
+        alone: the target is one file; the directory is another's, so that nothing else is left there.
         memory: what the prediction of memory consists of (see `budget`).
         digests: what distinguishes the making of each file from that of others, for its name until it is finished:
             where that is resumed, of all that makes its bytes (`file_digests`). Only runs need them.
@@ -262,6 +263,7 @@ class Plan:
     coding: TargetCoding | None = None
     cipher: Cipher | None = None
     exclusive: bool = False
+    alone: bool = False
     memory: tuple[Share, ...] = ()
     digests: tuple[str, ...] = ()
 

@@ -108,7 +108,7 @@ SELECTION = {
     "drop": [TEXT],
     "allow_missing": [TEXT],
     "rules": Maybe({TEXT: ANY}),  # which `Rules.of` checks
-    "lora": Maybe({"root": LINE, "alpha": ANY, "digest": TEXT}),  # and `LoRA`
+    "lora": Maybe({"root": LINE, "alpha": ANY, "tied": TEXT, "digest": TEXT}),  # and `LoRA`
 }
 _PLAN = {
     "reshard_plan": COUNT,

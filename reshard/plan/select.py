@@ -54,8 +54,8 @@ _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
 class Selection:
     """Which tensors are selected, under which names, as which dtypes.
 
-    A pattern is a glob of source names; `layers.*.wq.weight@32` must match exactly 32 tensors. Every pattern must
-    match at least one.
+    A pattern is a glob of source names, or of the names that `rules` make of these; `layers.*.wq.weight@32` must match
+    exactly 32 tensors. Every pattern must match at least one.
 
     Attributes:
         include: only tensors that one of these matches; all where there is none.
@@ -107,7 +107,7 @@ class Selection:
         cast: dict[str, str] = {}
         for old, new in self.cast.items():
             before, after = by_name(old, UsageError), by_name(new, UsageError)
-            if fault := _cast_fault(before, after):
+            if fault := cast_fault(before, after):
                 faults.add(f"cast {old}={new}", fault)
             if (first := cast.setdefault(before.name, after.name)) != after.name:
                 faults.add(f"cast {old}={new}", f"{before} cannot become both {first} and {after}")
@@ -125,12 +125,15 @@ class Selection:
         cast = dtype.name in self.cast and name not in source.bound
         return by_name(self.cast[dtype.name], UsageError) if cast else dtype
 
-    def renamed(self, chosen: Collection[str], known: Collection[str] | None = None) -> dict[str, str]:
+    def renamed(
+        self, chosen: Collection[str], known: Collection[str] | None = None, before: Collection[str] = ()
+    ) -> dict[str, str]:
         """Return the new name of every chosen tensor, or object.
 
         Args:
             chosen: their names; one that a tensor and an object both have is there twice.
             known: names of all tensors of the source, if more are there than are chosen.
+            before: the names that they had before rules, for messages.
 
         Raises:
             UsageError: two tensors would have one name, or an old name is not there; all at once.
@@ -139,7 +142,7 @@ class Selection:
         found = [(name, rename(name)) for name in chosen]
         faults = Faults("name map")
         for old in rename.unused():
-            faults.add(f"name {old!r}", partial(no_match, old, rename.known))
+            faults.add(f"name {old!r}", partial(_no_match, old, rename.known, before))
         by_new: dict[str, list[str]] = {}
         for old, new in found:
             by_new.setdefault(new, []).append(old)
@@ -223,7 +226,7 @@ class _Renaming:
         ]
 
 
-def _cast_fault(old: DType, new: DType) -> str | None:
+def cast_fault(old: DType, new: DType) -> str | None:
     """Return why elements of a dtype cannot become those of another."""
     if "str" in {old.name, new.name}:
         return "text is not a number"
@@ -276,7 +279,7 @@ def select(
     states = all_states(source, target)
     chosen = _chosen(source, selection, states)
     held = (*source.tensors, *(source.objects if carries else ()))
-    every = selection.renamed([name for name in held if name in chosen], source.every)
+    every = selection.renamed([name for name in held if name in chosen], source.every, _before_rules(source))
     renamed = {name: every[name] for name in source.tensors if name in chosen}
     objects = {name: every.get(name, name) for name in source.objects if name in chosen}
     faults = Faults(source.root)
@@ -362,9 +365,9 @@ def has_no_place(source: Checkpoint, target: Strategy | Pattern, name: str) -> b
 def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -> set[str]:
     """Return the names that the user asks for, having checked the patterns."""
     faults = Faults("selection")
-    every = source.every
-    included = _matched(every, selection.include, Option("include"), faults) if selection.include else set(every)
-    excluded = _matched(every, selection.exclude, Option("exclude"), faults)
+    every, before = source.every, _before_rules(source)
+    included = _matched(every, selection.include, Option("include"), faults, before) if selection.include else {*every}
+    excluded = _matched(every, selection.exclude, Option("exclude"), faults, before)
     faults.raise_if_any(UsageError)
     chosen = included - excluded
     if selection.weights_only:
@@ -375,7 +378,20 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
     return chosen
 
 
-def _matched(every: Collection[str], patterns: Iterable[str], option: Option, faults: Faults) -> set[str]:
+def _before_rules(source: Checkpoint) -> Collection[str]:
+    """Return the names that a source had before rules; none if there are no rules."""
+    return source.origin.checkpoint.every if source.origin and source.origin.rules else ()
+
+
+def _no_match(pattern: str, every: Collection[str], before: Collection[str]) -> str:
+    """Return what to say of a pattern that matches no name, or only names before rules."""
+    hint = "; it is of names before the rules: give names that the rules make" if matching(pattern, before) else ""
+    return f"{no_match(pattern, every)}{hint}"
+
+
+def _matched(
+    every: Collection[str], patterns: Iterable[str], option: Option, faults: Faults, before: Collection[str]
+) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
         counted = None if pattern in every else _COUNTED.match(pattern)  # a name may end so
@@ -383,7 +399,7 @@ def _matched(every: Collection[str], patterns: Iterable[str], option: Option, fa
         some = matching(glob, every)
         where = Text(option._replace(value=pattern))
         if not some:
-            faults.add(where, partial(no_match, glob, every))
+            faults.add(where, partial(_no_match, glob, every, before))
         elif counted and len(some) != int(counted["count"]):
             faults.add(where, f"matches {len(some)} tensors; expected {counted['count']}")
         found.update(some)
@@ -392,8 +408,7 @@ def _matched(every: Collection[str], patterns: Iterable[str], option: Option, fa
 
 def _counts_steps(target: Strategy | Pattern, name: str) -> bool:
     """Return whether a target has a name for a single number of the training's state, which no source need have."""
-    shape = target.shape_of(name)
-    return shape is not None and is_step(name, shape)
+    return is_step(name, target.shape_of(name) or ())  # strategy files of MindSpore have no shapes
 
 
 def _may_be_asked_for(name: str, selection: Selection, states: Collection[str]) -> bool:

@@ -25,7 +25,7 @@ from reshard.formats.directories import (
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
 from reshard.formats.zarr_files import is_of_store, is_store
-from reshard.readers.ranks import lone_rank, one_stage, with_rules
+from reshard.readers.ranks import changed_text, lone_rank, one_stage, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile
@@ -71,11 +71,12 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             `torch.save` made of DTensors on each rank; or one file of whole tensors. A local path, or a URL that fsspec
             knows, such as `s3://bucket/run`.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
-            pipeline's ranks. None: the source is one rank of whole tensors.
+            pipeline's ranks. None: that in the ledger, if reshard wrote the files or what they are copies of; else the
+            source is one rank of whole tensors.
         rank_pattern: where a rank's files are below `path`; `{rank}` stands for its number.
         suffix: take the files whose names end with this (with or without extension), where a rank has several.
         layouts: glob of tensor names to a rule (see `Layout.parse`), in place of what the strategy says; `copy` for
-            tensors of which every rank has a value of its own.
+            tensors of which every rank has a value of its own. What a ledger knows must not be contradicted.
         stage: only this stage of a pipeline. A strategy of one stage is refused without it, where the strategy, the
             files next to it or those of the checkpoint show that there are others. `own`: take a strategy as it is;
             of one stage among the files of others, its tensors are taken, with a warning.
@@ -92,7 +93,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             all faults at once.
         StrategyError: the strategy cannot be read.
     """
-    bare = strategy is None and not layouts and stage is None and suffix is None and rank_pattern == RANK_PATTERN
+    unnamed = suffix is None and rank_pattern == RANK_PATTERN
+    bare = strategy is None and not layouts and stage is None and unnamed
     opener = None if isinstance(path, Mapping) else self_described(as_place(path), iteration)
     if opener is not None:
         if not bare or required(cipher):
@@ -102,20 +104,31 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         return opener(contents=contents)
     if iteration is not None:
         raise UsageError(Text(f"{path}: has no iterations; leave ", Option("iteration", iteration), " out"))
-    if bare:
-        found = None if isinstance(path, Mapping) else _as_made(as_place(path), cipher, contents)
-        if found is not None:
-            return found
+    made = None if isinstance(path, Mapping) else _with_strategy(as_place(path))
     files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
+    change = made.change(files, partial=partial) if made else ""
+    own = made.strategy if made and not change else None  # the layout in the ledger
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
+    by_ledger = strategy is None and stage is None and unnamed and own is not None
     alone = ""
-    if not layouts and len(set(ranks)) == 1:
+    if by_ledger and made and own:
+        strategy, stage = own, made.stage
+        partial = partial or len(set(ranks)) < len((own if stage is None else own.of_stage(stage)).ranks)
+    change = change if unnamed and strategy is None else ""
+    if change:
+        warnings.append(changed_text(root, change))
+    if not (layouts or by_ledger) and len(set(ranks)) == 1:
         alone = lone_rank(path, strategy, files, ranks[0], warnings)
-    strategy, ruled = with_rules(strategy, layouts or {}, files, ranks)
+    strategy, ruled, confirmed = with_rules(strategy, layouts or {}, files, ranks)
     every = strategy
     strategy, part = one_stage(root, strategy, stage, files, ranks, warnings)
+    if strategy is None and len(set(ranks)) > 1:
+        from reshard.readers.beside import unknown_layout  # on this error only
+
+        again = applied(open, path, rank_pattern=rank_pattern, suffix=suffix, partial=partial, cipher=cipher)
+        raise SourceError(unknown_layout(root, ranks, change, lambda beside: again(strategy=beside)))
     elsewhere: set[str] = set()
     if strategy is not None and part is not None:
         inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
@@ -129,8 +142,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root}: holds no tensor; was saving it interrupted?")
     tensors = assemble(root, files, ranks, strategy, partial=partial)
-    if strategy is not None and part is None and not (layouts or isinstance(path, Mapping)):
-        _refuse_other_strategy(root, strategy, tensors)
+    if own and strategy is not None and part is None and (layouts or not by_ledger):
+        _refuse_other_strategy(root, strategy, own, tensors, ruled)
     unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
     checkpoint = Checkpoint(
         root,
@@ -146,8 +159,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         lone_rank=alone,
         elsewhere=frozenset(elsewhere),
         step=step,
+        by_file=isinstance(path, Mapping),
     )
-    return compare_contents(checkpoint, ruled, contents=contents)
+    return compare_contents(checkpoint, ruled, confirmed, contents=contents)
 
 
 class _Opener(Protocol):
@@ -241,27 +255,37 @@ def iterations_at(path: AnyName) -> list[Iteration]:
     return iterations(root, root.names(), applied(_open_distributed, contents=False))
 
 
-def _refuse_other_strategy(root: str, strategy: Strategy, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a strategy that cuts tensors otherwise than the one with which a run of this program wrote the files."""
-    made = _with_strategy(as_place(root))
-    own = made and made.strategy
-    if not own:
-        return
+def _refuse_other_strategy(
+    root: str, strategy: Strategy, own: Strategy, tensors: Mapping[str, Tensor], ruled: Mapping[str, str]
+) -> None:
+    """Refuse a strategy, or rules, that cut tensors otherwise than the one with which a run of this program wrote them.
+
+    Args:
+        root: what was opened.
+        strategy: the strategy with the rules applied.
+        own: that in the ledger.
+        tensors: by their names.
+        ruled: the rules that were given by hand, by the names of tensors.
+    """
     wrong = []
     for name, tensor in tensors.items():
-        if tensor.listed and name in own.tensors:
+        if name in own.tensors and (tensor.listed or name in ruled):
             try:
-                is_same = own.grid(name, tensor.spec.shape) == strategy.grid(name, tensor.spec.shape)
+                is_same = tensor.listed and (
+                    own.grid(name, tensor.spec.shape) == strategy.grid(name, tensor.spec.shape)
+                )
             except LayoutError:
                 is_same = False
             if not is_same:
                 wrong.append(name)
     if wrong:
+        by_rule = next((name for name in wrong if name in ruled), None)
+        option = Option("layout", by_rule, ruled[by_rule]) if by_rule else Option("strategy")
         raise SourceError(
             Text(
                 f"{root}: was written with another strategy, as its ledger says, which cuts "
                 f"{names(wrong, most=3)} otherwise; leave ",
-                Option("strategy"),
+                option,
                 " out",
             )
         )
@@ -286,31 +310,30 @@ def made_at(path: AnyName) -> Made | None:
     return made if all(str(file.absolute()) in known for files in found.values() for file in files) else None
 
 
-def is_made(path: AnyName) -> bool:
-    """Return whether a checkpoint opens without a strategy because the ledger there has one."""
-    return _with_strategy(as_place(path)) is not None
+class Noted(NamedTuple):
+    """Whether a checkpoint opens without a strategy because the ledger there has one; if not, how its files changed."""
+
+    is_known: bool
+    change: str = ""
+
+
+def noted(path: AnyName, cipher: Cipher | None = None) -> Noted:
+    """Return what the ledger of a target says of its layout.
+
+    Raises:
+        SourceError: files changed, and a header cannot be read.
+    """
+    made = _with_strategy(as_place(path))
+    if made is None or made.is_as_noted():
+        return Noted(made is not None)
+    change = made.change(read_headers(path, cipher=cipher).files)
+    return Noted(not change, change)
 
 
 def _with_strategy(root: Place) -> Made | None:
-    """Return what a target is made from, where that has a strategy.
-
-    Whoever wrote its files again since, with others or otherwise, has no strategy there: they are not what is noted.
-    """
+    """Return what a target is made from, if that has a strategy; its files may have changed."""
     made = made_at(root) if root.is_dir() else None
-    return made if made is not None and made.content["target"]["strategy"] and made.is_as_noted() else None
-
-
-def _as_made(root: Place, cipher: Cipher | None, contents: bool | Literal["blocks"]) -> Checkpoint | None:
-    """Open what a run of this program wrote with the strategy that its ledger has; None where it has none."""
-    made = _with_strategy(root)
-    if made is None or (strategy := made.strategy) is None:
-        return None
-    files = {rank: some[0] for rank, some in made.ranks.items()}
-    stage = made.stage
-    ranks = strategy.of_stage(stage).ranks if stage is not None else strategy.ranks
-    partial = len(files) < len(ranks)
-    found = open(files, strategy=strategy, stage=stage, partial=partial, cipher=cipher, contents=contents)
-    return replace(found, root=str(root))
+    return made if made is not None and made.content["target"]["strategy"] else None
 
 
 def reopen(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from shlex import quote
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError
 from reshard.formats.directories import is_later_part
@@ -15,7 +17,7 @@ from reshard.strategy.names import ALL_STAGES, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from reshard.source.checkpoint import SourceFile
 
@@ -90,12 +92,20 @@ def lone_rank(
 
 
 def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
-    """Return whether the ledger of the directory of all ranks knows files, as they are, of a target with a strategy."""
+    """Return whether the ledger of the directory of all ranks knows files of a target with a strategy."""
     made = made_of(above)
     if made is None or not made.content["target"]["strategy"]:
         return False
-    noted = {f"{made.root}/{file}": record.ready for file, record in made.records.items()}
-    return all(noted.get(file.path) == file.status[:2] for file in files)
+    sizes = {f"{made.root}/{file}": record.ready[0] for file, record in made.records.items() if record.ready}
+    return all(sizes.get(file.path) == file.nbytes for file in files)
+
+
+def changed_text(root: AnyName, change: str) -> str:
+    """Return the message for a target whose files are not those that its ledger is about."""
+    return (
+        f"{root} was written by reshard, but {change}; so the layout in its ledger is not used (`reshard verify "
+        f"{quote(str(root))}` compares it with its source)"
+    )
 
 
 def one_stage(
@@ -153,16 +163,35 @@ def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Se
     return not any(own <= set(files[number].index.entries) for number in outside)
 
 
+class Ruled(NamedTuple):
+    """A strategy to which layouts that were given by hand are applied.
+
+    Attributes:
+        strategy: the result.
+        rules: the rule of each tensor that has one.
+        confirmed: tensors that the strategy cuts as the rule does, which names each of them in full.
+    """
+
+    strategy: Strategy | None
+    rules: Mapping[str, str] = MappingProxyType({})
+    confirmed: Collection[str] = ()
+
+
 def with_rules(
     strategy: Strategy | None, rules: Mapping[str, str], files: Sequence[SourceFile], ranks: Sequence[int]
-) -> tuple[Strategy | None, dict[str, str]]:
-    """Apply layouts given by hand; return the strategy, and the rule of each tensor that has one."""
+) -> Ruled:
+    """Apply layouts given by hand.
+
+    Raises:
+        StrategyError: a rule matches no tensor, or does not fit one.
+    """
     if not rules:
-        return strategy, {}
+        return Ruled(strategy)
     shapes = {name: entry.shape for file in files for name, entry in file.index.entries.items()}
     devices = strategy.devices if strategy else max(ranks) + 1
     result = strategy or Strategy({}, range(1), devices)
     ruled: dict[str, str] = {}
+    confirmed: set[str] = set()
     for pattern, rule in rules.items():
         some = matching(pattern, shapes)
         if not some:
@@ -177,4 +206,7 @@ def with_rules(
                 option = Option("layout", pattern, rule)
                 raise StrategyError(Text(option, f": tensor {name!r}: ", error.text)) from None
             ruled[name] = rule
-    return result, ruled
+            before = strategy.tensors.get(name, ()) if strategy else ()
+            if layout and name == pattern and any(placed.layout.splits == layout.splits for placed in before):
+                confirmed.add(name)
+    return Ruled(result, ruled, confirmed)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ReshardError, TargetError
+from reshard.errors import ReshardError, TargetError, names
 from reshard.formats.entries import ranges
 from reshard.run.locks import locks_at, opened
 from reshard.source.records import DIRECTORY, RANGES_A_LINE, VERSION, Record, digest, known, lines_of, listed, parts_of
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Line = dict[str, Any]
 
 _MADE = re.compile(r"made-([0-9a-f]+)\.json")
+_HEAD = b'{"reshard":'
+_LARGEST_MADE = 1 << 28
 
 
 class Ledger:
@@ -69,6 +71,14 @@ class Ledger:
         except TargetError as error:
             if self.keeps or not isinstance(error.__cause__, OSError):
                 raise  # else there are no locks on this file system, or there is no right to make any
+
+    def spare(self, files: Sequence[str]) -> list[str]:
+        """Lock more files, and return those that no other run writes.
+
+        Raises:
+            SourceError: the target's storage cannot be reached.
+        """
+        return self._locks.spare(files)
 
     def release(self) -> None:
         """Give the files up; what of the log is in parts becomes one."""
@@ -108,10 +118,7 @@ class Ledger:
         self._write([line for file, record in records.items() for line in _lines(file, record)], durable=durable)
         if begun - self._own:
             self._own |= begun
-            for name, named in list(self._older.items()):
-                if named and named <= self._own:
-                    del self._older[name]
-                    self._remove(name)
+            self._remove_logs_of(self._own)
 
     def forget(self, files: Collection[str]) -> None:
         """Know nothing of some files any more; a log that mentions nothing else goes."""
@@ -126,24 +133,46 @@ class Ledger:
             self._write([{"file": file, "forgotten": True} for file in sorted({*mine, *others})], durable=False)
 
     def move(self, directory: str) -> None:
-        """Have the log of this run, and what its files are made of, in another directory, in place of older ones.
+        """Move the log of this run, and what its files are made of, to another directory; older ledger files there go.
 
-        Where that cannot be written there is none any more: what is finished is of use without it.
+        If that cannot be written, or is a link, there is no ledger any more: what is finished is of use without it.
         """
         if self._log:
             with suppress(ReshardError):
-                for name in listed(directory):
-                    erase(f"{directory}/{name}")
-                content = b"\n".join(lines_of(parts_of(self._directory)[self._log], 1 << 62))
-                put(f"{directory}/{self._log}.{'' if can(directory).appends else '000000.'}jsonl", content)
-                name = f"made-{self._head['made']}.json"
-                put(
-                    f"{directory}/{name}",
-                    read_small(as_place(f"{self._directory}/{name}"), "ledger", 1 << 62, TargetError),
-                )
+                if not as_place(directory).is_symlink():
+                    self._copy(directory)
             for name in [self._log, *self._older]:
                 self._remove(name)
             self._log, self._parts = "", 0
+
+    def dissolve(self, files: Collection[str]) -> None:
+        """Remove every log that mentions only some files: nothing is left of a ledger that has no others."""
+        self._remove_logs_of(files)
+        self.forget(files)
+
+    def removed(self, files: Collection[str]) -> None:
+        """Note that files of earlier runs are gone; logs that mention nothing else go, too."""
+        self.forget(files)
+        self._remove_logs_of({*self._own, *files})
+
+    def _remove_logs_of(self, files: Collection[str]) -> None:
+        """Remove the earlier logs that mention only some files."""
+        for name, named in list(self._older.items()):
+            if named and named.issubset(files):
+                del self._older[name]
+                self._remove(name)
+
+    def _copy(self, directory: str) -> None:
+        """Write this run's log and what its files are made of into a directory, then remove older ledger files."""
+        older = own_files(directory)
+        log = f"{self._log}.{'' if can(directory).appends else '000000.'}jsonl"
+        put(f"{directory}/{log}", b"\n".join(lines_of(parts_of(self._directory)[self._log], 1 << 62)))
+        made = f"made-{self._head['made']}.json"
+        content = read_small(as_place(f"{self._directory}/{made}"), "ledger", 1 << 62, TargetError)
+        put(f"{directory}/{made}", content)
+        for name in older:
+            if name not in {log, made}:
+                erase(f"{directory}/{name}")
 
     def _write(self, lines: Iterable[Line], *, durable: bool) -> None:
         if not self._log:
@@ -163,11 +192,13 @@ class Ledger:
 
     def _remove(self, name: str) -> None:
         """Remove a log, and what no other log says that files are made of."""
-        for part in parts_of(self._directory).get(name, ()):
-            erase(part)
+        parts = parts_of(self._directory).get(name, ())
+        if _is_log(parts):
+            for part in parts:
+                erase(part)
         logs = known(self.root, (), with_ranges=False).made.values()
         for place in listed(self._directory):
-            if (match := _MADE.fullmatch(place)) and match[1] not in logs:
+            if (match := _MADE.fullmatch(place)) and match[1] not in logs and _is_made(self._directory, place):
                 erase(f"{self._directory}/{place}")
 
 
@@ -175,12 +206,54 @@ def _lines(file: str, record: Record) -> Iterable[Line]:
     """Yield the lines that say what a record does, none longer than is read."""
     if record.digest:
         begun = {"file": file, "rank": record.rank, "digest": record.digest, "size": record.size}
+        begun |= {key: value for key, value in (("header", record.header), ("link", record.link)) if value}
         yield begun | ({"replaces": record.replaces} if record.replaces else {})
     for first in range(0, len(record.wrote), 3 * RANGES_A_LINE):
         some = record.wrote[first : first + 3 * RANGES_A_LINE]
         yield {"file": file, "wrote": list(zip(some[::3], some[1::3], some[2::3], strict=True))}
     if record.ready:
         yield {"file": file, "ready": record.ready} | ({"boot": record.boot} if record.boot else {})
+
+
+def own_files(directory: str) -> list[str]:
+    """Return the names of the files in a directory that ledgers wrote, by their names and their contents."""
+    logs = [part.rpartition("/")[2] for parts in parts_of(directory).values() if _is_log(parts) for part in parts]
+    return [*logs, *(name for name in listed(directory) if _is_made(directory, name))]
+
+
+def refuse_foreign(directory: str) -> None:
+    """Refuse a directory for a ledger, next to a zarr store, that is a link or has anything but ledger files.
+
+    Raises:
+        TargetError: it is, or it has.
+        SourceError: the storage cannot be reached.
+    """
+    if as_place(directory).is_symlink():
+        raise TargetError(f"{directory} is a link; remove it, or choose another target")
+    if can(directory).positioned and os.path.lexists(directory) and not os.path.isdir(directory):
+        raise TargetError(f"{directory} is a file, where the ledger of the store goes; choose another target")
+    foreign = sorted(set(listed(directory)).difference(own_files(directory)))
+    if foreign:
+        raise TargetError(
+            f"{directory} has {names(foreign, most=3)}, and the ledger of the store goes there; move "
+            f"{'it' if len(foreign) == 1 else 'them'} away, or choose another target"
+        )
+
+
+def _is_log(parts: Sequence[str]) -> bool:
+    """Return whether the first line of a log is the head of one; an empty file is a log that was not begun."""
+    return next((line for line in lines_of(parts[:1], _LARGEST_MADE) if line.strip()), _HEAD).startswith(_HEAD)
+
+
+def _is_made(directory: str, name: str) -> bool:
+    """Return whether a file of a directory says what files are made of: its name has the digest of its contents."""
+    match = _MADE.fullmatch(name)
+    if match is None:
+        return False
+    with suppress(ReshardError):
+        content = read_small(as_place(f"{directory}/{name}"), "ledger", _LARGEST_MADE, TargetError)
+        return not content or digest(content) == match[1]
+    return False
 
 
 def put(path: str, content: bytes) -> None:
@@ -241,11 +314,15 @@ class Checksums(Mapping[str, Mapping[str, int]]):
         self._files = {file.path: file for file in plan.files}
         self._records: dict[str, Record] | None = None
 
-    def __getitem__(self, path: str) -> dict[str, int]:
-        file = self._files[path]
+    def load(self) -> Mapping[str, Record]:
+        """Return the records of the files, read once."""
         if self._records is None:
             self._records = known(self.root, list(self._files)).records
-        wrote = longest(self._records.get(file.link or path, Record()).ranges)
+        return self._records
+
+    def __getitem__(self, path: str) -> dict[str, int]:
+        file = self._files[path]
+        wrote = longest(self.load().get(file.link or path, Record()).ranges)
         found = {content.name: sum_of(content.runs, wrote) for content in file.layout.contents if content.text is None}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -16,11 +16,13 @@ import errno
 import fcntl
 import json
 import os
+import re
 import struct
 import threading
 import time
 from contextlib import suppress
 from hashlib import sha256
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import ReshardError, TargetError, names
@@ -41,6 +43,7 @@ STALE_SECONDS = 300.0
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux: l_type, l_whence, l_start, l_len, l_pid
 _LARGEST = 64 << 20
+_LOCK_NAME = re.compile(r"lock-[^/]*\.json")
 
 
 class Locks(Protocol):
@@ -52,6 +55,9 @@ class Locks(Protocol):
         Raises:
             TargetError: another run writes one of them.
         """
+
+    def spare(self, files: Sequence[str]) -> list[str]:
+        """Lock more files, and return those that no other run has."""
 
     def release(self) -> None:
         """Give them up."""
@@ -88,13 +94,20 @@ class LockFile:
             f"{self._root}: another run writes {names(taken, most=3)}; wait for its end, or choose another target"
         )
 
+    def spare(self, files: Sequence[str]) -> list[str]:
+        """See `Locks.spare`."""
+        descriptor = self._descriptor
+        return [] if descriptor is None else [file for file in files if _take(descriptor, *_place(file))]
+
     def release(self) -> None:
         """Give up the locks, and remove what holds no log and is in nobody's use."""
         if self._descriptor is None:
             return
         directory = f"{self._root}/{DIRECTORY}"
         with suppress(OSError):
-            if os.listdir(directory) == ["lock"] and _take(self._descriptor, 0, 0):
+            status = os.fstat(self._descriptor)  # a lock file is empty; what has contents is another's
+            empty = S_ISREG(status.st_mode) and not status.st_size
+            if empty and os.listdir(directory) == ["lock"] and _take(self._descriptor, 0, 0):
                 os.unlink(f"{directory}/lock")
                 os.rmdir(directory)
                 if self._made:
@@ -116,19 +129,28 @@ class LockObjects:
     def __init__(self, root: str) -> None:
         self._root = root
         self._own = f"{root}/{DIRECTORY}/lock-{os.urandom(8).hex()}.json"
+        self._files: list[str] = []
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self, files: Sequence[str]) -> None:
         """See `Locks.take`."""
-        self._write(files)
+        self._files = list(files)
+        self._write()
         try:
             self._refuse_others(frozenset(files))
         except BaseException:
             remote_store().discard(self._own)
             raise
-        self._thread = threading.Thread(target=self._refresh, args=(files,), name="reshard-lock", daemon=True)
+        self._thread = threading.Thread(target=self._refresh, name="reshard-lock", daemon=True)
         self._thread.start()
+
+    def spare(self, files: Sequence[str]) -> list[str]:
+        """See `Locks.spare`."""
+        self._files = [*self._files, *files]
+        self._write()
+        taken = {file for _, lock in self._others() if not _has_ended(lock) for file in lock["files"]}
+        return [file for file in files if file not in taken]
 
     def release(self) -> None:
         """Remove the object."""
@@ -151,7 +173,7 @@ class LockObjects:
         directory = RemotePath(f"{self._root}/{DIRECTORY}")
         found = []
         for path in map(str, directory.files()):
-            if path.startswith(f"{directory}/lock-") and path != self._own:
+            if _LOCK_NAME.fullmatch(path.removeprefix(f"{directory}/")) and path != self._own:
                 with suppress(*UNSOUND):
                     lock = json.loads((remote_store().contents(path) or b"")[:_LARGEST])
                     lock = {key: type(_LOCK[key])(lock[key]) for key in _LOCK}
@@ -171,14 +193,14 @@ class LockObjects:
             f"{seconds / 60:.0f} minutes; if it has ended, remove its lock, {path}, and start again"
         )
 
-    def _write(self, files: Sequence[str]) -> None:
-        lock = {"time": time.time(), **_this_process(), "files": list(files)}
+    def _write(self) -> None:
+        lock = {"time": time.time(), **_this_process(), "files": self._files}
         remote_store().put(self._own, json.dumps(lock, separators=(",", ":")).encode())
 
-    def _refresh(self, files: Sequence[str]) -> None:
+    def _refresh(self) -> None:
         while not self._ended.wait(REFRESH_SECONDS):
             with suppress(ReshardError):  # the next time, perhaps
-                self._write(files)
+                self._write()
 
 
 _LOCK: dict[str, Any] = {"time": 0.0, "host": "", "machine": "", "process": 0, "began": 0, "files": []}

@@ -4,32 +4,29 @@
 runs, runs and resumed runs decide alike. Files are *ours* where an earlier run made what has their names: with the size
 and the time that it noted. What is not is somebody else's, and is replaced only when that is asked for.
 
-`neighbours` are files that readers would find with what is written, or in its place.
+What else is in the directory is `run.beside`'s.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from enum import Enum
-from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import SourceError, TargetError, names
-from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is_iteration, is_of_a_set
-from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
-from reshard.formats.rank_dirs import RANK_PATTERN, every_file, is_checkpoint_name
-from reshard.formats.sets import SET_INDEXES
-from reshard.formats.zarr_files import is_store
+from reshard.errors import TargetError, names
+from reshard.formats import check_name
+from reshard.formats.directories import is_iteration, is_of_a_set
+from reshard.formats.entries import SomeFiles
 from reshard.plan.plan import changes_digest, file_digests
+from reshard.run.ledger import refuse_foreign
 from reshard.run.locks import refuse_link
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.storage.local import local_store
 from reshard.storage.places import RemotePath, as_place, can
 from reshard.storage.remote import REQUESTS, forget_listings
-from reshard.storage.small import refuse_inputs
+from reshard.storage.small import is_within, refuse_inputs
 from reshard.storage.threads import map_threads
 
 if TYPE_CHECKING:
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
 
     from reshard.plan.plan import Plan
     from reshard.source.records import State
-    from reshard.storage.places import Place
 
 
 class Do(Enum):
@@ -175,19 +171,25 @@ def of(fates: Mapping[str, Fate], *some: Do) -> list[str]:
     return [file for file, one in fates.items() if one.do in some]
 
 
-def check_target(plan: Plan, root: str) -> None:
+def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
     """Refuse a target that no option of a run makes right; nothing is made or changed.
 
     Args:
         plan: what goes there.
         root: a URL, or a local path without links in it.
+        older: files of earlier runs that the run removes (`beside.older_files`), by their paths below the root.
 
     Raises:
-        TargetError: it is a file, has a directory where a file goes, a source file, or a link that leads out of it; or,
-            where the files must be alone, others; or, where they are a unified set, files of another.
+        TargetError: it is inside its source or has that inside; it is a file, has a directory where a file goes, a
+            source file, or a link that leads out of it; or, where the files must be alone, others; or, where they are a
+            unified set, files of another.
         SourceError: the target's storage cannot be reached.
+        UsageError: its name is that of a zarr store, and it is none.
     """
+    if root.endswith(".zarr") and not plan.exclusive:
+        check_name(root, plan.format)
     below = root.rstrip("/") + "/"
+    _check_apart(plan, root)
     linked = plan.linked
     if linked and not can(root).positioned:
         raise TargetError(f"{root}: is at a URL, where no file of a source can be linked; make a copy, without links")
@@ -213,9 +215,29 @@ def check_target(plan: Plan, root: str) -> None:
     if can(root).positioned:  # where there are directories
         _check_kinds(plan, root)
     if plan.exclusive:
-        _check_exclusive(plan, root)
+        _check_exclusive(plan, root, older)
     for directory in () if plan.exclusive else sorted(indexes):
-        _check_one_set(plan, root, directory)
+        _check_one_set(plan, root, directory, older)
+
+
+def _check_apart(plan: Plan, root: str) -> None:
+    """Refuse a target inside its source, and a source inside its target; two directories that are one may be.
+
+    In the directory of a run only the iteration that is written is the target. A source of one file, or of files that
+    were named one by one, is not the directory that they are in.
+    """
+    source = plan.source.opened
+    place = as_place(source.root).absolute()
+    is_one = len(source.files) == 1 and place in {as_place(source.files[0].path), as_place(source.files[0].path).parent}
+    if source.by_file or is_one or place.is_file():
+        return
+    iterations = {os.path.dirname(file.path) for file in plan.files if not file.pointer}
+    targets = [f"{root}/{path}" for path in iterations] if any(file.pointer for file in plan.files) else [root]
+    for target in targets:
+        if is_within(target, source.root) and not is_within(source.root, target):
+            raise TargetError(f"{target} is inside its source, {source.root}; choose a target outside it")
+        if is_within(source.root, target) and not is_within(target, source.root):
+            raise TargetError(f"{target} has its source inside, {source.root}; choose a directory of its own")
 
 
 def _check_kinds(plan: Plan, root: str) -> None:
@@ -231,9 +253,9 @@ def _check_kinds(plan: Plan, root: str) -> None:
             raise TargetError(f"{root}/{file.path}: is a directory, and a file is to be there; move it away")
 
 
-def _check_exclusive(plan: Plan, root: str) -> None:
+def _check_exclusive(plan: Plan, root: str, older: Collection[str]) -> None:
     """Refuse a directory in which something else would be taken for a part of what is written."""
-    planned = {path for file in plan.files for path in (file.path, unfinished_stem(file.path))}
+    planned = {path for file in plan.files for path in (file.path, unfinished_stem(file.path))}.union(older)
     if not can(root).positioned:
         found = _files_at(root)
     else:
@@ -247,13 +269,9 @@ def _check_exclusive(plan: Plan, root: str) -> None:
         raise TargetError(f"{root}: has {names(sorted(other), most=3)} too; choose another directory, or remove it")
 
 
-def _check_one_set(plan: Plan, root: str, directory: str) -> None:
-    """Refuse a directory in which something of another set would be taken for a part of this one: many readers glob.
-
-    What is replaced may have more files, or others, than what replaces it. They are not removed here: nothing that a
-    run does not write is ever removed, and a run that is stopped, whose set has no index, could not be resumed.
-    """
-    planned = {f"{root}/{file.path}" for file in plan.files}
+def _check_one_set(plan: Plan, root: str, directory: str, older: Collection[str]) -> None:
+    """Refuse a directory in which something of another set would be taken for a part of this one: many readers glob."""
+    planned = {f"{root}/{path}" for path in (*(file.path for file in plan.files), *older)}
     if plan.request and isinstance(plan.request.files, SomeFiles):  # what other processes write
         planned.update(f"{root}/{path}" for path in plan.request.files.every.paths)
     found: list[str] = []
@@ -316,18 +334,20 @@ def states_of(root: str, files: Sequence[str], asked: Collection[str]) -> dict[s
     return dict.fromkeys(present, (-1, 0)) | dict(zip(some, states, strict=True))
 
 
-def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Preflight:
+def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool, older: Collection[str] = ()) -> Preflight:
     """Return what a run would find of its target files now; nothing is taken or changed.
 
     Locks of other runs, and room on the disk, are seen by the run alone.
 
     Raises:
-        TargetError: no run may write there (`check_target`), or the logs are behind a link.
+        TargetError: no run may write there (`check_target`), or the logs are behind a link, or may not be there.
         SourceError: the target's storage cannot be reached.
     """
     root = str(as_place(root).real())
-    check_target(plan, root)
+    check_target(plan, root, older)
     refuse_link(root)
+    if plan.exclusive:
+        refuse_foreign(f"{root}.reshard")
     records = known(root, [file.path for file in plan.files]).records
     seen = seen_files(plan, root, records, records)
     if not any(some.state is not None or some.record.digest for some in seen.values()):
@@ -335,65 +355,3 @@ def preflight(plan: Plan, root: str, *, overwrite: bool, restart: bool) -> Prefl
     policy = Policy(changes_digest(plan), not can(root).positioned, overwrite, restart)
     found = fates(planned_files(plan, file_digests(plan)), seen, policy)
     return Preflight(found, sum(len(seen[file].record.wrote) > 0 for file in of(found, Do.RESUME)))
-
-
-def neighbours(plan: Plan, target: Place) -> tuple[str, ...]:
-    """Return warnings about what else is in a target directory, which may not be there yet.
-
-    It is what an older run left there, or another program: files of other ranks, of another format or checkpoint, a
-    unified set or a zarr store, whose readers do not look at rank files at all.
-    """
-    if plan.exclusive:  # `check_target` refuses any
-        return ()
-    with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
-        hiding = [] if any(file.last for file in plan.files) else target.existing(SET_INDEXES)
-        hiding += ["a zarr store"] if is_store(target) else []
-        if not any(file.pointer for file in plan.files):
-            hiding += sorted(filter(is_iteration, target.names()))
-        read = {file.path for file in plan.source.files}  # is not old
-        ranks = [place for place in _other_ranks(plan, target) if str(target.absolute() / place) not in read]
-        own = _own(plan)
-        others = [place for place in _checkpoint_files(target) if place not in ranks and not own.fullmatch(place)]
-        said = (
-            (hiding, f"too, and readers take that for the checkpoint of {target}; choose another directory"),
-            (others, "too, of another checkpoint, and readers may take either or both; choose another directory"),
-            (ranks, "too, of ranks that are not this target's; remove what is old"),
-        )
-        return tuple(f"{target} has {names(some, most=3)} {words}" for some, words in said if some)
-    return ()
-
-
-def _checkpoint_files(target: Place) -> list[str]:
-    """Return the files of checkpoints in a directory, and in rank directories there, by their places."""
-    places = {path.relative_to(target).as_posix(): path for path in target.files(depth=2)}  # type: ignore[arg-type]  # of one kind
-    found = [p for p, path in places.items() if re.fullmatch(r"(rank_\d+/)?[^/]+", p) and is_checkpoint_name(path)]
-    direct = sorted(place for place in places if "/" not in place)
-    shown = [known.shown_by(target, direct) for known in DIRECTORY_FORMATS if known not in (RUNS, *SAVED_PARTS)]
-    return sorted({*found, *filter(None, shown)})
-
-
-def _own(plan: Plan) -> re.Pattern[str]:
-    """Return what matches the files of a target: those that a plan writes, and those of other ranks and stages."""
-    patterns = [re.escape(file.path) for file in plan.files]
-    way = plan.request.files if plan.request else None
-    if isinstance(way, RankFiles):
-        extension = PurePath(plan.files[0].path).suffix
-        stage = r"_part\d+" if way.suffix else ""
-        patterns.append(rf"rank_(\d+)/{re.escape(way.prefix)}\1{stage}{re.escape(extension)}")
-    elif isinstance(way, NamedFile):
-        patterns.append(re.escape(way.name).replace(re.escape("{rank}"), r"\d+"))
-    return re.compile("|".join(patterns))
-
-
-def _other_ranks(plan: Plan, target: Place) -> list[str]:
-    """Return the files of ranks that the target does not have, and which are found like its own.
-
-    They are those of an older run. Where the target is one stage of a pipeline nobody says which ranks others have.
-    """
-    strategy = plan.request and plan.request.target
-    if plan.request is None or not isinstance(plan.request.files, RankFiles) or (strategy and strategy.others):
-        return []
-    way, ranks = plan.request.files, strategy.ranks if strategy else plan.ranks
-    pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
-    files = [path for rank, paths in every_file(target, pattern).items() if rank not in ranks for path in paths]
-    return [path.relative_to(target).as_posix() for path in files]  # type: ignore[arg-type]  # of one kind

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UsageError, names
 from reshard.plan.partition import partitioned
+from reshard.run.beside import refuse_other_ranks
 from reshard.run.executor import check_workers, work_here, work_on
 from reshard.run.graph import Graph
 from reshard.run.ledger import Checksums
 from reshard.run.preflight import check_target
-from reshard.run.session import Session
+from reshard.run.session import Session, older_at
 from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
@@ -35,11 +36,19 @@ if TYPE_CHECKING:
 
 
 class Progress(NamedTuple):
-    """How far a run is: bytes of contents written, of how many, since how many seconds."""
+    """How far a run is.
+
+    Attributes:
+        written: bytes of contents that are written, by this run or an earlier one.
+        total: of how many.
+        seconds: since this run began.
+        resumed: those of `written` that an earlier run wrote; they tell nothing of how fast this one is.
+    """
 
     written: int
     total: int
     seconds: float
+    resumed: int = 0
 
 
 class Report(NamedTuple):
@@ -67,6 +76,7 @@ class Report(NamedTuple):
         touched: how many of those when anything of the source files but size and time was not as it is now: they may
             have been changed since, or copied, linked, or given to another user.
         checksums: target file to tensor to the CRC-32C of its bytes there; None where none were made.
+        removed: files of earlier runs that were removed, because `overwrite` or `restart` was asked for.
     """
 
     directory: str
@@ -87,6 +97,7 @@ class Report(NamedTuple):
     finished: int = 0
     touched: int = 0
     checksums: Mapping[str, Mapping[str, int]] | None = None
+    removed: tuple[str, ...] = ()
 
     def manifest(self) -> Manifest:
         """Return the manifest of the target files, as `reshard.make_manifest` would by reading them.
@@ -157,8 +168,10 @@ def run(
         drop_cache: keep what is read and written out of the page cache, so that other programs keep theirs and the
             kernel is not swamped; by default where source and target together are larger than memory.
         overwrite: replace target files that exist; without it they are refused, unless an earlier run of the same plan
-            made them from the same sources.
-        restart: forget what an earlier run left in the target, and replace the files that it finished.
+            made them from the same sources. Files that earlier runs wrote there, and this one does not, are removed at
+            the end (see `run.beside`).
+        restart: forget what an earlier run left in the target, and replace the files that it finished; others that it
+            wrote are removed, too.
         checksums: compute CRC-32C of what is written, so that an interrupted run can be resumed, and for
             `Report.manifest`; by default as `fsync`.
         ledger: keep a ledger in `.reshard` in the target: what is written, and which run writes it. Without it,
@@ -167,7 +180,7 @@ def run(
             run. A zarr store has no ledger in it once it is finished.
         partition: `tensor`, a task writes parts of all files; or `file`, a task writes files from first byte to last.
             By default `file` where the target is at a URL or encrypted, `tensor` elsewhere.
-        progress: called after each task.
+        progress: called after each task, and at the beginning of a run that is resumed.
 
     Raises:
         TargetError: a target file exists, is one of the sources, or is being written by another run; what is there was
@@ -182,7 +195,10 @@ def run(
     target = as_place(directory)
     root = str(target.real())
     plan = partitioned(plan, partition, root)
-    check_target(plan, root)
+    older = older_at(plan, root) if ledger and (overwrite or restart) else {}
+    check_target(plan, root, older)
+    if ledger and (overwrite or restart):
+        refuse_other_ranks(plan, root, older)
     check_sources(plan, None)
     local_store().drop_glances({file.path for file in plan.source.files})
     threads = _threads(threads, scheduler, plan.threads)
@@ -191,13 +207,16 @@ def run(
     cached = ""
     if client is not None:
         cached = check_workers(plan, root, client)
-    session = Session(plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, ledger=ledger)
+    session = Session(
+        plan, root, overwrite=overwrite, restart=restart, threads=threads, fsync=fsync, ledger=ledger, older=older
+    )
     if checksums is None:
         checksums = fsync and ledger
     checksums = checksums and not (plan.coding or plan.cipher or plan.linked)  # on the disk are others, or none new
     how = How(fsync, drop_cache, apart=client is not None, checksums=checksums, cached=cached)
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:
+        reporter.begin()
         graph = Graph(session.plan, root, how)
         if client is not None:
             receipts = work_on(client, graph, reporter.add)
@@ -207,6 +226,9 @@ def run(
         receipts = work_here(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
         receipts = work_here(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
+        sums = Checksums(plan, root) if ledger and checksums and not plan.exclusive else None
+        if sums is not None and plan.alone:
+            sums.load()  # before the ledger goes
         session.finished()
     except BaseException as error:
         session.failed(error, changed_sources(plan))
@@ -235,7 +257,8 @@ def run(
         session.resumed,
         sum(file.done for file in session.plan.files),
         session.touched,
-        Checksums(plan, root) if ledger and checksums and not plan.exclusive else None,
+        sums,
+        session.removed,
     )
 
 
@@ -275,8 +298,17 @@ class _Reporter:
         self.total, self.progress, self.began, self.session = total, progress, began, session
         self.written = session.resumed
 
+    def begin(self) -> None:
+        """Tell what an earlier run wrote, if anything is left to do."""
+        if 0 < self.written < self.total:
+            self._tell()
+
     def add(self, receipt: Receipt) -> None:
         self.session.note(receipt)
+        self.written += receipt.written
+        self._tell()
+
+    def _tell(self) -> None:
         if self.progress is not None:
-            self.written += receipt.written
-            self.progress(Progress(self.written, self.total, time.perf_counter() - self.began))
+            seconds = time.perf_counter() - self.began
+            self.progress(Progress(self.written, self.total, seconds, self.session.resumed))

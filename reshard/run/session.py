@@ -22,7 +22,8 @@ from reshard.errors import BudgetError, ChangedError, Option, ReshardError, Targ
 from reshard.plan.partition import bytes_left, covers, merged, remaining
 from reshard.plan.plan import changes_digest, file_digests
 from reshard.plan.select import Selection, selection_data
-from reshard.run.ledger import Ledger, in_files
+from reshard.run.beside import older_files, remove_older
+from reshard.run.ledger import Ledger, in_files, refuse_foreign
 from reshard.run.preflight import (
     Do,
     Policy,
@@ -34,8 +35,9 @@ from reshard.run.preflight import (
     states_of,
 )
 from reshard.run.tasks import unfinished, withdraw
+from reshard.source.headers import contents_digest
 from reshard.source.made import VERSION, small_strategy, source_data
-from reshard.source.records import Record
+from reshard.source.records import Record, digest
 from reshard.storage.crc import crc32, crc_of_range
 from reshard.storage.local import free_bytes, local_store
 from reshard.storage.page_cache import boot_id
@@ -47,8 +49,10 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from reshard.formats.entries import FileLayout
     from reshard.plan.partition import Spans
     from reshard.plan.plan import Plan
+    from reshard.run.beside import Older
     from reshard.run.tasks import Receipt
     from reshard.source.records import Range, State
     from reshard.storage.base import Status
@@ -74,10 +78,20 @@ class Session:
         plan: what is left to do.
         resumed: bytes of contents that an earlier run wrote, of those that the whole plan writes.
         touched: how many finished files are kept though their sources were touched or copied since.
+        removed: the files of earlier runs that were removed, once all files were complete.
     """
 
     def __init__(
-        self, plan: Plan, root: str, *, overwrite: bool, restart: bool, threads: int, fsync: bool, ledger: bool = True
+        self,
+        plan: Plan,
+        root: str,
+        *,
+        overwrite: bool,
+        restart: bool,
+        threads: int,
+        fsync: bool,
+        ledger: bool = True,
+        older: Mapping[str, Older] | None = None,
     ) -> None:
         """Take the files, and look at what is there; with `fsync`, have what is finished on the disk.
 
@@ -89,6 +103,7 @@ class Session:
             threads: that look at what is written.
             fsync: see above.
             ledger: keep a ledger; without, whatever is there is somebody else's, and nothing unfinished is left.
+            older: files of earlier runs that are to be removed (`beside.older_files`).
 
         Raises:
             TargetError: another run writes one of the files; or one is there that this run must not replace.
@@ -97,6 +112,10 @@ class Session:
         """
         self._root, self._overwrite, self._fsync = root, overwrite, fsync
         self._early = not can(root).positioned
+        self._older = older or {}
+        self.removed: tuple[str, ...] = ()
+        if ledger and plan.exclusive:
+            refuse_foreign(f"{root}.reshard")
         sources = changes_digest(plan)
         self.ledger = Ledger(root, keeps=ledger, made=made_data(plan) if ledger else b"", sources=sources)
         self._paths = [file.path for file in plan.files]
@@ -160,14 +179,21 @@ class Session:
         self._flushed = time.monotonic()
 
     def complete(self) -> None:
-        """Note what is complete, before it gets its name: a name says that a file is."""
+        """Note what is complete, before it gets its name: a name says that a file is; remove what is older."""
         self.flush(durable=self._fsync)
+        if self._older:
+            withdraw(self._root, [self._whole.files[number] for number in self._left])
+            free = self.ledger.spare(sorted({one.file for one in self._older.values()}))
+            self.removed = tuple(remove_older(self._root, self._older, free))
+            self.ledger.removed({self._older[path].file for path in self.removed})
 
     def finished(self) -> None:
-        """End the ledger; of a directory that may have nothing else in it, leave none."""
+        """End the ledger; leave none in a directory that may have nothing else in it, or is another's."""
         self.flush()
         if self._whole.exclusive:
             self.ledger.move(f"{self._root}.reshard")
+        if self._whole.alone:
+            self.ledger.dissolve(self._paths)
 
     def failed(self, error: BaseException, changed: Mapping[int, Status | None]) -> None:
         """Leave what another run can resume from, and note on the error what to type.
@@ -237,7 +263,7 @@ class Session:
         before, ready = self._seen[path].state, self._ready.get(number)
         keeps = self.ledger.keeps
         if self._early and is_left and state is not None and (is_spoiled or not keeps):
-            if state == ready or (not keeps and (before is None or self._whole.exclusive)):
+            if state == ready or (not keeps and (before is None or (self._whole.exclusive and state != before))):
                 remote_store().discard(f"{self._root}/{path}")  # it got its name before all were complete
                 return _Left(is_known=False)
         elif self._early and is_left and ready is None and state not in {None, before}:
@@ -266,7 +292,8 @@ class Session:
         """Remove an unfinished file, and the directories below the target's that are then empty."""
         path = self._paths[number]
         if self._early:
-            remote_store().discard_unfinished(f"{self._root}/{path}")
+            if self._unfinished(number) != f"{self._root}/{path}":
+                remote_store().discard(self._unfinished(number))
             return
         local_store().discard(self._unfinished(number))
         directory = os.path.dirname(f"{self._root}/{path}")
@@ -335,12 +362,16 @@ class Session:
                     if path != resumed:
                         local_store().discard(path)
         records = {}
+        headers = _headers(self._whole)
         for number in self._left:
             file, wanted = self._whole.files[number], self._wanted[self._paths[number]]
             wrote = array("Q", [one for some in good.get(number, ()) for one in some])
             ours = self._fates[file.path].ours
             rank = file.rank if file.layout.contents or not file.last else None
-            records[file.path] = Record(wanted.digest, wanted.size, wrote, replaces=ours, rank=rank)
+            header, link = headers.get(file.layout, ""), file.link if file.link in self._wanted else ""
+            records[file.path] = Record(
+                wanted.digest, wanted.size, wrote, replaces=ours, rank=rank, header=header, link=link or ""
+            )
         self.ledger.add(records)
 
     def _check_space(self) -> None:
@@ -371,6 +402,11 @@ class Session:
         return self._seen[self._paths[number]].record
 
 
+def older_at(plan: Plan, root: str) -> dict[str, Older]:
+    """Return the files of earlier runs that a run which starts over removes: `beside.older_files`."""
+    return older_files(plan, root, digest(made_data(plan)))
+
+
 def made_data(plan: Plan) -> bytes:
     """Return what a plan makes its files of, for the ledger."""
     from reshard import __version__
@@ -398,6 +434,14 @@ def made_data(plan: Plan) -> bytes:
         "selection": selection_data(selection),
     }
     return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _headers(plan: Plan) -> dict[FileLayout, str]:
+    """Return the digests of the headers of a target that its ledger tells how to read, by their layouts."""
+    if not (plan.request and isinstance(plan.request.target, Strategy)):
+        return {}
+    layouts = {file.layout for file in plan.files}
+    return {layout: contents_digest((one.name, one) for one in layout.contents) for layout in layouts}
 
 
 def _is_complete(plan: Plan, number: int, spans: Spans, root: str) -> bool:

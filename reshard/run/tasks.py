@@ -455,9 +455,8 @@ def _write_files(plan: Plan, pieces: Sequence[Piece], files: Sequence[int], dire
         sinks.finish(durable=how.fsync)
     except BaseException:
         sinks.abort()
-        for number in files:
-            if number not in sinks:  # it has no name yet but where files appear whole
-                store_at(directory).discard(unfinished(plan, number, directory))
+        for number in sinks.ended:  # others may have the name, where files appear whole, of one that is to be replaced
+            store_at(directory).discard(unfinished(plan, number, directory))
         raise
     return moved
 

@@ -110,12 +110,7 @@ class _WithoutStrategy:
         """Return whole tensors, of the one rank that there may be."""
         ranks = {self.ranks[number] for number in self.numbers}
         if len(ranks) > 1:
-            raise SourceError(
-                Text(
-                    f"{self.root}: has {len(ranks)} ranks and no strategy says which part each holds; give ",
-                    Option("strategy"), ", or ", Option("layout", "*", "RULE"),
-                )
-            )  # fmt: skip
+            raise SourceError(f"{self.root} has {len(ranks)} ranks, and nothing says how they were sharded")
         found = {name: self.unlisted(name, replicas) for name, replicas in self.replicas().items()}
         self.faults.raise_if_any(SourceError)
         return found

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import SourceError, UsageError, names
+from reshard.errors import SourceError, Text, UsageError, names
 from reshard.formats.entries import Extent, Where
 from reshard.layout.axes import factors
 from reshard.storage.base import Status
@@ -210,12 +210,18 @@ class Origin(NamedTuple):
         rules: between the names and shapes of the two; None where these are the same.
         left_out: names of that one's tensors that the rules leave out.
         lora: what was merged into its weights first.
+        ties: tensors that the rules make one, behind its name, of which samples were compared; the first is read.
+        merged: the names of those weights, in that one.
+        side: what the rules call the side that was made; empty without rules.
     """
 
     checkpoint: Checkpoint
     rules: Rules | None
     left_out: frozenset[str]
     lora: LoRA | None = None
+    ties: tuple[tuple[str, tuple[Tensor, ...]], ...] = ()
+    merged: frozenset[str] = frozenset()
+    side: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,6 +259,7 @@ class Checkpoint(Mapping[str, Any]):
         paths: by which keys of dicts and places in lists each is found in the state that was saved, where that is not
             its name alone; None where nothing is known of that, and a program does without.
         origin: where rules, or an adapter, made its tensors of those of another: that one, and these.
+        by_file: its files were named one by one, so that the root, where the first is, may have others.
     """
 
     root: str
@@ -280,6 +287,7 @@ class Checkpoint(Mapping[str, Any]):
     bound: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] | None = field(default_factory=dict)
     origin: Origin | None = None
+    by_file: bool = False
 
     def require_whole(self) -> None:
         """Check that nothing says that its tensors, opened as whole ones, are the blocks of one rank.
@@ -400,6 +408,7 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises:
             KeyError: there is no such tensor.
+            SourceError: it cannot be read.
             UsageError: the target strategy does not name it.
             LayoutError: the target strategy does not fit its shape.
         """
@@ -410,12 +419,19 @@ class Checkpoint(Mapping[str, Any]):
     def _require(self, name: str) -> None:
         if not isinstance(name, str):
             raise KeyError(name)
+        if name in self.unreadable:
+            raise SourceError(Text(f"{self.root}: tensor {name!r} ", self.unreadable[name]))
         if name not in self.tensors:
             alike = get_close_matches(name, self.tensors, n=3)
             raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a tensor as a lazy dask array, one chunk a source shard."""
+        """Return a tensor as a lazy dask array, one chunk a source shard.
+
+        Raises:
+            KeyError: there is no such tensor.
+            SourceError: it cannot be read; the reason is that of `unreadable`.
+        """
         self._require(name)
         return upward("tensor_array")(self, name)
 

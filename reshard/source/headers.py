@@ -25,9 +25,9 @@ from reshard.storage.local import local_store
 from reshard.storage.places import of_each
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.formats.entries import Runs
+    from reshard.formats.entries import Content, Entry, Runs
     from reshard.storage.base import ReadStore, Status
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
@@ -109,6 +109,17 @@ def index_digests(indexes: Sequence[FileIndex]) -> list[str]:
             notes[key] = digest(key)
         found.append(notes[key])
     return found
+
+
+def contents_digest(contents: Iterable[tuple[str, Entry | Content]]) -> str:
+    """Return the digest of what a header says of tensors, by their names; notes and the order are not in it.
+
+    A file to be written has the same, from its layout, as its reader finds in it.
+    """
+    said = (
+        (name, one.dtype.name, one.shape, one.runs) if one.text is None else (name, one.text) for name, one in contents
+    )
+    return digest(sorted(said))
 
 
 def pages_digest(path: str) -> str:

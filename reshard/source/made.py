@@ -5,35 +5,43 @@ same of the same have one: ranks or stages, one after the other. Of a finished z
 in it, the ledger is next to the store: `NAME.reshard`.
 
 It is not believed: paths of target files stay below the target, those of source files are only read, and what comes of
-it is compared with what is there.
+it is compared with what is there. The layout in it is used while the files are those that the run wrote, or copies of
+them (`Made.change`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import astuple, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
 from reshard.formats.zarr_files import is_store
 from reshard.layout.layout import MOST_DEVICES, Layout
+from reshard.source.headers import contents_digest
 from reshard.source.records import DIRECTORY, Record, known
 from reshard.source.records import digest as digest_of
-from reshard.storage.places import any_store, as_place
+from reshard.storage.crc import crc_of_range
+from reshard.storage.places import any_store, as_place, of_each
 from reshard.storage.small import read_small
 from reshard.strategy.schema import ANY, COUNT, FLAG, LINE, NUMBER, TEXT, Maybe, check, is_inner_path, parse
 from reshard.strategy.strategy import Placed, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.checkpoint import Checkpoint, SourceFile
+    from reshard.source.records import Range
     from reshard.storage.places import Place
 
 VERSION = 1
 
 _LARGEST = 1 << 28
+
+# What is read of touched files, to see whether they are copies: of all, of a range, and of a range of many files.
+_SAMPLED, _LONGEST_SAMPLE, _SHORTEST_LIMIT = 64 << 20, 4 << 20, 64 << 10
 
 STRATEGY = {
     "stages": (COUNT, COUNT),
@@ -118,6 +126,86 @@ class Made:
             not isinstance(state, SourceError) and record.ready == state[:2]
             for record, state in zip(self.records.values(), found, strict=True)
         )
+
+    def change(self, files: Sequence[SourceFile], *, partial: bool = False) -> str:
+        """Return which file is not the one that the run wrote, and why; empty if they all are.
+
+        A file with the noted size and time is the one that the run wrote. One with another time, such as a copy, is the
+        same if its size, its header and some ranges of its contents are as noted.
+
+        Args:
+            files: the files of all ranks that are there, with their headers.
+            partial: files may be missing.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
+        by_path = {file.path: file for file in files}
+        records = {f"{self.root}/{file}": record for file, record in self.records.items() if record.rank is not None}
+        for path, file in by_path.items():
+            if path not in records:
+                return f"{path} is not in the ledger"
+            size, _ = records[path].ready or (0, 0)
+            if file.nbytes != size:
+                return f"{path} has {file.nbytes} bytes, and {size} were written"
+        missing = next((path for path in records if path not in by_path), None)
+        if missing and not partial:
+            return f"{missing} is missing"
+        touched = [file for path, file in by_path.items() if file.status[:2] != records[path].ready]
+        headers: dict[int, str] = {}
+        for file in touched:
+            noted, number = records[file.path].header, file.index.header
+            if not noted:
+                return f"{file.path} has another time, and an older version wrote the ledger, without header checksums"
+            if number not in headers:
+                headers[number] = contents_digest(file.index.entries.items())
+            if headers[number] != noted:
+                return f"the header of {file.path} is not the one that was written"
+        filled = [
+            file for file in touched if any(one.nbytes and one.text is None for one in file.index.entries.values())
+        ]
+        return self._changed_contents({file.path: file.nbytes for file in filled}) if filled else ""
+
+    def _changed_contents(self, sizes: Mapping[str, int]) -> str:
+        """Return which of some files has other bytes than were written, in a few ranges; empty if none has."""
+        every = known(self.root, self.records, directory=self.ledger).records
+        nothing = Record()
+        records = {path: every.get(path.removeprefix(f"{self.root}/"), nothing) for path in sizes}
+        samples = _samples({path: every.get(one.link, one).ranges for path, one in records.items()})
+        for path in sizes:
+            if not samples[path]:
+                return (
+                    f"{path} has another time, and the ledger has no checksums (encrypted, or written with --no-fsync)"
+                )
+
+        def change(path: str) -> str:
+            for begin, nbytes, crc in samples[path]:
+                if begin + nbytes > sizes[path] or crc_of_range(any_store(), path, begin, nbytes) != crc:
+                    return f"{path} has other contents than were written (bytes {begin} to {begin + nbytes})"
+            return ""
+
+        return next(filter(None, of_each(change, [*sizes])), "")
+
+
+def _samples(ranges: Mapping[str, Iterable[Range]]) -> dict[str, list[Range]]:
+    """Return up to two ranges of each file: one that few other files have, and a long one.
+
+    The first tells the files of ranks apart, which have equal headers. Both are short where there are many files; if
+    every range of a file is long, one is taken all the same.
+    """
+    most = min(_LONGEST_SAMPLE, max(_SAMPLED // max(len(ranges), 1), _SHORTEST_LIMIT))
+    by_path = {path: list(dict.fromkeys(some)) for path, some in ranges.items()}
+    counts = Counter(chain.from_iterable(by_path.values()))
+    samples: dict[str, list[Range]] = {}
+    for path, every in by_path.items():
+        short = [one for one in every if one[1] <= most] or sorted(every, key=_length)[:1]
+        rarest = sorted(short, key=lambda one: (counts[one], one[1]))[:1]
+        samples[path] = list(dict.fromkeys([*rarest, *sorted(short, key=_length)[-1:]]))
+    return samples
+
+
+def _length(sample: Range) -> int:
+    return sample[1]
 
 
 def made_of(target: Place) -> Made | None:

@@ -9,7 +9,8 @@ says how much that was; `reshard verify` compares everything.
 * A strategy of another run may call replicas what are different blocks: bytes that differ between ranks which it says
   hold the same block.
 * `integrated_save=True` stores whole tensors though they are listed: distinct blocks that are all equal. Constant
-  tensors (zeros, ones) look so too and say nothing, unless nothing else is known to be split.
+  tensors (zeros, ones) look so too and say nothing, unless nothing else is known to be split. A rule that the user
+  gives for whole tensors looks so, too; it is believed of a tensor that it names, if the strategy says the same of it.
 
 Which files are sampled:
 
@@ -41,7 +42,7 @@ from reshard.storage.cipher import store_of
 from reshard.storage.places import can, in_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.entries import Where
     from reshard.layout.block import Shape
@@ -63,20 +64,25 @@ _MOST_NAMED = 64  # tensors whose blocks are equal; then no more are looked for
 
 
 def compare_contents(
-    checkpoint: Checkpoint, ruled: Mapping[str, str], *, contents: bool | Literal["blocks"] = True
+    checkpoint: Checkpoint,
+    ruled: Mapping[str, str],
+    confirmed: Collection[str] = (),
+    *,
+    contents: bool | Literal["blocks"] = True,
 ) -> Checkpoint:
     """Look at the contents of tensors; return the checkpoint with `varies` set on those whose copies differ.
 
     Args:
         checkpoint: as the headers and the strategy say.
         ruled: the rules of the tensors whose layouts the user gave.
+        confirmed: those of them that a strategy cuts likewise: their blocks may be equal.
         contents: what is compared; `blocks` is different blocks alone, not replicas or copies of unlisted tensors.
 
     Raises:
         SourceError: a tensor is split but not listed, or listed but whole, replicas differ, or a rule cannot be right;
             all at once.
     """
-    look = _Look(checkpoint, ruled, copies=contents is True)
+    look = _Look(checkpoint, ruled, confirmed, copies=contents is True)
     found, others = {}, []
     for name, tensor in checkpoint.tensors.items():
         found[name] = tensor
@@ -97,6 +103,29 @@ def compare_contents(
     )
 
 
+class Torn(NamedTuple):
+    """A block whose replicas differ: the tensor, the number of the block, and two files, by their numbers."""
+
+    tensor: Tensor
+    number: int
+    file: int
+    other: int
+
+
+def torn_blocks(checkpoint: Checkpoint) -> tuple[list[Torn], Looked]:
+    """Compare samples of replicas, as `compare_contents` does; return one torn block of each tensor that has any.
+
+    Left out are tensors of which every rank may have its own value, or blocks that no strategy lists.
+    """
+    look, says = _Replicas(checkpoint), bool(checkpoint.described_by)
+    looked = look.samples([
+        tensor
+        for name, tensor in checkpoint.tensors.items()
+        if tensor.listed or name == _STEP or (says and not _may_vary(tensor, {}))
+    ])  # fmt: skip
+    return look.torn, looked
+
+
 def _may_vary(tensor: Tensor, ruled: Mapping[str, str]) -> bool:
     """Return whether every rank may have its own value of what no strategy lists: one number, text, or by a rule."""
     single = tensor.text is not None or tensor.spec.nbytes <= tensor.spec.dtype.itemsize
@@ -113,8 +142,10 @@ class _Chosen(NamedTuple):
 class _Look:
     """Compares contents, collecting faults and warnings."""
 
-    def __init__(self, checkpoint: Checkpoint, ruled: Mapping[str, str], *, copies: bool) -> None:
-        self.checkpoint, self.ruled, self.compare_copies = checkpoint, ruled, copies
+    def __init__(
+        self, checkpoint: Checkpoint, ruled: Mapping[str, str], confirmed: Collection[str], *, copies: bool
+    ) -> None:
+        self.checkpoint, self.ruled, self.confirmed, self.compare_copies = checkpoint, ruled, confirmed, copies
         self.files, self.ranks = checkpoint.files, checkpoint.ranks
         self.store = store_of(checkpoint.coding)
         self.faults, self.warnings = Faults(checkpoint.root), list[str]()
@@ -171,7 +202,7 @@ class _Look:
 
     def _may_be_whole(self, tensor: Tensor) -> bool:
         """Return whether a tensor should be in several blocks, and nobody has looked already."""
-        known = self.checkpoint.described_by or tensor.spec.name in self.ruled  # by the shapes in headers, or by hand
+        known = self.checkpoint.described_by or tensor.spec.name in self.confirmed  # by the shapes in headers, or twice
         return len(tensor.sharding.blocks) > 1 and tensor.listed and not known
 
     def _in_turn(self, tensor: Tensor) -> Iterator[tuple[int, Where]]:
@@ -242,15 +273,18 @@ class _Look:
         if self.alike:
             rule = Option("layout", self.alike[0] if self.proven_split else "*", "whole")
             more = " and so on" if self.proven_split and len(self.alike) > 1 else ""
-            self.faults.add(
-                f"tensor {names([repr(name) for name in self.alike], most=3)}",
-                Text(
+            by_rule = {self.ruled[name] for name in self.alike if name in self.ruled}
+            if by_rule and all(name in self.ruled for name in self.alike):
+                wrong = f"is not split as the rule {names(map(repr, by_rule))} says"
+                fault = Text(f"{wrong}: every rank holds the same bytes; give ", rule, more)
+            else:
+                fault = Text(
                     "is split by the strategy, and every rank holds the same bytes: whole tensors, saved with "
                     "integrated_save=True? Then give ",
                     rule,
                     f"{more}; else the layout as a rule",
-                ),
-            )
+                )
+            self.faults.add(f"tensor {names([repr(name) for name in self.alike], most=3)}", fault)
         if doubtful:
             self.warnings.append(
                 Text(
@@ -317,6 +351,20 @@ class _Look:
         if sharding not in self._strided:
             self._strided[sharding] = sharding.is_strided
         return self._strided[sharding]
+
+
+class _Replicas(_Look):
+    """Compares replicas alone, and collects what differs."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint, {}, (), copies=True)
+        self.torn: list[Torn] = []
+
+    def _may_be_whole(self, tensor: Tensor) -> bool:  # noqa: ARG002 -- different blocks are not compared
+        return False
+
+    def _tell_differing(self, tensor: Tensor, block: int, one: int, other: int) -> None:
+        self.torn.append(Torn(tensor, block, one, other))
 
 
 def _points(shape: Shape, strides: Shape, count: int) -> Iterator[int]:

@@ -4,8 +4,10 @@ A log is JSON lines; where nothing can be appended, at URLs, it is several small
 
     {"reshard": 1, "made": "5c…", "sources": "0b…"}      first: of what the run makes its files (`source.made`), and
                                                          when anything of the source files last changed
-    {"file": "rank_0/a.ckpt", "rank": 0, "digest": "9f…", "size": 4096}
+    {"file": "rank_0/a.ckpt", "rank": 0, "digest": "9f…", "size": 4096, "header": "e1…"}
                                                          what makes the file: its plan, and the sources as they were;
+                                                         the digest of its header (`headers.contents_digest`);
+                                                         "link": the file whose contents it has;
                                                          "replaces": an earlier run's file that has the name till then
     {"file": "rank_0/a.ckpt", "wrote": [[128, 2048, 305419896], …]}
                                                          ranges of the file: begin, bytes, CRC-32C
@@ -15,7 +17,8 @@ A log is JSON lines; where nothing can be appended, at URLs, it is several small
     {"file": "rank_0/a.ckpt", "forgotten": true}
 
 Logs are numbered, and the newest record of a file counts. Nothing in them is believed without a look: a range counts if
-its bytes still have that sum, a finished file if its size and time are those. So a log may be behind the disk, or the
+its bytes still have that sum, a finished file if its size and time are those; to readers, who keep what they find, also
+one whose size, header and samples are those (`made.Made.change`): a copy. So a log may be behind the disk, or the
 disk behind the log, after any kind of crash. What is not valid is passed by.
 """
 
@@ -82,6 +85,8 @@ class Record:
             copied since (`changes_digest`); empty where that is not known.
         rank: whose it is; None of a file that is not a checkpoint, such as the index of a set.
         made: the digest of what the run makes its files of; empty where that is not known.
+        header: the digest of what the file's header says; empty where that is not known.
+        link: the file of the same target whose contents it has, where it was linked; else empty.
     """
 
     digest: str = ""
@@ -93,6 +98,8 @@ class Record:
     sources: str = ""
     rank: int | None = None
     made: str = ""
+    header: str = ""
+    link: str = ""
 
     @property
     def ranges(self) -> Iterator[Range]:
@@ -225,6 +232,8 @@ def _taken(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Record
             sources=str(head.get("sources", "")),
             rank=None if rank is None else _rank(rank),
             made=_digest(head.get("made", "")),
+            header=_digest(line.get("header", "")),
+            link=str(line.get("link", "")),
         )
     if line.get("forgotten"):
         return Record()

@@ -93,8 +93,8 @@ def strategy_by_rules(
 
     Args:
         rules: a YAML file; see `strategy.rules_file`.
-        checkpoint: has names, shapes and dtypes. What it does not say is cut or whole (global_step and the like) is
-            left out unless a rule matches it.
+        checkpoint: has names, shapes and dtypes. What it does not say is cut or whole, and the training's state
+            (global_step and the like), is left out unless a rule matches it.
         target_names: the names that rules and strategy have for its tensors, of those that are meant; by default its
             own, of all.
         predict: leave out the states of the optimizer.
@@ -113,6 +113,8 @@ def strategy_by_rules(
         rules,
         {name: tensor.spec.shape for name, tensor in tensors.items()},
         dtypes={name: tensor.spec.dtype for name, tensor in tensors.items()},
-        only_by_rule={name for name, tensor in tensors.items() if says and not tensor.listed},
+        only_by_rule={
+            name for name, tensor in tensors.items() if is_training_state(name, tensor) or (says and not tensor.listed)
+        },
         predict=predict,
     )

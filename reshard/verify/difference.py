@@ -29,8 +29,8 @@ class Difference:
         block: the part of the tensor that the file holds, or shall hold.
         index: of the first element that differs, in the whole tensor, of `values`; so are all that follow.
         count: how many elements differ, of those that were compared.
-        found: the bits of that element, as hexadecimal digits.
-        expected: the bits that it should have.
+        found: the bits of that element, as hexadecimal digits; of `dtype`, the dtype.
+        expected: what it should be.
         reference: the source file that says so.
     """
 

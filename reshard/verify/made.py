@@ -41,7 +41,7 @@ def source_of(made: Made, cipher: Cipher | None) -> tuple[Checkpoint, Selection,
         SourceError: the source is not there any more, cannot be read, or is encrypted and there is no key.
     """
     try:
-        source = _source(made.content["source"], cipher)
+        source = noted_source(made.content["source"], cipher)
         selection = read_selection(made.content["selection"])
         source = derived(source, selection)
     except ReshardError:
@@ -81,11 +81,14 @@ def keys_of(made: Made, cipher: Cipher | None, source_cipher: Cipher | None) -> 
     return keys[0], keys[1]
 
 
-def _source(given: dict[str, Any], cipher: Cipher | None) -> Checkpoint:
+def noted_source(
+    given: dict[str, Any],
+    cipher: Cipher | None,
+    key: Option = Option("source_key"),  # noqa: B008 -- a tuple
+) -> Checkpoint:
+    """Open the source that a ledger has noted: `SourceError` if that is not possible."""
     if given["encrypted"] and cipher is None:
-        raise SourceError(
-            Text(f"{given['root']}: is encrypted, and a ledger holds no key; give it: ", Option("source_key"))
-        )
+        raise SourceError(Text(f"{given['root']}: is encrypted, and a ledger holds no key; give it: ", key))
     if given["describes_itself"]:
         return open_checkpoint(given["root"], cipher=cipher).without(set(given["left_out"]))
     paths: dict[int, list[str]] = {}

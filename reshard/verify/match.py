@@ -34,7 +34,7 @@ _LACKS = Text(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Matched:
     """What was matched.
 
@@ -44,6 +44,7 @@ class Matched:
         dropped: names of the source's tensors that the target need not have, and has not.
         left_out: names of the target's tensors that were not asked for.
         warnings: what should be known though it is not a difference.
+        absent: blocks that are in no file of one side, and cannot be compared.
     """
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
@@ -51,6 +52,7 @@ class Matched:
     dropped: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    absent: int = 0
 
 
 def pairs_of_ranks(source: Checkpoint, target: Checkpoint) -> Iterator[tuple[Checkpoint, Checkpoint, int | None]]:
@@ -245,12 +247,15 @@ def _compare_headers(
     dtype = selection.target_dtype(source, tensor.spec.name)
     if other.spec.dtype is not dtype:
         fault = f"is {other.spec.dtype}; the source's becomes {dtype}"
-        found.differences.append(Difference("dtype", fault, name=name))
+        found.differences.append(
+            Difference("dtype", fault, name=name, found=f"{other.spec.dtype}", expected=f"{dtype}")
+        )
     elif other.spec.shape != tensor.spec.shape:
         fault = f"is {shape_text(other.spec.shape)}; the source has {shape_text(tensor.spec.shape)}"
         found.differences.append(Difference("shape", fault, name=name))
     else:
         absent = sum(not replicas for one in (tensor, other) for replicas in one.sharding.replicas)
+        found.absent += absent
         if absent:
             found.warnings.append(f"{absent} blocks of {name} are in no file, and are not compared")
         found.pairs.append((tensor.spec.name, name))

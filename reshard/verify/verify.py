@@ -13,18 +13,19 @@ What a way does not look at is in `Verification.unchecked`.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import EncryptedError, GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
-from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN
-from reshard.formats.sets import SET_INDEXES
+from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN, rank_of
+from reshard.formats.sets import SET_INDEXES, read_index
 from reshard.formats.zarr import NAME as ZARR
 from reshard.plan.budget import comparison_budget
-from reshard.plan.select import Selection, derived
-from reshard.readers.open import made_at, read_headers, self_described
-from reshard.readers.open import open as open_checkpoint
+from reshard.plan.changes import cast_advice, changes
+from reshard.plan.select import Selection
+from reshard.readers.open import made_at, read_headers
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.reshape import with_shapes
 from reshard.storage.cipher import required
@@ -40,13 +41,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reshard.formats.rank_dirs import Step
+    from reshard.plan.changes import Change
     from reshard.run.run import Progress
+    from reshard.source.checkpoint import Looked
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName, Place
     from reshard.strategy.strategy import Strategy
     from reshard.verify.compare import Check
     from reshard.verify.difference import Difference
+    from reshard.verify.sides import Sides
     from reshard.verify.sums import SumsChecked
 
     OnProgress = Callable[[int, int], None]
@@ -91,6 +95,11 @@ class Verification:
         step: which of the checkpoints of a training run the target is; None where the names of its files do not say.
         against_step: likewise of the source.
         by_checksums: sizes and checksums were compared, those that the ledger has, because the source is gone.
+        changes: in what the target is not its source, as asked for, or as ledgers say.
+        note: why these two are compared, and in this order, if ledgers say so; how to compare what cannot be.
+        absent: how many blocks are in no file of one side, and were not compared.
+        complete: nothing that should be there is missing, as a strategy, an index, a source or a manifest says.
+        by_ranks: the files are in rank directories.
     """
 
     target: str
@@ -112,6 +121,11 @@ class Verification:
     step: Step | None = None
     against_step: Step | None = None
     by_checksums: bool = False
+    changes: tuple[Change, ...] = ()
+    note: str = ""
+    absent: int = 0
+    complete: bool = True
+    by_ranks: bool = False
 
     @property
     def equal(self) -> bool:
@@ -160,13 +174,16 @@ def verify(
     Args:
         target: what is verified: a path as for `reshard.open`, or a checkpoint, opened with `contents=False` so that
             copies that differ are found here and refused there.
-        strategy: of the target, where that is a path.
-        against: the source, likewise.
+        strategy: of the target, if that is a path; by default as its ledger says.
+        against: the source, likewise, or any checkpoint that should have the same values. Ledgers of both say how one
+            is made of the other (see `verify.sides`): in that direction they are compared.
         source_strategy: of the source, likewise.
         cipher: decrypts the target, where that is a path.
         source_cipher: decrypts the source, likewise, or that which the ledger names.
         manifest: the manifest of the target's files, in place of a source; no strategy is needed.
-        selection: what was selected, renamed and cast on the way from source to target.
+        selection: what was selected, renamed, cast, merged and made by rules on the way from source to target; None
+            to take that from the ledgers, to which `drop` and `allow_missing` alone are added; `Selection()` to compare
+            the two as they are.
         sample: the share of rows to compare, more than 0 and at most 1; by default all. Of every tensor something is
             compared.
         seed: of the random choice of rows; by default a new one, which the result reports.
@@ -196,6 +213,7 @@ def verify(
         raise UsageError("a manifest says what each file holds; leave deduplicated out")
     if sample is not None and (not 0 < sample <= 1 or against is None):
         raise UsageError(f"sample is {sample}; expected a share of what is compared with a source, up to 1")
+    _refuse_idle_selection(selection, against)
     how = _How(memory, thread_count(threads), client, _on_progress(progress, began), sample, seed)
     if manifest is not None:
         if isinstance(target, Checkpoint):
@@ -208,17 +226,21 @@ def verify(
     elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
         found = _against_made(made, cipher, source_cipher, how)
     else:
-        checkpoint = target if isinstance(target, Checkpoint) else opened(target, strategy, cipher=cipher)
-        selection = selection or Selection()
-        if against is None:
-            reads = any(file.index.sums is not None for file in checkpoint.files)
-            _refuse_idle(checkpoint.root, memory, None if reads else client, source_cipher)
-            found = _alone(checkpoint, selection, deduplicated, how)
-        else:
-            source = against
-            if not isinstance(source, Checkpoint):
-                source = opened(source, source_strategy, what="source", cipher=source_cipher)
-            found = _against_source(checkpoint, derived(source, selection), selection, deduplicated, how)
+        from reshard.verify.sides import opened, sides_of
+
+        if not isinstance(target, Checkpoint) and (strategy is not None or against is None):
+            target = opened(target, strategy, cipher=cipher)
+        if against is not None:
+            if not isinstance(against, Checkpoint) and source_strategy is not None:
+                against = opened(against, source_strategy, what="source", cipher=source_cipher)
+            sides = sides_of(
+                target, against, selection, deduplicated=deduplicated, cipher=cipher, against_cipher=source_cipher
+            )
+            found = _against_source(sides, how)
+        elif isinstance(target, Checkpoint):
+            reads = any(file.index.sums is not None for file in target.files)
+            _refuse_idle(target.root, memory, None if reads else client, source_cipher)
+            found = _alone(target, selection or Selection(), deduplicated, how)
     return replace(found, seconds=time.perf_counter() - began)
 
 
@@ -229,6 +251,14 @@ def _refuse_idle(target: AnyName, memory: int | None, client: Any, source_cipher
         if value is not None:
             advice = " is only for a comparison with a source; name a source, or leave it out"
             raise UsageError(Text(f"{target}: ", option, advice))
+
+
+def _refuse_idle_selection(selection: Selection | None, against: object) -> None:
+    """Refuse to select, rename or cast what is compared with no source."""
+    asked = replace(selection or Selection(), drop=(), allow_missing=())
+    if against is None and asked != Selection():
+        text = "names, casts, rules and the like are for a comparison with a source; give "
+        raise UsageError(Text(text, Option("against"), ", or leave them out: a ledger knows its own"))
 
 
 def _made(
@@ -243,6 +273,7 @@ def _made(
 def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | None, how: _How) -> Verification:
     """Compare a target with what it was made from, as its ledger says it, or with the checksums there."""
     from reshard.verify.made import check_sums, keys_of, source_of, target_of  # not on every start
+    from reshard.verify.sides import Sides
 
     asked = required(source_cipher)
     cipher, source_cipher = keys_of(made, cipher, source_cipher)
@@ -273,7 +304,7 @@ def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | Non
         target = target_of(made, cipher)
     except SourceError as error:
         raise type(error)(error.text.map(lambda option: option.of("target"))) from None
-    return _against_source(target, source, selection, deduplicated, how)
+    return _against_source(Sides(target, source, selection, deduplicated), how)
 
 
 def make_manifest(
@@ -312,41 +343,6 @@ def make_manifest(
     return sum_files(root, files, others, threads=thread_count(threads), progress=on_progress)
 
 
-def opened(
-    path: AnyName,
-    strategy: Strategy | AnyName | None,
-    *,
-    what: str = "target",
-    **reading: Any,
-) -> Checkpoint:
-    """Open a checkpoint to be verified; rank directories without a strategy become one that has no tensors.
-
-    Args:
-        path: as for `reshard.open`.
-        strategy: likewise.
-        what: `source` or `target`, for messages.
-        reading: other options of `reshard.open`.
-
-    Raises:
-        SourceError: as `reshard.open`; the message also names unfinished files that are there.
-    """
-    try:
-        unruled = strategy is None and not reading.get("layouts") and reading.get("stage") is None
-        if unruled and not self_described(as_place(path), reading.get("iteration")):
-            some = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix", "cipher"}}
-            files, ranks, warnings, step, cipher = read_headers(path, **some)
-            if len(set(ranks)) > 1:
-                unreadable = {name: reason for file in files for name, reason in file.index.unreadable}
-                return Checkpoint(
-                    str(path), {}, files, ranks, warnings=tuple(warnings), unreadable=unreadable, cipher=cipher,
-                    step=step,
-                )  # fmt: skip
-        return open_checkpoint(path, strategy=strategy, contents="blocks" if what == "source" else False, **reading)
-    except SourceError as error:
-        text = error.text.map(lambda option: option.of(what))
-        raise type(error)(joined("\n", [text, *leftovers(as_place(path))])) from None
-
-
 def _on_progress(progress: Callable[[Progress], None] | None, began: float) -> OnProgress:
     """Return what reports progress to a user's callback."""
     if progress is None:
@@ -360,7 +356,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
     """Check all that headers tell, of which what is not valid is an error; then the checksums that files carry."""
     warnings = check_structure(target, selection, deduplicated=deduplicated)
     carried = check_carried(target, threads=how.threads, on_progress=how.on_progress, client=how.client)
-    differences, nbytes = list(carried.differences), carried.nbytes
+    differences, nbytes, looked = list(carried.differences), carried.nbytes, None
     several = [name for name, one in target.tensors.items() if any(len(some) > 1 for some in one.sharding.replicas)]
     if several and target.described_by and (nbytes or not target.holders):
         from reshard.verify.compare.replicas import compare_replicas  # it brings numpy
@@ -368,6 +364,11 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
         compared = compare_replicas(target, several, how.threads, how.client, how.on_progress)
         differences += compared.differences
         nbytes += compared.nbytes
+    elif several:
+        from reshard.verify.samples import sample_replicas
+
+        torn, looked = sample_replicas(target)
+        differences += torn
     unnamed = () if target.strategy or target.described_by else ("names and shapes, which no strategy tells",)
     return Verification(
         target.root,
@@ -380,16 +381,27 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
         nbytes,
         tuple(differences),
         warnings=(*warnings, *leftovers(as_place(target.root))),
-        unchecked=(*_unread(target, carried), *unnamed),
+        unchecked=(*_unread(target, carried, looked), *unnamed),
         step=target.step,
+        complete=_says_what_it_has(target),
+        by_ranks=any(rank_of(as_place(file.path)) for file in target.files),
     )
 
 
-def _unread(target: Checkpoint, carried: SumsChecked) -> Iterator[str]:
+def _says_what_it_has(target: Checkpoint) -> bool:
+    """Return whether anything says what a checkpoint should have: a strategy, metadata, or the index of a set."""
+    if target.strategy or target.described_by:
+        return True
+    root = as_place(target.root)
+    return root.is_dir() and read_index(root) is not None
+
+
+def _unread(target: Checkpoint, carried: SumsChecked, looked: Looked | None) -> Iterator[str]:
     """Yield what of files was not looked at, or has nothing to be compared with."""
     if not carried.nbytes and not carried.unread:
+        sampled = f", but for samples of {looked.copies:,} of {looked.of_copies:,} replicas" if looked else ""
         more = " (its ledger names a source: verified by its path alone, every bit is compared with that)"
-        yield f"contents{more if made_at(target.root) is not None else ''}"
+        yield f"contents{sampled}{more if made_at(target.root) is not None else ''}"
     elif carried.rest > 0:
         yield f"{bytes_text(carried.rest)} of the files, which carry no checksums of them"
     if carried.unread:
@@ -405,12 +417,12 @@ def _unread(target: Checkpoint, carried: SumsChecked) -> Iterator[str]:
         yield f"{target.described_by}, which carries no checksum of itself"
 
 
-def _against_source(
-    target: Checkpoint, source: Checkpoint, selection: Selection, deduplicated: bool, how: _How
-) -> Verification:
+def _against_source(sides: Sides, how: _How) -> Verification:
     """Compare what a conversion of the source would have made with what is there."""
     from reshard.verify.compare import checks, compare  # it brings numpy
+    from reshard.verify.compare.ties import compare_ties
 
+    target, source, selection, deduplicated, note = sides
     sample, seed = how.sample, how.seed
     if sample is not None and seed is None:
         seed = SystemRandom().randrange(1 << 32)
@@ -419,6 +431,8 @@ def _against_source(
     differences: list[Difference] = []
     dropped: list[str] = []
     left_out: list[str] = []
+    pairs: dict[str, str] = {}
+    absent = 0
     warnings = [*source.warnings, *target.warnings]
     if target.described_by:  # by which experts may be stacked otherwise
         named = selection.renamed(list(source.tensors), source.every)
@@ -432,8 +446,13 @@ def _against_source(
         dropped += matched.dropped
         left_out += matched.left_out
         warnings += matched.warnings
+        pairs |= matched.pairs
+        absent += matched.absent
     compared = compare(source, target, every, budget, how.client, how.on_progress, sample=sample, seed=seed)
-    differences += compared.differences
+    ties = compare_ties(
+        source, {check.source_name for check in every}, budget, how.client, how.on_progress, sample=sample, seed=seed
+    )
+    differences += [*compared.differences, *ties.differences]
     warnings += [
         f"{name} differs between the ranks of the source; any of its values will do" for name in compared.varying
     ]
@@ -444,8 +463,8 @@ def _against_source(
         len(target.files),
         len({check.name for check in every}),
         sum(len(copies) for check in every for copies in check.move.way.writes),
-        compared.nbytes,
-        compared.total_bytes,
+        compared.nbytes + ties.nbytes,
+        compared.total_bytes + ties.total_bytes,
         tuple(differences),
         tuple(dict.fromkeys(dropped)),
         tuple(dict.fromkeys(left_out)),
@@ -455,7 +474,18 @@ def _against_source(
         unchecked=("the note `format`" if compares_notes(source, target) else "notes (__metadata__)", _NEVER),
         step=target.step,
         against_step=source.step,
+        changes=changes(source, selection, pairs.items()),
+        note=joined("; ", [*([note] if note else []), *([] if selection.cast else _casts(differences))]),
+        absent=absent,
     )
+
+
+def _casts(differences: list[Difference]) -> Iterator[Text]:
+    """Yield how to compare tensors whose dtypes differ."""
+    pairs = Counter((one.found, one.expected) for one in differences if one.kind == "dtype")
+    for (found, expected), count in pairs.items():
+        if found and expected and (advice := cast_advice(found, expected, count)):
+            yield advice
 
 
 def _against_manifest(target: Place, manifest: Manifest | AnyName, partial: bool, how: _How) -> Verification:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from reshard.plan.changes import changes_of
 from reshard.source.reshape import stacked_axes
 from reshard.view.tables import layouts_of, objects_of, totals
 
@@ -147,6 +148,7 @@ def plan_data(plan: Plan, directory: str, report: Report | None = None) -> dict[
         "dropped": list(plan.dropped),
         "missing": list(plan.missing),
         "left_out": list(plan.left_out),
+        "changes": [one._asdict() for one in changes_of(plan)],
         "warnings": list(plan.warnings),
         "sampled": plan.source.looked and plan.source.looked._asdict(),
         "files": [{"rank": file.rank, "path": file.path, "nbytes": plan.size_of(file)} for file in plan.files],
@@ -167,6 +169,7 @@ def report_data(
     data["checksums"] = report and _checksums_data(report)
     data["resumed"] = report and report.resumed
     data["finished"] = report and report.finished
+    data["removed"] = report and list(report.removed)
     data["verify"] = report and verify
     data["manifest"] = report and check
     return data
@@ -189,6 +192,10 @@ def verdict_data(found: Verification) -> dict[str, object]:
         "step": _step_data(found.step),
         "against_step": _step_data(found.against_step),
         "equal": found.equal,
+        "changes": [one._asdict() for one in found.changes],
+        "note": found.note,
+        "absent": found.absent,
+        "complete": found.complete and found.equal,
         "ranks": list(found.ranks),
         "files": found.files,
         "tensors": found.tensors,

@@ -35,7 +35,7 @@ from reshard.view.svg import (
     warnings_listed,
 )
 from reshard.view.tables import extents_text, layouts_of, layouts_text, objects_of
-from reshard.view.text import LEGEND, below, conclusion, count_text, groups_of, layout_text, shards_text
+from reshard.view.text import LEGEND, below, changed_text, conclusion, count_text, groups_of, layout_text, shards_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -324,6 +324,7 @@ def plan_html(plan: Plan) -> str:
             ("tasks", f"{stats.tasks:,}", f"bands of up to {bytes_text(plan.band_bytes)}"),
             ("memory", bytes_text(stats.peak_memory), f"at the peak, {count_text(plan.threads, 'thread')}"),
         ),
+        *([note(f"changed: {changed}")] if (changed := changed_text(plan)) else []),
         details("What goes where", plan_picture(plan).html(), opened=True),
         details("Tensors", _moves(plan), more=f"{stats.tensors:,}"),
         details("Target files", _target_files(plan), more=f"{len(plan.files):,}"),
@@ -452,6 +453,7 @@ def verification_html(found: Verification) -> str:
         ),
         *([details("Differences", *differences, more=f"{many:,}", opened=True)] if many else []),
         *(listing(title, some, meaning) for title, some, meaning in absent if some),
+        *([note(found.note)] if found.note else []),
         *([note(f"not looked at: {'; '.join(found.unchecked)}")] if found.unchecked else []),
         *warnings_listed(found.warnings),
     )

@@ -69,7 +69,9 @@ class _Bar:
     def __repr__(self) -> str:
         if self.state is None:
             return "written" if self.done else "begins"
-        pace = f"{bytes_text(self.state.written)} of {bytes_text(self.state.total)} in {self.state.seconds:.1f} s"
+        done = f"{bytes_text(self.state.written)} of {bytes_text(self.state.total)}"
+        before = f" ({bytes_text(self.state.resumed)} by an earlier run)" if self.state.resumed else ""
+        pace = f"{done}{before} in {self.state.seconds:.1f} s"
         if self.done:
             return f"written: {pace}"
         return f"{'syncing' if self.state.written >= self.state.total else 'writing'}: {pace}"
@@ -135,11 +137,12 @@ def progress(
 
 
 def _pace(state: Progress) -> str:
-    """Write bytes, rate and time left. The rate is the whole run's: tasks finish in bursts, which show nothing."""
+    """Write bytes, rate and time left. The rate is this whole run's: tasks finish in bursts, which show nothing."""
     text = f"{bytes_text(state.written)} of {bytes_text(state.total)}"
-    if not (state.written and state.seconds):
+    written = state.written - state.resumed
+    if not (written and state.seconds):
         return text
-    rate = state.written / state.seconds
+    rate = written / state.seconds
     minutes, seconds = divmod(round((state.total - state.written) / rate), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{text}, {bytes_text(rate)}/s, {hours}:{minutes:02}:{seconds:02} left"

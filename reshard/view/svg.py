@@ -17,8 +17,9 @@ from importlib.resources import files
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
+from reshard.errors import printable
 from reshard.strategy.names import group_names
-from reshard.view.text import count_text, printable, shortened
+from reshard.view.text import count_text, shortened
 
 if TYPE_CHECKING:
     import os

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UsageError, bytes_text, joined, names
+from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Where
 from reshard.layout.block import Block, shape_text
 from reshard.plan.select import all_states
@@ -23,14 +24,13 @@ from reshard.view.text import (
     LEGEND,
     count_text,
     looked_text,
-    printable,
     shards_text,
+    shortened,
     source_lines,
-    table_lines,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from reshard.formats.entries import Entry
     from reshard.formats.rank_dirs import Step
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from reshard.readers.runs import Iteration
     from reshard.source.checkpoint import SourceFile
 
+_LEAST_NAME = 24
+_WIDEST = 256  # or every row of a table would be as wide as its longest name
+_RIGHT = frozenset({"count", "bytes", "parameters", "tensors"})  # columns of numbers
 _KEYS: dict[str, Callable[[Checkpoint], Callable[[str], str]]] = {
     "prefix": lambda _: lambda name: name.partition(".")[0],
     "dtype": lambda checkpoint: lambda name: checkpoint.tensors[name].spec.dtype.name,
@@ -423,3 +426,39 @@ def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[st
                 yield (*row, layouts_text(part, [tensor]) if part.strategy or part.layouts else "", blocks, replicas)
             else:
                 yield (ranks, *row)
+
+
+def table_lines(
+    header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None, *, below: int = 0
+) -> list[str]:
+    """Return the lines of a table, numbers to the right.
+
+    Args:
+        header: the titles; the first column is that of names.
+        rows: the cells.
+        width: how long lines may be, if not as long as they are: names are cut in the middle.
+        below: so many columns, the last ones, go to lines of their own where the width does not suffice.
+    """
+    lines = [tuple(header), *map(tuple, rows)]
+    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if width is None or sum(sizes) + 2 * len(sizes) - 2 <= width:
+        return _columns(header, lines)
+    kept = len(header) - below
+    room = max(_LEAST_NAME, width - sum(sizes[1:kept]) - 2 * (kept - 1))
+    above = _columns(header[:kept], [(shortened(line[0], room), *line[1:kept]) for line in lines])
+    return [
+        text
+        for line, first in zip(lines, above, strict=True)
+        for text in (first, *wrap("  ".join(line[kept:]), width, initial_indent="    ", subsequent_indent="    "))
+    ]
+
+
+def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [min(_WIDEST, max(len(line[column]) for line in lines)) for column in range(len(header))]
+    return [
+        "  ".join(
+            cell.rjust(width) if title in _RIGHT else cell.ljust(width)
+            for cell, width, title in zip(line, widths, header, strict=True)
+        ).rstrip()
+        for line in lines
+    ]

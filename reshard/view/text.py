@@ -1,7 +1,7 @@
 """What is shown, in words that fit on a terminal.
 
 1. Pieces: sizes, counts, tables, names that are safe to print. Names come from files that nobody vouches for, so every
-   one goes through `printable` before it may reach a terminal.
+   one goes through `errors.printable` before it may reach a terminal.
 2. Strategies, plans, reports of runs and verdicts of verifications; names that repeat are folded (`strategy.names`), as
    a table of ten thousand tensors says nothing. Tables of tensors are in `tables`.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from reshard.errors import PYTHON, LayoutError, Option, Text, bytes_text, joined, names, spelled
+from reshard.errors import PYTHON, LayoutError, Option, Text, bytes_text, joined, names, printable, spelled
 from reshard.formats.sets import DCP_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
+from reshard.plan.changes import changes_of, described
 from reshard.strategy.names import group_names, ranges_text
 
 if TYPE_CHECKING:
@@ -35,21 +35,6 @@ if TYPE_CHECKING:
 
 
 _MOST_NAMES = 10
-_LEAST_NAME = 24
-_WIDEST = 256  # or every row of a table would be as wide as its longest name
-_RIGHT = frozenset({"count", "bytes", "parameters", "tensors"})  # columns of numbers
-
-
-def printable(text: object, *, keep: str = "") -> str:
-    r"""Escape what a terminal would obey instead of showing: control characters, bidirectional marks, lone bytes.
-
-    >>> print(printable("w\x1b[2J\n"), printable("a\nb", keep="\n").count("\n"), printable("größe"))
-    w\x1b[2J\n 1 größe
-    """
-    text = str(text)
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def count_text(number: int, noun: str) -> str:
@@ -59,31 +44,6 @@ def count_text(number: int, noun: str) -> str:
     ('1 file', '12,000 tensors')
     """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def table_lines(
-    header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None, *, below: int = 0
-) -> list[str]:
-    """Return the lines of a table, numbers to the right.
-
-    Args:
-        header: the titles; the first column is that of names.
-        rows: the cells.
-        width: how long lines may be, if not as long as they are: names are cut in the middle.
-        below: so many columns, the last ones, go to lines of their own where the width does not suffice.
-    """
-    lines = [tuple(header), *map(tuple, rows)]
-    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    if width is None or sum(sizes) + 2 * len(sizes) - 2 <= width:
-        return _columns(header, lines)
-    kept = len(header) - below
-    room = max(_LEAST_NAME, width - sum(sizes[1:kept]) - 2 * (kept - 1))
-    above = _columns(header[:kept], [(shortened(line[0], room), *line[1:kept]) for line in lines])
-    return [
-        text
-        for line, first in zip(lines, above, strict=True)
-        for text in (first, *wrap("  ".join(line[kept:]), width, initial_indent="    ", subsequent_indent="    "))
-    ]
 
 
 def shortened(name: str, room: int) -> str:
@@ -96,17 +56,6 @@ def shortened(name: str, room: int) -> str:
         return name
     tail = (room - 3) // 2
     return f"{name[: room - 3 - tail]}...{name[-tail:]}"
-
-
-def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [min(_WIDEST, max(len(line[column]) for line in lines)) for column in range(len(header))]
-    return [
-        "  ".join(
-            cell.rjust(width) if title in _RIGHT else cell.ljust(width)
-            for cell, width, title in zip(line, widths, header, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
 
 
 def list_text(found: Sequence[str]) -> str:
@@ -282,7 +231,7 @@ def plan_text(plan: Plan, directory: str) -> str:
         *(("", line) for line in more),
         ("to", f"{printable(directory)}: {_written_text(plan)}{of_ranks(', ', plan.ranks)}"),
         ("tensors", f"{stats.tensors:,}"),
-        *([("merged", f"LoRA adapter {printable(source.lora.root)}")] if source.lora else []),
+        *([("changed", changed)] if (changed := changed_text(plan)) else []),
         ("read", f"{bytes_text(stats.bytes_read)} from {count_text(stats.source_files, 'file')}{more_than_needed}"),
         (
             "write",
@@ -302,6 +251,11 @@ def plan_text(plan: Plan, directory: str) -> str:
     if len(plan.files) > _MOST_FILES:
         rows.append(("", f"and {len(plan.files) - _MOST_FILES:,} more"))
     return joined("\n", [Text(f"{title:<8} ", text) for title, text in rows])
+
+
+def changed_text(plan: Plan) -> str:
+    """Write what a plan changes of names and values."""
+    return printable(", ".join(one.text for one in changes_of(plan) if one.kind != "selection"))
 
 
 def _left_out(plan: Plan) -> list[Text]:
@@ -337,12 +291,15 @@ def report_text(
     ]
     source = plan.source
     taken = [Text(f"from {printable(source.root)}: ", source.step.text())] if source.step else []
+    changed = [f"changed: {text}"] if (text := changed_text(plan)) else []
     rate = report.bytes_written / report.seconds if report.seconds else 0
+    older = f"{count_text(len(report.removed), 'file')} of earlier runs: {names(report.removed, most=3)}"
+    removed = [f"removed {older}"] if report.removed else []
     if report.finished == len(report.files):
         done = (
             f"nothing is left to do: {_written_text(plan)} in {printable(report.directory)}, finished by an earlier run"
         )
-        return joined("\n", [*taken, done, _unread_text(report, verify), *commands])
+        return joined("\n", [*taken, done, *removed, *changed, _unread_text(report, verify), *commands])
     wrote = bytes_text(report.bytes_written if report.resumed or report.finished else report.target_bytes)
     looked = looked_text(plan.source.looked)
     replicas = f", {count_text(report.replicas, 'replica')} of their blocks" if report.replicas else ""
@@ -363,10 +320,12 @@ def report_text(
             *([f"resumed from {bytes_text(report.resumed)} that an earlier run wrote"] if report.resumed else []),
             *([_unread_text(report, verify)] if report.finished else []),
             f"{count_text(report.tensors, 'tensor')}{replicas}{links}",
+            *changed,
+            *removed,
             *(Text("left out ", text) for text in _left_out(plan)),
             *(f"{title}: {list_text(some)}" for title, some in gone.items() if some),
             *([f"sampled, when the source was opened: {looked}"] if looked else []),
-            f"checksums: {_checksums_text(report)}",
+            f"checksums: {_checksums_text(plan, report)}",
             f"memory: {bytes_text(report.peak_memory)} at the peak of this process",
             *commands,
         ],
@@ -383,9 +342,11 @@ def _unread_text(report: Report, verify: str | None) -> str:
     )
 
 
-def _checksums_text(report: Report) -> str:
+def _checksums_text(plan: Plan, report: Report) -> str:
     if report.checksums is None:
         return "none made"
+    if plan.alone:
+        return "CRC-32C of every block, not kept"
     return f"CRC-32C of every block, in {printable(report.directory)}/.reshard"
 
 
@@ -402,7 +363,11 @@ def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`
         words: how options are written.
         every_one: where more differences are than are shown.
     """
-    lines = [f"{printable(found.target)}: {conclusion(found)}"]
+    said = conclusion(found)
+    changed = said.startswith("= ")
+    lines = [f"verified: {printable(_near(found.target))} {said}" if changed else f"{printable(found.target)}: {said}"]
+    if found.note:
+        lines.append(printable(spelled(found.note, words)))
     files = count_text(found.files, "file")
     ranks = of_ranks(" of ", found.ranks) if found.ranks else ""
     for side, step in (("target", found.step), ("source", found.against_step)):
@@ -416,17 +381,13 @@ def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`
         rate = f" ({bytes_text(found.bytes_read / found.seconds)}/s)" if found.seconds else ""
         lines.append(f"read {bytes_text(found.bytes_read)} in {found.seconds:.2f} s{rate}")
     if found.sample is not None:
-        share = found.bytes_read / found.total_bytes if found.total_bytes else 1
         again = Text("for the same again: ", Option("seed", found.seed))
-        lines.append(f"a random sample, {100 * share:.3g} % of the bytes; {spelled(again, words)}")
+        lines.append(f"a random sample, {_share(found):.3g} % of the bytes; {spelled(again, words)}")
     absent = "not in the target, which need not have it"
     for title, some in ((absent, found.dropped), ("in the target, and not asked for", found.left_out)):
         if some:
             lines.append(f"{title}: {_folded(some, _MOST_MISSING)}")
-    for difference in found.differences[:_MOST_SHOWN]:
-        lines += _difference_lines(difference, found, words)
-    if len(found.differences) > _MOST_SHOWN:
-        lines.append(f"and {len(found.differences) - _MOST_SHOWN:,} more; {every_one} lists them all")
+    lines += _differences_lines(found, words, every_one)
     return "\n".join(lines)
 
 
@@ -444,24 +405,73 @@ def summary(found: Verification) -> str:
     where = [f"in {names(some, most=2)}" for some in (tensors, files) if some]
     count = count_text(len(found.differences), "difference")
     expected = f"what {found.against} says" if found.against else _ITSELF
+    if found.against and found.changes:
+        expected = described(found.against, found.changes)
     return f"{found.target} is not {expected}: {', '.join([count, *where])}"
 
 
 def conclusion(found: Verification) -> str:
-    """Return in a few words what was found."""
-    against = printable(found.against or _ITSELF)
+    """Return in a few words what was found; what follows "= " is what the target is."""
     if found.differences:
-        return f"DIFFERS from {against}: {count_text(len(found.differences), 'difference')}"
+        against = described(found.against, found.changes) if found.against else _ITSELF
+        return f"DIFFERS from {printable(against)}: {count_text(len(found.differences), 'difference')}"
     if found.against is None and found.bytes_read:
         return "complete and valid; its contents have the checksums that its files carry"
     if found.against is None:
-        return "complete and valid in structure; contents were not read"
+        return _alone_text(found)
     if not found.ranks:
-        return f"as the manifest {against} says"
+        return f"as the manifest {printable(found.against)} says"
     if found.by_checksums:
         return "sizes and checksums are those that its ledger has"
-    rows = "" if found.sample is None else " in the rows that were compared"
-    return f"equal to {against}, bit for bit{rows}"
+    return _equal_text(found, found.against)
+
+
+def _equal_text(found: Verification, against: str) -> str:
+    """Return what a target is equal to, and how much of it was compared."""
+    others = f"; {count_text(len(found.left_out), 'other')} in the target not compared" if found.left_out else ""
+    without = f", except {count_text(found.absent, 'block')} that no file has" if found.absent else ""
+    if not (found.changes or others):
+        rows = "" if found.sample is None else " in the rows that were compared"
+        return f"equal to {printable(against)}, bit for bit{rows}{without}"
+    source = printable(described(_near(against), found.changes))
+    how = "every bit" if found.sample is None else f"a random {_share(found):.3g} % of the bytes"
+    return f"= {source}; {count_text(found.tensors, 'tensor')}, {how}{without}{others}"
+
+
+def _share(found: Verification) -> float:
+    """Return which percentage of the bytes was compared."""
+    return 100 * found.bytes_read / found.total_bytes if found.total_bytes else 100
+
+
+def _near(path: str) -> str:
+    """Return a path as it is below the current directory, if it is there."""
+    return path.removeprefix(f"{Path.cwd()}/") or path
+
+
+def _differences_lines(found: Verification, words: Words, every_one: str) -> Iterable[str]:
+    """Yield the first differences; tensors whose dtypes differ alike are one."""
+    groups: dict[object, list[Difference]] = {}
+    for number, one in enumerate(found.differences):
+        groups.setdefault(one.text if one.kind == "dtype" else number, []).append(one)
+    shown = list(groups.values())[:_MOST_SHOWN]
+    for one, *others in shown:
+        if others:
+            folded = _folded((other.name or "" for other in (one, *others)), _MOST_MISSING)
+            yield f"  {count_text(1 + len(others), 'tensor')}, {folded}: {one.text}"
+        else:
+            yield from _difference_lines(one, found, words)
+    if rest := len(found.differences) - sum(map(len, shown)):
+        yield f"and {rest:,} more; {every_one} lists them all"
+
+
+def _alone_text(found: Verification) -> str:
+    """Return what was found of a checkpoint by itself; it is complete only if something says what it should have."""
+    if not found.complete:
+        headers = "headers are valid" + (", and contents have the checksums in the files" if found.bytes_read else "")
+        return f"{headers}; nothing says {'how many ranks' if found.by_ranks else 'which tensors'} there should be"
+    if found.bytes_read:
+        return "complete and valid; its contents have the checksums that its files carry"
+    return "complete and valid in structure; contents were not read"
 
 
 def _difference_lines(one: Difference, found: Verification, words: Words) -> Iterable[str]:

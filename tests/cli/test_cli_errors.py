@@ -10,6 +10,7 @@ import shlex
 import shutil
 from typing import TYPE_CHECKING
 
+import click
 import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
@@ -20,6 +21,7 @@ import reshard
 import reshard.mindspore as ms
 from reshard import Layout, Strategy
 from reshard.cli.main import cli
+from reshard.cli.values import size
 from reshard.errors import SourceError, StrategyError, UsageError
 
 if TYPE_CHECKING:
@@ -52,6 +54,23 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
     result = call(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("number", ["8", "5", "0.5", "64000000"])
+@pytest.mark.parametrize("option", ["--memory", "--max-shard-size", "--chunk-size", "--shard-size"])
+def test_a_size_has_a_unit(case: Case, tmp_path: Path, option: str, number: str) -> None:
+    """Eight bytes of memory are nobody's wish, and nor are files for each tensor."""
+    words = ["unify", case.source, tmp_path / "out", "--source-strategy", case.source_strategy]
+    words += ["--format", "zarr"] if option in {"--chunk-size", "--shard-size"} else []
+    result = call(*words, option, number)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {option}: {number} has no unit; write {number}GB or {number}MB\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("0", 0), ("8B", 8), ("8k", 8000), ("8 GB", 8 * 10**9), ("1.5KiB", 1536)])
+def test_sizes(text: str, nbytes: int) -> None:
+    assert size(click.Context(cli), cli.params[0], text) == nbytes
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,8 @@ def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> N
     assert json.loads(known.stdout)["ranks"] == [2]
     file = next((tmp_path / "out" / "rank_2").iterdir())
     os.utime(file, (1, 1))
+    assert "as the ledger of the directory above says" in done("inspect", file).stderr
+    write_file(file, {"w": np.zeros(4, np.float32)}, "ckpt")
     assert "is of rank 2 by its place; its tensors are taken" in done("inspect", file).stderr
 
 

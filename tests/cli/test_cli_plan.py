@@ -182,7 +182,8 @@ def test_the_command_that_verifies_knows_what_was_asked_for(case: Case, tmp_path
         words = shlex.split(line.removeprefix("to verify it: reshard "))
         assert words == ["verify", f"{tmp_path}/{target}"]
         said = done(*words).stdout
-        assert f"{tmp_path}/{target}: equal to {source}, bit for bit" in said
+        changed = "6 tensors renamed, cast to bfloat16, 6 of 15 tensors"
+        assert f"verified: {tmp_path}/{target} = {source}, {changed}; 6 tensors, every bit\n" in said
         assert "6 tensors" in said
 
 

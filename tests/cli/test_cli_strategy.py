@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import write_file
+from checkpoints import assert_equal, write_file
 from commands import Case, call, done
 
 import reshard
@@ -399,3 +399,33 @@ def test_check_against_one_file_of_whole_tensors(real: Path, tmp_path: Path) -> 
     file = next((tmp_path / "whole" / "rank_0").iterdir())
     result = done("strategy", "check", real / "tut_dst4_opt" / "strategy_0.ckpt", file)
     assert "'global_step' is in the files and not in the strategy" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["set", "checkpoint 2.0", "zarr"])
+def test_a_made_strategy_is_one_for_a_checkpoint_2(tmp_path: Path, kind: str) -> None:
+    """The count of steps is left out whatever the source; a Checkpoint 2.0 may have it in common.json alone."""
+    full = {"a.w": np.arange(64, dtype=np.float32).reshape(8, 8), "global_step": np.array([3], np.int32)}
+    write_file(tmp_path / "net.safetensors", full)
+    ways = {"set": [], "checkpoint 2.0": ["--style", "checkpoint2"], "zarr": ["--format", "zarr"]}
+    done("unify", tmp_path / "net.safetensors", tmp_path / "src", *ways[kind])
+    rules = written(tmp_path / "r.yaml", "mesh: {x: 2}\nrules: {a.w: [x]}\n")
+    done("strategy", "make", rules, "--like", tmp_path / "src", "-o", tmp_path / "s.ckpt")
+    assert set(reshard.read_strategy(tmp_path / "s.ckpt").tensors) == {"a.w"}
+    words = ["--style", "checkpoint2", "--target-strategy", tmp_path / "s.ckpt"]
+    done("transform", tmp_path / "src", tmp_path / "cut", *words)
+    assert_equal(reshard.open(tmp_path / "cut"), full)
+    write_file(tmp_path / "weights.safetensors", {"a.w": full["a.w"]})
+    done("transform", tmp_path / "weights.safetensors", tmp_path / "cut2", *words, "--target-step", "3")
+    by_rule = written(tmp_path / "more.yaml", "mesh: {x: 2}\nrules: {a.w: [x], global_step: []}\n")
+    done("strategy", "make", by_rule, "--like", tmp_path / "src", "-o", tmp_path / "more.ckpt")
+    assert set(reshard.read_strategy(tmp_path / "more.ckpt").tensors) == {"a.w", "global_step"}
+
+
+def test_a_count_of_steps_in_a_strategy_file_need_not_be_in_the_source(tmp_path: Path) -> None:
+    """Strategy files of MindSpore do not say of what shape a tensor is."""
+    layouts = {"a.w": Layout.of([2], [0, -1]), "global_step": Layout.of([2], [-1])}
+    reshard.write_strategy(Strategy.of(layouts), tmp_path / "s.ckpt")
+    write_file(tmp_path / "net.safetensors", {"a.w": np.ones((8, 8), np.float32)})
+    words = ["--style", "checkpoint2", "--target-step", "3", "--target-strategy", tmp_path / "s.ckpt"]
+    result = done("transform", tmp_path / "net.safetensors", tmp_path / "run", *words, "--json")
+    assert json.loads(result.stdout)["missing"] == ["global_step"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +98,9 @@ def test_structure(folder: Path) -> None:
     assert result.stdout == (
         "dst: complete and valid in structure; contents were not read\n3 tensors, 18 blocks of them; "
         "6 files of 6 ranks (0-5)\n"
-        "not looked at: contents (its ledger names a source: verified by its path alone, every bit is compared with "
-        "that); notes (__metadata__); checksums that files carry (crc_num), and how text entries are "
-        "stored\n"
+        "not looked at: contents, but for samples of 4 of 4 replicas (its ledger names a source: verified by its path "
+        "alone, every bit is compared with that); notes (__metadata__); checksums that files carry (crc_num), and how "
+        "text entries are stored\n"
     )
     Path("dst/rank_3/checkpoint_3.ckpt").rename("dst/rank_3/checkpoint_3.ckpt.partial")
     result = call(*TARGET)
@@ -144,6 +145,9 @@ def test_options_of_a_conversion(folder: Path) -> None:
     assert done.exit_code == 0, done.stderr
     against = ["--against", "src", "--source-strategy", "before.ckpt"]
     assert call("verify", "weights", *against, *how).exit_code == 0
+    said = call("verify", "weights", "--against", "src").stdout
+    assert "weights = src, 1 tensor renamed, cast to bfloat16, 2 of 3 tensors; 2 tensors, every bit\n" in said
+    shutil.rmtree("weights/.reshard")
     result = call("verify", "weights", *against)
     assert result.exit_code == 3
     assert "tensor new.w: is in the target, not in the source" in result.stdout

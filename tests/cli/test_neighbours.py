@@ -44,20 +44,34 @@ def out(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("style", STYLES)
 def test_no_shard_of_an_older_set_stays_beside_the_index(whole: Path, out: Path, style: str) -> None:
     command = ["unify", whole, out, "--style", style]
-    done(*command, "--max-shard-size", "100")
+    done(*command, "--max-shard-size", "100B")
     before = tree(out)
     assert len(before) == 4
+    refused = call(*command)
+    assert refused.exit_code == 6
+    assert "of another set; choose another directory, or remove it" in refused.stderr
+    assert "would be removed" in done(*command, "--overwrite", "--dry-run").stderr
+    assert tree(out) == before
+    for option in ("--overwrite", "--restart"):
+        removed = json.loads(done(*command, option, "--json").stdout)["removed"]
+        assert set(removed) == before.keys() - tree(out).keys()
+        assert len(tree(out)) == 2
+        assert call("verify", out).exit_code == 0
+        done(*command, "--max-shard-size", "100B", "--overwrite")
+        assert tree(out) == before
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_shard_of_unknown_origin_is_not_removed(whole: Path, out: Path, style: str) -> None:
+    command = ["unify", whole, out, "--style", style]
+    done(*command, "--max-shard-size", "100B")
+    changed = next(path for path in sorted(out.glob("*2*.safetensors")))
+    changed.write_bytes(changed.read_bytes() + b"x")
+    before = tree(out)
     for options in (["--overwrite"], ["--overwrite", "--dry-run"], ["--restart"], []):
         refused = call(*command, *options)
-        assert refused.exit_code == 6
-        assert "of another set; choose another directory, or remove it" in refused.stderr
+        assert (refused.exit_code, changed.name in refused.stderr) == (6, True)
         assert tree(out) == before
-    done(*command, "--max-shard-size", "100", "--overwrite")
-    for path in out.iterdir():
-        if path.is_file():
-            path.unlink()
-    done(*command)
-    assert len(tree(out)) == 2
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -67,7 +81,9 @@ def test_nor_from_python_or_in_a_bucket(whole: Path, out: Path, style: str) -> N
     for place in (out, f"memory://beside/{style}"):
         small.run(place)
         with pytest.raises(TargetError, match="of another set"):
-            large.run(place, overwrite=True)
+            large.run(place)
+        assert len(large.run(place, overwrite=True).removed) >= 2
+        assert set(reshard.open(place)) == set(FULL)
         small.run(place, overwrite=True)
         assert set(reshard.open(place)) == set(FULL)
 
@@ -88,7 +104,7 @@ def test_what_a_run_that_was_killed_left_is_not_a_part_of_another_set(whole: Pat
     faults.clear()
     assert sorted(tree(out)) == [f"part{number}.safetensors" for number in range(3)]
     with pytest.raises(TargetError, match="part1.safetensors, part2.safetensors of another set"):
-        large.run(out, overwrite=True)
+        large.run(out)
     small.run(out)
     small.run(out.parent / "undisturbed")
     assert tree(out) == tree(out.parent / "undisturbed")
@@ -204,7 +220,9 @@ def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
     for path in out.glob("rank_[01]"):
         shutil.rmtree(path)
     assert told("transform", whole, out, "--target-strategy", tmp_path / "rows.ckpt", "--ranks", "0-1") == []
-    (notice,) = told("transform", whole, out, "--overwrite")
+    done("transform", whole, tmp_path / "one")
+    shutil.copytree(ranks / "rank_3", tmp_path / "one" / "rank_3")
+    (notice,) = told("transform", whole, tmp_path / "one")
     assert "rank_3/checkpoint_3.safetensors too, of ranks that are not this target's" in notice
 
 

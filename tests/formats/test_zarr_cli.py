@@ -15,6 +15,7 @@ from zarr_stores import FULL, SOURCE, TARGET, invoke, source
 
 import reshard
 from reshard import ZarrGroup
+from reshard.errors import UsageError
 
 __all__ = ["source"]  # fixtures, for pytest to find
 
@@ -46,6 +47,32 @@ def test_unify_to_zarr_and_split_again(
     assert invoke("transform", store, tmp_path / "out", "--target-strategy", strategies[1]).exit_code == 0
     reshard.plan(source, TARGET).run(tmp_path / "direct")
     assert tree(tmp_path / "out") == tree(tmp_path / "direct")
+
+
+def test_the_name_of_a_target_says_its_format(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """No directory of safetensors files is called z.zarr, nor a safetensors file x.ckpt."""
+    words = ["unify", write_file(tmp_path / "net.safetensors", FULL)]
+    assert invoke(*words, tmp_path / "z.zarr").exit_code == 0
+    assert reshard.open(tmp_path / "z.zarr").format == "zarr"
+    store = tmp_path / "other.zarr"
+    refused = [
+        [*words, store, "--format", "safetensors"],
+        [*words, store, "--format", "dcp"],
+        [*words, store, "--style", "huggingface"],
+        ["transform", words[1], store],
+        ["transform", words[1], store, "--via-zarr", tmp_path / "step"],
+        ["plan", words[1], store],
+        ["convert", words[1], store, "--format", "ckpt"],
+        ["convert", words[1], tmp_path / "other.ckpt", "--format", "safetensors"],
+        ["convert", words[1], tmp_path / "other.safetensors", "--format", "ckpt"],
+    ]
+    before = set(tree(tmp_path))
+    for command in refused:
+        assert invoke(*command).exit_code == 2, command
+    with pytest.raises(UsageError, match=r"other\.zarr is the name of a zarr store, and the format is safetensors"):
+        reshard.plan(source, TARGET).run(store)
+    assert set(tree(tmp_path)) == before
+    assert invoke("convert", words[1], tmp_path / "net.ckpt", "--format", "ckpt").exit_code == 0
 
 
 def test_options_of_the_other_format_are_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:

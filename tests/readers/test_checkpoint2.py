@@ -579,3 +579,13 @@ def test_many_ranks_take_no_more_memory_than_is_predicted(tmp_path: Path) -> Non
     predicted = json.loads(took.out)["peak_memory"]
     assert took.peak < predicted < 1.6 * took.peak
     assert predicted < 150e6
+
+
+def test_asked_for_what_cannot_be_read_it_says_why(case: Callable[[str], Path]) -> None:
+    found = reshard.open(case(LOST))
+    assert NORM not in found
+    for ask in (found.__getitem__, found.picture):
+        with pytest.raises(SourceError, match=f"tensor '{NORM}' lacks 1 of its 2 blocks, which no file has"):
+            ask(NORM)
+    with pytest.raises(KeyError):
+        found[NORM + "x"]

@@ -179,10 +179,10 @@ def test_the_least_budget_that_is_named_works_and_a_megabyte_less_does_not(
     match = re.search(rf"--memory (\d+)MB works: .* band of tensor '{largest}", refused.err)
     assert match, refused.err
     least = int(match[1]) * 1_000_000
-    ran = sources.run(source, target, "--memory", str(least), *options)
+    ran = sources.run(source, target, "--memory", f"{least}B", *options)
     assert ran.took.peak <= least
     assert ran.predicted["peak_memory"] <= least
-    again = sources.command(source, target, "--memory", str(least - 1_000_000), *options)
+    again = sources.command(source, target, "--memory", f"{least - 1_000_000}B", *options)
     assert (again.code, f"--memory {match[1]}MB works:" in again.err) == (5, True)
 
 

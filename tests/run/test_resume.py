@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.plan.plan import Plan
+    from reshard.run.run import Progress
 
 __all__ = ["command", "small_tasks", "source", "written"]  # fixtures, for pytest to find
 
@@ -219,6 +220,18 @@ def test_the_tasks_of_the_next_run_may_be_others(
     report = reshard.plan(source, TARGET).run(tmp_path / "out")
     assert report.resumed > 0
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_progress_begins_at_what_an_earlier_run_wrote(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, TARGET)
+    stopped(plan, tmp_path / "out")
+    events: list[Progress] = []
+    report = plan.run(tmp_path / "out", progress=events.append)
+    assert 0 < report.resumed == events[0].written == events[0].resumed
+    assert {event.resumed for event in events} == {report.resumed}
+    assert events[-1].written - events[-1].resumed == report.bytes_written
+    plan.run(tmp_path / "new", progress=events.append)
+    assert events[-1].resumed == 0
 
 
 @pytest.mark.parametrize(

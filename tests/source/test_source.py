@@ -57,7 +57,7 @@ def test_one_file_of_whole_tensors_needs_no_strategy(tmp_path: Path) -> None:
 
 
 def test_several_ranks_need_a_strategy(root: Path) -> None:
-    with pytest.raises(SourceError, match="has 4 ranks and no strategy"):
+    with pytest.raises(SourceError, match="has 4 ranks, and nothing says how they were sharded"):
         reshard.open(root)
 
 

@@ -409,7 +409,7 @@ def test_a_whole_weight_that_the_pattern_lacks_is_not_hidden_in_files(tmp_path: 
 
 def test_the_size_of_files_of_a_plan_for_a_dcp(tmp_path: Path) -> None:
     write_file(tmp_path / "net.safetensors", EVERYTHING)
-    words = ("plan", tmp_path / "net.safetensors", "--format", "dcp", "--max-shard-size", "300")
+    words = ("plan", tmp_path / "net.safetensors", "--format", "dcp", "--max-shard-size", "300B")
     assert "__0_1.distcp" in done(*words).stdout
 
 

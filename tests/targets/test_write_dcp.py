@@ -255,7 +255,7 @@ def test_commands(tmp_path: Path) -> None:
     invoke("transform", root, tmp_path / "one", *target)
     assert "nothing is left to do" in invoke("transform", root, tmp_path / "one", *target)
     assert_whole(tmp_path / "one", FULL)
-    invoke("unify", root, tmp_path / "two", "--format", "dcp", "--max-shard-size", "300")
+    invoke("unify", root, tmp_path / "two", "--format", "dcp", "--max-shard-size", "300B")
     assert len(assert_whole(tmp_path / "two", FULL).ranges) == 3
     invoke("plan", root, *target, "-o", tmp_path / "plan.json")
     invoke("run", tmp_path / "plan.json", tmp_path / "three")

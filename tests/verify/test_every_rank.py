@@ -17,7 +17,7 @@ from reshard import Layout, Selection, Strategy
 from reshard.errors import SourceError, UsageError
 from reshard.formats import index_file
 from reshard.plan.make import plan_convert
-from reshard.verify.verify import opened
+from reshard.verify.sides import opened
 
 if TYPE_CHECKING:
     from pathlib import Path

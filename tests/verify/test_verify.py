@@ -27,7 +27,7 @@ from reshard.errors import BudgetError, SourceError, UsageError
 from reshard.plan import budget
 from reshard.plan.make import plan_convert
 from reshard.verify import compare
-from reshard.verify.verify import opened
+from reshard.verify.sides import opened
 
 
 @pytest.fixture
@@ -268,6 +268,9 @@ def test_directories_of_the_same_ranks_need_no_strategy(sides: tuple[Path, Path]
     flip(rank_file(tmp_path / "converted", 6), "c", 3)
     (one,) = reshard.verify(tmp_path / "converted", against=source).differences
     assert (one.name, one.rank, one.index) == ("c", 6, (1, 1))
+    assert reshard.verify(target, AFTER, against=source).equal, "its ledger knows the other strategy"
+    assert reshard.verify(target, against=source, source_strategy=BEFORE).equal
+    shutil.rmtree(target / ".reshard")
     with pytest.raises(SourceError, match=r"8 ranks and no strategy.*give source_strategy=\.\.\., or layouts="):
         reshard.verify(target, AFTER, against=source)
     with pytest.raises(SourceError, match=r"6 ranks and no strategy.*give strategy=\.\.\., or layouts="):

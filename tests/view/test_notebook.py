@@ -227,7 +227,7 @@ def test_whatever_is_not_a_markup_is_escaped() -> None:
 
 @given(st.text(max_size=40))
 def test_any_text_comes_through_as_it_is_printed(text: str) -> None:
-    from reshard.view.text import printable
+    from reshard.errors import printable
 
     element = ET.fromstring(tag("p", text, title=text))
     assert (element.text or "") == element.get("title") == printable(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import time
 from contextlib import redirect_stderr
 
 import pytest
@@ -57,6 +58,16 @@ def test_a_bar_stays_of_what_was_done(terminal: Terminal) -> None:
     (line,) = terminal.lines()
     assert "100%" in line
     assert "1.0 kB of 1.0 kB, " in line
+
+
+def test_the_rate_is_that_of_new_bytes(terminal: Terminal) -> None:
+    """Of a run that is resumed: at 900 of 1,000 bytes, 800 of an earlier run, 100 in 10 s."""
+    with redirect_stderr(terminal), progress(quiet=False) as shown:
+        assert shown is not None
+        shown(Progress(900, 1000, 10.0, resumed=800))
+        time.sleep(0.2)  # until it is drawn
+    assert "90%" in terminal.getvalue()
+    assert "900 B of 1.0 kB, 10 B/s, 0:00:10 left" in terminal.getvalue()
 
 
 def test_no_bar_stays_where_nothing_was_done(terminal: Terminal) -> None:

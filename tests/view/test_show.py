@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.dtypes import BY_NAME
+from reshard.errors import printable
 from reshard.formats.entries import Entry, Extent, FileIndex, Where
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
@@ -20,14 +21,12 @@ from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, T
 from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
 from reshard.view.data import plan_data, rank_files_data, strategy_data
-from reshard.view.tables import checkpoint_text, rank_files_text, rank_parts
+from reshard.view.tables import checkpoint_text, rank_files_text, rank_parts, table_lines
 from reshard.view.text import (
     bytes_text,
     layout_text,
     plan_text,
-    printable,
     strategy_text,
-    table_lines,
 )
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from reshard.cli.options import json_option, overwrite_file_option, source_optio
 from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, WRITE
-from reshard.errors import VerifyError, names
+from reshard.errors import VerifyError, names, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +64,8 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
     those of another checkpoint.
     """
     from reshard.rules.show import table
-    from reshard.view.text import count_text, table_lines
+    from reshard.view.tables import table_lines
+    from reshard.view.text import count_text
 
     derived = _derived(file, source, **given)
     made, rows = derived.checkpoint, table(derived)
@@ -88,10 +89,11 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
         print_text("\n".join(table_lines(header, [tuple(map(str, row)) for row in rows], width())) + "\n")
         for what, some in (("left out", derived.dropped), ("kept as they are", derived.kept)):
             if some:
-                click.echo(f"{what}: {count_text(len(some), 'tensor')}: {names(some)}")
-        click.echo(f"{count_text(sum(row[2] for row in rows), 'tensor')} become {sum(row[4] for row in rows)}")
+                print_text(f"{what}: {count_text(len(some), 'tensor')}: {names(some)}")
+        print_text(f"{count_text(sum(row[2] for row in rows), 'tensor')} become {sum(row[4] for row in rows)}")
     if differences:
-        raise VerifyError(f"{target}: differs from what {file} make of {source}:\n  " + "\n  ".join(differences[:20]))
+        listed = "".join(f"\n  {printable(text)}" for text in differences[:20])
+        raise VerifyError(f"{target}: differs from what {file} make of {source}:{listed}")
 
 
 def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:

@@ -9,9 +9,9 @@ import click
 import reshard
 from reshard.cli.commands import Command, Group, option
 from reshard.cli.options import drop_option, iteration_option, json_option, overwrite_file_option, source_options
-from reshard.cli.terminal import print_json, say, say_warnings, wrote
+from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY, WRITE
-from reshard.errors import SourceError, UsageError, VerifyError
+from reshard.errors import SourceError, UsageError, VerifyError, printable
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing, refuse_inputs
 
@@ -64,7 +64,7 @@ def show_strategy(path: Path, as_json: bool) -> None:
     if as_json:
         print_json(strategy_data(found))
     else:
-        click.echo(strategy_text(found, str(path)))
+        print_text(strategy_text(found, str(path)))
 
 
 @strategy.command(
@@ -178,8 +178,9 @@ def make_strategy(
 ) -> None:
     """Make a strategy file from RULES, a YAML file, without compiling the network.
 
-    Tensors that no rule matches are whole on every device of a stage; optimizer states go with their weights. What the
-    source strategy does not name (global_step and the like) is left out unless a rule gives it a layout.
+    Tensors that no rule matches are whole on every device of a stage; optimizer states go with their weights. The
+    training's state (global_step and the like), and what the source strategy does not name, is left out unless a rule
+    gives it a layout.
     """
     from reshard.readers.open import files_read
     from reshard.source.strategies import strategy_by_rules
@@ -216,12 +217,17 @@ def strategy_from_checkpoint(
     parallel is in nested layouts, which MindSpore 2.10 does not read from JSON. Of what reshard wrote it is the
     strategy in the ledger there.
     """
-    from reshard.readers.open import files_read, is_made, self_described
+    from reshard.readers.open import files_read, noted, self_described
+    from reshard.readers.ranks import changed_text
 
     refuse_existing(output, overwrite=overwrite)
-    if checkpoint.is_dir() and self_described(checkpoint, iteration) is None and not is_made(checkpoint):
-        expected = "expected a Checkpoint 2.0, or what reshard wrote with a strategy"
-        raise UsageError(f"{checkpoint}: does not say itself which rank holds which block; {expected}")
+    if checkpoint.is_dir() and self_described(checkpoint, iteration) is None:
+        known, change = noted(checkpoint)
+        if change:
+            raise SourceError(changed_text(checkpoint, change))
+        if not known:
+            expected = "expected a Checkpoint 2.0, or what reshard wrote with a strategy"
+            raise UsageError(f"{checkpoint}: does not say itself which rank holds which block; {expected}")
     opened = reshard.open(checkpoint, iteration=iteration, contents=False)
     refuse_inputs([output], files_read(checkpoint, opened.files), "one of the files of the checkpoint")
     say_warnings(opened.warnings)
@@ -265,14 +271,14 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
     if as_json:
         print_json(_diff_data(first, second, found))
     else:
-        click.echo("\n".join(_diff_lines(first, second, found, (str(a), str(b)))))
+        print_text("\n".join(_diff_lines(first, second, found, (str(a), str(b)))))
     if not found.same:
         raise VerifyError(f"{a} and {b} are not the same strategy")
 
 
 def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
     from reshard.strategy.names import group_names
-    from reshard.view.text import count_text, layout_text, printable
+    from reshard.view.text import count_text, layout_text
 
     if a.ranks != b.ranks:
         yield f"A is for {count_text(len(a.ranks), 'rank')}, B for {len(b.ranks)}"
@@ -336,7 +342,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
     """
     from reshard.readers.open import read_headers
     from reshard.strategy.diff import check
-    from reshard.view.text import count_text, looked_text, printable
+    from reshard.view.text import count_text, looked_text
 
     wanted = reshard.read_strategy(strategy_file)
     own: Strategy | Path | None = source_strategy
@@ -351,16 +357,16 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
             error.add_note("if STRATEGY is of a target to be made from CHECKPOINT, give --source-strategy too")
         raise
     say_warnings([*opened.warnings, *check(wanted, opened)])
-    click.echo(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
+    print_text(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
     if looked := looked_text(opened.looked):
         say(f"sampled: {looked}")
 
 
 def _say_written(written: Strategy, output: Path) -> None:
-    from reshard.view.text import count_text, printable
+    from reshard.view.text import count_text
 
     wrote()
-    click.echo(
+    print_text(
         f"wrote {printable(output)}: {count_text(len(written.tensors), 'tensor')} over "
         f"{count_text(len(written.ranks), 'rank')} in {count_text(len(written.stages), 'stage')}"
     )

@@ -1,0 +1,111 @@
+"""What a conversion changes of its source's tensors, in words: for plans, reports and verifications alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from reshard.dtypes import by_name
+from reshard.errors import Option, Text, UsageError
+from reshard.plan.select import cast_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from reshard.plan.plan import Plan
+    from reshard.plan.select import Selection
+    from reshard.source.checkpoint import Checkpoint
+
+
+class Change(NamedTuple):
+    """One thing in which a target is not its source.
+
+    Attributes:
+        kind: what changed values (`lora`, `rules`, `cast`) or names (`rules`, `names`), or left out tensors.
+        text: the change, in words that follow the name of the source.
+        tensors: how many tensors of the target it is of.
+        detail: the directory of the adapter, the rules file, or the cast, as `float32=bfloat16`.
+    """
+
+    kind: Literal["lora", "rules", "names", "cast", "selection"]
+    text: str
+    tensors: int
+    detail: str = ""
+
+
+def changes(source: Checkpoint, selection: Selection, pairs: Iterable[tuple[str, str]]) -> tuple[Change, ...]:
+    """Return what became of a source's tensors.
+
+    Args:
+        source: the source, with its adapter and rules (`select.derived`).
+        selection: what was selected.
+        pairs: the source name and the target name of each tensor.
+    """
+    return tuple(_changes(source, selection, dict(pairs)))
+
+
+def changes_of(plan: Plan) -> tuple[Change, ...]:
+    """Return what a plan makes of its source's tensors; nothing of one that is put together from others."""
+    if plan.request is None:
+        return ()
+    pairs = [(label.source_name, label.name) for label in plan.labels]
+    return changes(plan.source, plan.request.selection, [*pairs, *((name, name) for name in plan.texts)])
+
+
+def described(name: str, found: Iterable[Change]) -> str:
+    """Return what a target is: its source by name, and what was changed of it.
+
+    >>> described("dst", [Change("lora", 'LoRA adapter "a"', 1), Change("cast", "cast to bfloat16", 6)])
+    'dst with LoRA adapter "a", cast to bfloat16'
+    """
+    return name + "".join(f"{' with ' if one.kind == 'lora' else ', '}{one.text}" for one in found)
+
+
+def _changes(source: Checkpoint, selection: Selection, new_names: dict[str, str]) -> Iterator[Change]:
+    tensors = {old: source.tensors[old] for old in new_names if old in source.tensors}
+    pairs = {old: new for old, new in new_names.items() if old in tensors and tensors[old].text is None}
+    origin, every = source.origin, len(pairs)
+    if origin is not None and origin.lora is not None:
+        merged = len(origin.merged if origin.rules else origin.merged & pairs.keys())
+        if merged:
+            root = origin.lora.root
+            name = root.rstrip("/").rpartition("/")[2]
+            yield Change("lora", f'LoRA adapter "{name}" merged into {_count(merged, "weight")}', merged, root)
+    if origin is not None and origin.rules is not None:
+        yield Change("rules", f"in the names and shapes of {origin.side}", every, origin.rules.root)
+    renamed = sum(old != new for old, new in pairs.items())
+    if renamed:
+        yield Change("names", f"{_count(renamed, 'tensor')} renamed", renamed)
+    dtypes = Counter((tensors[old].spec.dtype, selection.target_dtype(source, old)) for old in pairs)
+    for (before, after), count in dtypes.items():
+        if before is not after:
+            some = "" if count == every else f"{count:,} of {_count(every, 'tensor')} "
+            yield Change("cast", f"{some}cast to {after}", count, f"{before}={after}")
+    if selection.weights_only:
+        yield Change("selection", "weights only", every)
+    if selection.include or selection.exclude or source.left_out:
+        of = sum(tensor.text is None for tensor in source.tensors.values()) + len(source.left_out)
+        if every < of:
+            yield Change("selection", f"{every:,} of {_count(of, 'tensor')}", every)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def cast_advice(target: str, source: str, count: int) -> Text | None:
+    """Return how to compare tensors of two dtypes; None if neither can be cast to the other.
+
+    >>> str(cast_advice("bfloat16", "float32", 6)).partition("; ")[0]
+    '6 tensors are bfloat16 in the target, float32 in the source'
+    >>> str(cast_advice("float32", "bfloat16", 1)).partition("; ")[2]
+    "to compare with a cast exchange the two and give cast={'float32': 'bfloat16'}"
+    """
+    after, before = by_name(target, UsageError), by_name(source, UsageError)
+    ways = [(before, after, ""), (after, before, "exchange the two and ")]
+    legal = [way for way in ways if not cast_fault(*way[:2])]
+    if not legal:
+        return None
+    old, new, how = min(legal, key=lambda way: way[1].itemsize)  # what is cast is seldom widened
+    tensors = f"{_count(count, 'tensor')} {'is' if count == 1 else 'are'} {after} in the target, {before} in the source"
+    return Text(f"{tensors}; to compare with a cast {how}give ", Option("cast", old.name, new.name))

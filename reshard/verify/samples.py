@@ -1,0 +1,32 @@
+"""Replicas of a checkpoint that differ, by samples: they may be of two steps of a training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.source.probe import torn_blocks
+from reshard.verify.difference import Difference
+
+if TYPE_CHECKING:
+    from reshard.source.checkpoint import Checkpoint, Looked
+
+
+def sample_replicas(target: Checkpoint) -> tuple[list[Difference], Looked]:
+    """Compare samples of replicas, as opening a source does; return a difference for each tensor that is torn."""
+    torn, looked = torn_blocks(target)
+    source = target.described_by or "the strategy"
+    says = {True: f"which {source} says hold the same", False: f"and {source} does not say that it is cut"}
+    differences = [
+        Difference(
+            "values",
+            f"differs between rank {target.ranks[block.file]} and rank {target.ranks[block.other]}, "
+            f"{says[block.tensor.listed]}",
+            block.tensor.spec.name,
+            rank=target.ranks[block.other],
+            path=target.files[block.other].path,
+            block=block.tensor.sharding.blocks[block.number],
+            reference=target.files[block.file].path,
+        )
+        for block in torn
+    ]
+    return differences, looked

@@ -1,0 +1,189 @@
+"""Layouts given by hand: looked at as those of a strategy, and added to what the ledger knows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from checkpoints import assert_equal, blocks, numbers, write_file, write_ranks
+from commands import call, done
+from remotes import put
+
+import reshard
+from reshard import Layout, Strategy
+from reshard.errors import SourceError
+from reshard.readers import beside
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULL = numbers({"w": (16, 32), "b": (32,), "v": (8, 4)})
+ROWS = Strategy.of({"w": Layout.of([8], [0, -1]), "b": Layout.of([8], [0]), "v": Layout.of([8], [0, -1])})
+COLUMNS = Strategy.of({"w": Layout.of([4], [-1, 0]), "b": Layout.of([4], [0]), "v": Layout.of([4], [-1, -1])})
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Path:
+    """Eight ranks, each with all of it."""
+    for rank in range(8):
+        write_file(tmp_path / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt", FULL, "ckpt")
+    return tmp_path / "src"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """What this program wrote, with a ledger."""
+    source = reshard.open(write_ranks(tmp_path / "before", FULL, ROWS, "ckpt"), strategy=ROWS)
+    reshard.plan(source, COLUMNS).run(tmp_path / "out")
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("rules", [{"*": "split:0"}, {"*": "whole", "w": "split:0"}, {"*": "whole", "w": "split:1"}])
+def test_blocks_that_are_replicas_are_not_joined(replicas: Path, tmp_path: Path, rules: dict[str, str]) -> None:
+    with pytest.raises(SourceError, match="'w'.*is not split as the rule 'split:.' says: every rank holds the same"):
+        reshard.open(replicas, layouts=rules)
+    typed = [word for name, rule in rules.items() for word in ("--layout", f"{name}={rule}")]
+    refused = call("unify", replicas, tmp_path / "whole", *typed)
+    assert refused.exit_code == 4
+    assert "give --layout '*=whole'" in refused.stderr
+    assert not (tmp_path / "whole").exists()
+    assert_equal(reshard.open(replicas, layouts={"*": "whole"}), FULL)
+
+
+def test_with_a_strategy_too(replicas: Path) -> None:
+    whole = Strategy.of({name: Layout.of([8], [-1] * value.ndim) for name, value in FULL.items()})
+    with pytest.raises(SourceError, match="every rank holds the same bytes"):
+        reshard.open(replicas, strategy=whole, layouts={"w": "split:0"})
+
+
+def test_what_differs_is_not_whole(tmp_path: Path) -> None:
+    root = write_ranks(tmp_path, FULL, ROWS)
+    with pytest.raises(SourceError, match="which the rule 'whole' says hold the same"):
+        reshard.open(root, layouts={"*": "whole"})
+    assert_equal(reshard.open(root, layouts={"*": "split:0"}), FULL)
+
+
+@pytest.mark.parametrize("rules", [{"w": "split:1"}, {"b": "split:0"}, {"v": "whole"}, {"w": "4:-1,0", "b": "4:0"}])
+def test_one_layout_is_added_to_those_of_the_ledger(out: Path, tmp_path: Path, rules: dict[str, str]) -> None:
+    assert_equal(reshard.open(out, layouts=rules), FULL)
+    typed = [word for name, rule in rules.items() for word in ("--layout", f"{name}={rule}")]
+    done("unify", out, tmp_path / "whole", *typed)
+    assert_equal(reshard.open(tmp_path / "whole"), FULL)
+    for path in out.rglob("*"):  # of a copy, too
+        os.utime(path, (1, 1))
+    assert_equal(reshard.open(out, layouts=rules), FULL)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"w": "split:0"},
+        {"w": "copy"},
+        {"*": "split:0"},
+        {"w": "2,2:-1,0"},
+        {"v": "split:0"},
+        {"b": "copy", "w": "split:1"},
+    ],
+)
+@pytest.mark.parametrize("given", [None, COLUMNS])
+def test_what_the_ledger_knows_is_not_contradicted(out: Path, rules: dict[str, str], given: Strategy | None) -> None:
+    with pytest.raises(SourceError):
+        reshard.open(out, strategy=given, layouts=rules)
+    with pytest.raises(SourceError, match=r"as its ledger says.* leave layouts=.* out"):
+        reshard.open(out, strategy=given, layouts=rules, contents=False)
+    shutil.rmtree(out / ".reshard")
+    reshard.open(out, strategy=COLUMNS, layouts=rules, contents=False)
+
+
+def test_a_tensor_that_the_ledger_does_not_list(tmp_path: Path) -> None:
+    """Every rank has a value of its own: the layouts of the others stay known."""
+    for rank in range(8):
+        tensors = {**blocks(FULL, ROWS, rank), "rng": np.array([rank, 1], np.int64)}
+        write_file(tmp_path / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt", tensors, "ckpt")
+    source = reshard.open(tmp_path / "src", strategy=ROWS, layouts={"rng": "copy"})
+    reshard.plan(source, COLUMNS).run(tmp_path / "out")
+    with pytest.raises(SourceError, match="'rng': differs between the ranks"):
+        reshard.open(tmp_path / "out")
+    opened = reshard.open(tmp_path / "out", layouts={"rng": "copy"})
+    assert opened.tensors["rng"].varies
+    assert_equal(opened.without(["rng"]), FULL)
+
+
+# --- the strategy that lies beside a source ---
+
+
+@pytest.mark.parametrize("place", ["strategy.ckpt", "src/my strategy.json", "src_strategy.ckpt"])
+def test_the_strategy_beside_a_source_is_named(tmp_path: Path, place: str) -> None:
+    root = write_ranks(tmp_path / "src", FULL, ROWS)
+    reshard.write_strategy(ROWS, tmp_path / place)
+    reshard.write_strategy(COLUMNS, tmp_path / "dst_strategy.ckpt")
+    (tmp_path / "other.json").write_text("{")
+    (tmp_path / "not.ckpt").write_bytes(b"\x08\x01" * 1000)
+    refused = call("unify", root, tmp_path / "whole")
+    assert refused.exit_code == 4
+    shown = f"'{tmp_path / place}'" if " " in place else str(tmp_path / place)
+    assert f"{tmp_path / place} fits: give --source-strategy {shown}\n" in refused.stderr
+    assert "dst_strategy" not in refused.stderr
+    with pytest.raises(SourceError, match=f"strategy='{tmp_path / place}'"):
+        reshard.open(root)
+    assert not (tmp_path / "whole").exists()
+
+
+def test_it_is_relative_as_the_source_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_ranks(tmp_path / "src", FULL, ROWS)
+    reshard.write_strategy(ROWS, tmp_path / "src_strategy.ckpt")
+    monkeypatch.chdir(tmp_path)
+    assert "give --source-strategy src_strategy.ckpt" in call("unify", "src", "whole").stderr
+    monkeypatch.chdir(tmp_path / "src")
+    assert f"give --source-strategy {tmp_path}/src_strategy.ckpt" in call("unify", ".", "../whole").stderr
+
+
+def test_the_strategy_beside_a_source_at_a_url(tmp_path: Path, root: str) -> None:
+    source = put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
+    (tmp_path / "strategies").mkdir()
+    reshard.write_strategy(ROWS, tmp_path / "strategies" / "my_strategy.ckpt")
+    put(tmp_path / "strategies", root)
+    assert f"give --source-strategy {root}/my_strategy.ckpt" in call("unify", source, tmp_path / "whole").stderr
+
+
+def test_what_does_not_fit_is_not_named(tmp_path: Path) -> None:
+    """Of as many ranks, but the samples refute it; of other ranks; a checkpoint."""
+    root = write_ranks(tmp_path / "src", FULL, ROWS)
+    wrong = Strategy.of({name: Layout.of([8], [-1] * value.ndim) for name, value in FULL.items()})
+    reshard.write_strategy(wrong, tmp_path / "wrong_strategy.ckpt")
+    reshard.write_strategy(COLUMNS, tmp_path / "dst_strategy.ckpt")
+    shutil.copy(root / "rank_0" / "checkpoint_0.safetensors", tmp_path / "one.ckpt")
+    said = call("unify", root, tmp_path / "whole").stderr
+    assert "fits" not in said
+    assert "give --source-strategy, or --layout '*=RULE'" in said
+
+
+def test_a_directory_of_strategies_of_a_pipeline(tmp_path: Path) -> None:
+    one = Layout.of([2], [0, -1])
+    stages = Strategy.of({"w": {0: one}, "v": {1: one}})
+    full = {name: FULL[name] for name in ("w", "v")}
+    root = write_ranks(tmp_path / "src", full, stages)
+    (tmp_path / "strategy").mkdir()
+    for stage in range(2):
+        reshard.write_strategy(stages.of_stage(stage), tmp_path / "strategy" / f"strategy_{stage}.json")
+    said = call("unify", root, tmp_path / "whole").stderr
+    assert f"give --source-strategy {tmp_path}/strategy" in said
+
+
+def test_few_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_ranks(tmp_path / "src", FULL, ROWS)
+    for number in range(300):
+        (tmp_path / f"{number:03}.ckpt").write_bytes(b"\x08\x01")
+    (tmp_path / "000_strategy.ckpt").write_bytes(bytes(1 << 20))
+    os.truncate(tmp_path / "000_strategy.ckpt", 1 << 40)
+    os.mkfifo(tmp_path / "001_strategy.ckpt")
+    (tmp_path / "002_strategy.ckpt").symlink_to(tmp_path / "none")
+    reshard.write_strategy(ROWS, tmp_path / "my_strategy.ckpt")
+    read: list[object] = []
+    before = beside.read_strategy
+    monkeypatch.setattr(beside, "read_strategy", lambda path: read.append(path) or before(path))
+    assert "my_strategy.ckpt fits" in call("unify", root, tmp_path / "whole").stderr
+    assert 1 <= len(read) <= 16
