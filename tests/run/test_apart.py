@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "transform src link/new --source-strategy two.ckpt",
         "transform src . --source-strategy two.ckpt",
         "transform src src/out --source-strategy two.ckpt --format dcp",
-        "transform src src/out --source-strategy two.ckpt --style checkpoint2 --target-strategy two.ckpt --target-step 3",
+        "unify src src/out --source-strategy two.ckpt --style checkpoint2 --target-step 3",
         "unify src src/m.zarr --source-strategy two.ckpt",
         "unify link src/set --source-strategy two.ckpt --style huggingface",
         "unify src . --source-strategy two.ckpt",
