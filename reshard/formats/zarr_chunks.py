@@ -317,7 +317,10 @@ def _by_zarr(path: str, number: int, unit: Foreign) -> memoryview:
 
 
 def _not_decoded(path: str, number: int, why: object) -> SourceError:
-    return SourceError(f"{path}: chunk {number} cannot be decoded: {why} (damaged, or its metadata is wrong)")
+    reason = str(why)
+    if not reason:  # Python's own MemoryError has no text
+        reason = "there is too little memory" if isinstance(why, MemoryError) else type(why).__name__
+    return SourceError(f"{path}: chunk {number} cannot be decoded: {reason} (damaged, or its metadata is wrong)")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------
