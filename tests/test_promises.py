@@ -261,7 +261,8 @@ PROMISES = {
     "typed again, resumes from a finished store, even if the source is gone": [
         "formats/test_zarr_cli.py::test_via_zarr_and_again_without_the_source",
     ],
-    "(a finished zarr store is refused without `--overwrite`)": [
+    "(a finished zarr store, and a single file that `convert` made, are refused without `--overwrite`)": [
+        "verify/test_run_manifest.py::test_it_is_that_of_the_files_and_nothing_is_read",
         "test_promises.py::test_exit_codes_are_those_of_the_readme",
         "run/test_resume.py::test_a_store_at_a_url_that_is_finished_is_in_the_way",
     ],
