@@ -50,15 +50,26 @@ WRITES = [
 @pytest.fixture
 def through(bucket: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A proxy that this process and those it starts reach S3 by."""
-    import s3fs
-
     monkeypatch.setenv("RESHARD_STALL_SECONDS", str(STALL))
     monkeypatch.setattr(requests, "_FIRST_DELAY", 0.1)
     monkeypatch.setattr(remote, "LEAST_PART_BYTES", 5 << 20)
-    s3fs.S3FileSystem.clear_instance_cache()
+    drop_clients()
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy
     proxy.clear()
+    drop_clients()
+
+
+def drop_clients() -> None:
+    """Close the clients of S3, so that the next request makes one for the address that is set then.
+
+    s3fs gives a dropped client a tenth of a second to close, which a busy machine may exceed.
+    """
+    import s3fs
+
+    for fs in s3fs.S3FileSystem._cache.values():
+        if getattr(fs, "_s3", None) is not None:
+            fsspec.asyn.sync(fs.loop, fs._s3.__aexit__, None, None, None, timeout=10)
     s3fs.S3FileSystem.clear_instance_cache()
 
 
