@@ -68,7 +68,7 @@ def drop_clients() -> None:
     import s3fs
 
     for fs in s3fs.S3FileSystem._cache.values():
-        if getattr(fs, "_s3", None) is not None:
+        if getattr(fs, "_s3", None) is not None and not fs.asynchronous:  # zarr's clients belong to zarr's own loop
             fsspec.asyn.sync(fs.loop, fs._s3.__aexit__, None, None, None, timeout=10)
     s3fs.S3FileSystem.clear_instance_cache()
 
