@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from reshard.cli.terminal import DEBUG, WROTE, message_of, paint, say, say_warnings, stopping
+from reshard.cli.terminal import (
+    DEBUG,
+    JSON,
+    WROTE,
+    error_data,
+    message_of,
+    paint,
+    print_json,
+    say,
+    say_warnings,
+    stopping,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -289,6 +300,8 @@ class Border(Group):
                 error.add_note("nothing was written")
             message, code = message_of(error)
             say(message)
+            if ctx.meta.get(JSON):
+                print_json(error_data(error, message, code))
             ctx.exit(code)
 
 
@@ -300,7 +313,10 @@ def _usage_reported() -> Iterator[None]:
     except click.UsageError as error:
         if isinstance(error, click.exceptions.NoArgsIsHelpError):
             raise
-        say(f"error: {_usage_message(error)}")
+        message = _usage_message(error)
+        say(f"error: {message}")
+        if error.ctx and error.ctx.meta.get(JSON):
+            print_json(error_data(error, message, error.exit_code))
         raise click.exceptions.Exit(error.exit_code) from None
 
 

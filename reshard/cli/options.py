@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from reshard.cli.commands import option
+from reshard.cli.terminal import JSON
 from reshard.cli.values import (
     DCP,
     READ,
@@ -63,12 +64,21 @@ class Running(NamedTuple):
     quiet: bool
 
 
+def remember_json(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
+    """Let errors be JSON, too."""
+    if value:
+        ctx.meta[JSON] = True
+    return value
+
+
 json_option = option(
     "--json",
     "as_json",
     under="Output",
     first=True,
     is_flag=True,
+    is_eager=True,
+    callback=remember_json,
     help="Print one JSON object; its keys: --help-all.",
 )
 quiet_option = option("-q", "--quiet", under="Output", first=True, is_flag=True, help="Print nothing but errors.")

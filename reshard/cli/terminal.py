@@ -77,6 +77,8 @@ OPTIONS: Words = {
 
 DEBUG = "reshard.debug"
 WROTE = "reshard.wrote"
+JSON = "reshard.json"
+SCHEMA = 1  # of the objects of --json; it grows when a key goes or changes its meaning
 _LABEL = re.compile(r"(error|warning):")
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
 
@@ -137,8 +139,9 @@ def message_of(error: BaseException) -> tuple[str, int]:
         kind = "interrupted" if number is signal.SIGINT else f"stopped by {number.name}"
         return joined("; ", [kind, *getattr(error, "__notes__", ())]), 128 + number
     if isinstance(error, ReshardError):
-        sentence = Text("error: ", error.text)
-        return joined("; ", [sentence, *getattr(error, "__notes__", ())]), error.exit_code
+        facts = [*error.facts, *getattr(error, "__notes__", ())]
+        lines = [Text("error: ", error.message), *(Text("       ", fact) for fact in facts)]
+        return joined("\n", [*lines, *([Text("hint:  ", error.hint)] if error.hint else [])]), error.exit_code
     if isinstance(error, MemoryError):
         return "error: memory does not suffice", BudgetError.exit_code
     if isinstance(error, OSError) and error.strerror:
@@ -178,9 +181,25 @@ def print_text(text: str) -> None:
     click.echo(printable(spelled(text, OPTIONS), keep="\n"))
 
 
+def error_data(error: BaseException, message: str, exit_code: int) -> dict[str, object]:
+    """Return an error for `--json`: its stable code, exit code, message, facts and hint."""
+    own = error if isinstance(error, ReshardError) else None
+    notes = tuple(getattr(error, "__notes__", ()))
+    usage = "usage" if isinstance(error, click.UsageError) else "failed"
+    return {
+        "error": {
+            "code": own.code if own else "interrupted" if isinstance(error, KeyboardInterrupt) else usage,
+            "exit_code": exit_code,
+            "message": spelled(own.message, OPTIONS) if own else message.removeprefix("error: "),
+            "facts": [spelled(fact, OPTIONS) for fact in (*own.facts, *notes)] if own else [],
+            "hint": spelled(own.hint, OPTIONS) if own else "",
+        }
+    }
+
+
 def print_json(data: dict[str, object]) -> None:
-    """Write the one JSON object of `--json` to stdout."""
-    sys.stdout.writelines(_json_pieces(data, "\n", 2))
+    """Write the one JSON object of `--json` to stdout, with the version of its schema."""
+    sys.stdout.writelines(_json_pieces({"schema": SCHEMA} | data, "\n", 2))
     sys.stdout.write("\n")
     sys.stdout.flush()  # a reader that went away shows here, where it is not an error, rather than at the exit
 

@@ -14,7 +14,7 @@ import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from reshard.errors import SourceError, Text, UsageError
+from reshard.errors import SourceError, UsageError
 from reshard.formats.entries import RangeReader
 from reshard.storage.cipher import DecryptingStore
 from reshard.storage.places import can
@@ -85,7 +85,8 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
         if cipher is None or cipher.has_tag or "with this key" in str(error):
             raise
         # A wrong key passes the padding of a CBC block once in 256 times; what comes out is then no checkpoint.
-        raise SourceError(Text(error.text, f"; or the key is wrong, which {cipher.mode} cannot tell")) from None
+        error.facts += (f"or the key is wrong, which {cipher.mode} cannot tell",)
+        raise
 
 
 def _index(path: str, store: Readable | None) -> FileIndex:

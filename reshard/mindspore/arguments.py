@@ -216,7 +216,7 @@ def own_words() -> Iterator[None]:
     try:
         yield
     except SourceError as error:
-        raise type(error)(spelled(error.text, WORDS)) from error.__cause__
+        raise error.changed(lambda text: spelled(text, WORDS)) from error.__cause__
 
 
 _MOST_NAMED = 20

@@ -203,8 +203,8 @@ def with_rules(
                 layout = None if rule == COPY else Layout.parse(rule, len(shapes[name]), devices)
                 result = result.with_layout(name, layout)
             except (LayoutError, StrategyError) as error:
-                option = Option("layout", pattern, rule)
-                raise StrategyError(Text(option, f": tensor {name!r}: ", error.text)) from None
+                about = error.about(Option("layout", pattern, rule), f": tensor {name!r}")
+                raise StrategyError(about.message, code=error.code, facts=error.facts, hint=error.hint) from None
             ruled[name] = rule
             before = strategy.tensors.get(name, ()) if strategy else ()
             if layout and name == pattern and any(placed.layout.splits == layout.splits for placed in before):

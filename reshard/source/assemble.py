@@ -306,7 +306,7 @@ class _WithStrategy(_WithoutStrategy):
             shape = self.strategy.whole_shape(name, first.shape, stage=stage)
             grid = self.strategy.grid(name, shape, stage=stage)
         except LayoutError as error:
-            self.faults.add(self.files[replicas[0]].path, error.text)
+            self.faults.add(self.files[replicas[0]].path, error)
             return None
         faults = self.faults.count
         self._check_stated_shape(name, stage, shape)

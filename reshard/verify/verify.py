@@ -303,7 +303,7 @@ def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | Non
     try:
         target = target_of(made, cipher)
     except SourceError as error:
-        raise type(error)(error.text.map(lambda option: option.of("target"))) from None
+        raise error.changed(lambda text: Text(text).map(lambda option: option.of("target"))) from None
     return _against_source(Sides(target, source, selection, deduplicated), how)
 
 
