@@ -35,6 +35,7 @@ def test_every_kind_has_its_exit_code() -> None:
         "PlanError": 4,
         "BudgetError": 5,
         "TargetError": 6,
+        "NoBucketError": 1,
         "UnsentError": 1,
         "NoBucketError": 1,
         "ChangedError": 6,
