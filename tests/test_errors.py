@@ -37,7 +37,6 @@ def test_every_kind_has_its_exit_code() -> None:
         "TargetError": 6,
         "NoBucketError": 1,
         "UnsentError": 1,
-        "NoBucketError": 1,
         "ChangedError": 6,
     }
     assert all(issubclass(getattr(errors, name), ReshardError) for name in kinds)
