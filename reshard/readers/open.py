@@ -25,7 +25,7 @@ from reshard.formats.directories import (
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, rank_files
 from reshard.formats.sets import SET_FILES, SET_INDEXES, read_index
 from reshard.formats.zarr_files import is_of_store, is_store
-from reshard.readers.ranks import changed_text, lone_rank, one_stage, with_rules
+from reshard.readers.ranks import changed_text, left_of_several, lone_rank, one_stage, with_rules
 from reshard.readers.runs import checkpoint_of, iteration_of, iterations, newer, run_at
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, SourceFile
@@ -120,7 +120,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if change:
         warnings.append(changed_text(root, change))
     if not (layouts or by_ledger) and len(set(ranks)) == 1:
-        alone = lone_rank(path, strategy, files, ranks[0], warnings)
+        alone = lone_rank(path, strategy, files, ranks[0], warnings) or left_of_several(root, made, change)
     strategy, ruled, confirmed = with_rules(strategy, layouts or {}, files, ranks)
     every = strategy
     strategy, part = one_stage(root, strategy, stage, files, ranks, warnings)

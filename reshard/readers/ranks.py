@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from reshard.source.checkpoint import SourceFile
+    from reshard.source.made import Made
 
 COPY = "copy"
 """The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
@@ -106,6 +107,20 @@ def changed_text(root: AnyName, change: str) -> str:
         f"{root} was written by reshard, but {change}; so the layout in its ledger is not used (`reshard verify "
         f"{quote(str(root))}` compares it with its source)"
     )
+
+
+def left_of_several(root: str, made: Made | None, change: str) -> str:
+    """Return why one rank that is there is not the whole, where it is left of several; empty if there was one only.
+
+    Args:
+        root: the directory of the ranks.
+        made: what its ledger says.
+        change: why the layout in the ledger is not used; empty if it is, or none need be.
+    """
+    if not change or made is None or made.strategy is None or len(made.strategy.ranks) == 1:
+        return ""
+    options = Text("give ", Option("strategy"), ", or ", Option("layout", "*", "whole"), " if no tensor is cut")
+    return Text(changed_text(root, change), "; ", options)
 
 
 def one_stage(

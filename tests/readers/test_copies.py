@@ -303,6 +303,16 @@ def test_a_missing_file(out: Path) -> None:
     assert call("verify", copy).exit_code == 4
 
 
+def test_one_rank_that_is_left_is_not_taken_for_the_whole(out: Path, tmp_path: Path) -> None:
+    copy = cp(out)
+    for file in files(copy)[1:]:
+        file.unlink()
+    assert call("inspect", copy).exit_code == 0
+    assert call("unify", copy, tmp_path / "whole").exit_code == 4
+    assert not (tmp_path / "whole").exists()
+    assert call("unify", copy, tmp_path / "whole", "--layout", "*=whole").exit_code == 0
+
+
 @pytest.mark.parametrize("more", [b"", b"x"])
 def test_another_size(out: Path, more: bytes) -> None:
     """As of a pointer of git lfs, or of a copy that was interrupted."""

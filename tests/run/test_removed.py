@@ -79,6 +79,24 @@ def test_fewer_ranks(source: reshard.Checkpoint, eight: Path, tmp_path: Path, op
     assert_rank_files(eight, FULL, ranks(8))
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_files_that_are_the_same_for_more_or_fewer_ranks(
+    before: int, after: int, source: reshard.Checkpoint, tmp_path: Path
+) -> None:
+    """They are kept, of replicas on every rank; the ledger says of all ranks what they are of."""
+
+    def whole(number: int) -> Strategy:
+        return Strategy.of(dict.fromkeys(SHAPES, Layout.of([number], [-1, -1])))
+
+    out = tmp_path / "out"
+    reshard.plan(source, whole(before)).run(out)
+    reshard.plan(source, whole(after)).run(out, overwrite=True)
+    assert reshard.open(out).strategy == whole(after)
+    verified = reshard.verify(out)
+    assert verified.equal
+    assert verified.complete
+
+
 def test_the_commands_say_so(eight: Path, tmp_path: Path) -> None:
     reshard.write_strategy(ranks(4), tmp_path / "four.ckpt")
     command = ["transform", tmp_path / "src" / "net.safetensors", eight, "--target-strategy", tmp_path / "four.ckpt"]

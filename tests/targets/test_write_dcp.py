@@ -167,6 +167,16 @@ def test_replicas_are_spread_over_the_ranks(tmp_path: Path) -> None:
     }
 
 
+def test_of_stages_that_cut_a_tensor_otherwise_the_first_counts(tmp_path: Path) -> None:
+    """Blocks of a DCP may not overlap: such a tensor was written, and nobody could read it."""
+    full = numbers({"w": (4, 4), "b": (3,)})
+    cut = {0: Layout.of([2], [0, -1]), 1: Layout.of([2], [-1, 0])}
+    target = Strategy.of({"w": cut, "b": {1: Layout.of([2], [-1])}})
+    reshard.plan(source(tmp_path, full), target, format="dcp").run(tmp_path / "dcp")
+    assert_whole(tmp_path / "dcp", full)
+    assert reshard.verify(tmp_path / "dcp")
+
+
 def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
     full = numbers({f"w{number}": (8, 4) for number in range(5)} | {"large": (40, 8)})
     files = reshard.DCP(max_shard_bytes=300)
