@@ -171,7 +171,11 @@ def fusion_picture(fusion: Fusion) -> Picture:
 def _places(strategy: Strategy, name: str) -> tuple[Placed, ...]:
     if name not in strategy.tensors:
         alike = get_close_matches(name, strategy.tensors, n=3)
-        raise UsageError(f"the strategy names no tensor {name!r}{f'; did you mean {names(alike)}?' if alike else ''}")
+        raise UsageError(
+            f"the strategy has no tensor {name!r}",
+            code="not-in-strategy",
+            hint=f"did you mean {names(alike)}?" if alike else "",
+        )
     return strategy.tensors[name]
 
 

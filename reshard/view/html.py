@@ -257,7 +257,7 @@ def layout_html(layout: Layout) -> str:
     try:
         picture = layout_picture(layout)
     except LayoutError as error:
-        return page(heading("Layout", str(layout)), note(f"not possible: {error}"))
+        return page(heading("Layout", str(layout)), note(f"not possible: {error.message}"))
     return page(heading("Layout", ""), picture.html())  # which says the rest
 
 

@@ -136,7 +136,7 @@ def groups(checkpoint: Checkpoint, by: str = "name") -> Groups:
         for name in checkpoint:
             found.setdefault(key(name), []).append(name)
     else:
-        raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}")
+        raise UsageError(f"tensors cannot be grouped by {by!r}; expected {names(['name', *_KEYS])}", code="bad-value")
     return Groups(checkpoint, by, {group: tuple(members) for group, members in found.items()})
 
 

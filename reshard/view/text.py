@@ -92,7 +92,7 @@ def layout_text(layout: Layout) -> str:
     try:
         splits = layout.splits
     except LayoutError as error:
-        return f"{text}: not possible: {error}"
+        return f"{text}: not possible: {error.message}"
     copies = layout.devices // prod(splits)
     where = count_text(copies, "rank")
     if prod(splits) == 1:

@@ -14,6 +14,7 @@ import pytest
 import zarr
 from checkpoints import write_file
 from commands import call
+from refusals import refused
 
 import reshard
 from reshard.errors import SourceError
@@ -117,16 +118,16 @@ def compressed(nbytes: int) -> bytes:
 def test_compressed_chunks_that_lie(lying: Path, content: bytes) -> None:
     (lying / "zstd" / "w" / "c.2.0").write_bytes(content)
     own = reshard.open(lying / "zstd")
-    with pytest.raises(SourceError, match=r"c\.2\.0: chunk 0 cannot be decoded"):
+    with refused(SourceError, "bad-chunk", "c.2.0", "chunk 0"):
         reshard.plan(own).run(lying / "out")
-    with pytest.raises(SourceError, match=r"c\.2\.0: chunk 0 cannot be decoded"):
+    with refused(SourceError, "bad-chunk", "c.2.0", "chunk 0"):
         own["w"].compute(scheduler="synchronous")
     assert not list((lying / "out").rglob("*"))
 
 
 def test_a_codec_that_zarr_does_not_know(lying: Path) -> None:
     change(lying / "plain" / "w" / "zarr.json", codecs=[{"name": "bytes"}, {"name": "nobody.knows"}])
-    with pytest.raises(SourceError, match="chunk 0 cannot be decoded: .*nobody"):
+    with refused(SourceError, "bad-chunk", "chunk 0"):
         reshard.open(lying / "plain")["w"].compute(scheduler="synchronous")
 
 
@@ -137,7 +138,7 @@ def test_links_are_not_followed(lying: Path, which: str) -> None:
     path = lying / "slashes" / which
     path.rename(lying / "outside")
     path.symlink_to(lying / "outside")
-    with pytest.raises(SourceError, match="is a link; those in a zarr store are not followed"):
+    with refused(SourceError, "not-a-file"):
         reshard.open(lying / "slashes")
 
 
@@ -148,17 +149,17 @@ def test_whatever_else_is_in_a_store_is_a_file_or_a_directory(lying: Path) -> No
     assert reshard.open(lying / "foreign")["w"].sum().compute() == 48
     stray = lying / "foreign" / "w" / "stray"
     stray.symlink_to(lying / "outside")
-    with pytest.raises(SourceError, match=r"stray: is a link; those in a zarr store are not followed"):
+    with refused(SourceError, "not-a-file"):
         reshard.open(lying / "foreign")
     stray.unlink()
     os.mkfifo(stray)
-    with pytest.raises(SourceError, match=r"stray: is not a regular file"):
+    with refused(SourceError, "not-a-file"):
         reshard.open(lying / "foreign")
     stray.unlink()
     chunk = lying / "foreign" / "w" / "c" / "1" / "0"
     chunk.unlink()
     chunk.mkdir()
-    with pytest.raises(SourceError, match=r"c/1/0: is not a regular file; expected a chunk"):
+    with refused(SourceError, "not-a-file", "c/1/0"):
         reshard.open(lying / "foreign")
 
 
@@ -166,14 +167,13 @@ def test_a_group_that_lies_about_its_arrays(lying: Path) -> None:
     root = lying / "plain" / "zarr.json"
     whole = json.loads(root.read_text())
     own = whole["attributes"]["reshard"]
-    for changed, match in (
-        ({"tensors": ["w", "v"]}, "tensor 'v' is in the list of the group, and has no array"),
-        ({"texts": {"w": "text"}}, "is both an array and a text"),
-        ({"texts": {"t": 1}}, "not an object of strings"),
-        ({"notes": []}, "not an object of strings"),
-    ):
+    for changed, match in (({"tensors": ["w", "v"]}, "'v'"), ({"texts": {"w": "text"}}, "'w'")):
         root.write_text(json.dumps({**whole, "attributes": {"reshard": own | changed}}))
         with pytest.raises(SourceError, match=match):
+            reshard.open(lying / "plain")
+    for changed in ({"texts": {"t": 1}}, {"notes": []}):
+        root.write_text(json.dumps({**whole, "attributes": {"reshard": own | changed}}))
+        with refused(SourceError, "bad-metadata", "plain/zarr.json"):
             reshard.open(lying / "plain")
     shutil.copytree(lying / "plain" / "w", lying / "plain" / "x")
     change(lying / "plain" / "x" / "zarr.json", attributes={"reshard": {"name": "w"}})
@@ -181,7 +181,7 @@ def test_a_group_that_lies_about_its_arrays(lying: Path) -> None:
     with pytest.raises(SourceError, match="tensor 'w' is there a second time"):
         reshard.open(lying / "plain")
     root.write_text("[" * 100_000)
-    with pytest.raises(SourceError, match="cannot be read as JSON"):
+    with refused(SourceError, "not-json"):
         reshard.open(lying / "plain")
     root.write_bytes((lying / "plain" / "w" / "zarr.json").read_bytes())
     with pytest.raises(SourceError, match="is of 'array'; expected the group"):
@@ -203,9 +203,9 @@ def test_a_lost_chunk_of_an_own_store(lying: Path, store: str, chunk: str) -> No
         ["verify", lying / store],
         ["verify", lying / store, "--against", lying / "w.safetensors"],
     ):
-        refused = call(*words)
-        assert refused.exit_code == 4
-        assert f"w/{chunk}: is not there: reshard wrote every chunk of tensor 'w'" in refused.stderr
+        result = call(*words)
+        assert result.exit_code == 4
+        assert f"w/{chunk}: is not there: reshard wrote every chunk of tensor 'w'" in result.stderr
     assert not (lying / "out").exists()
 
 
@@ -224,47 +224,63 @@ def renamed(path: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "file", "key", "match"),
+    ("store", "file", "key", "place"),
     [
-        ("plain", "w", "separator", "has default.sEparator, which is not known; expected separator"),
-        ("plain", "w", "endian", "has bytes.eNdian, which is not known"),
-        ("plain", "w", "configuration", "has cOnfiguration, which is not known|lacks what describes an array"),
-        ("plain", "w", "fill_value", "has fIll_value, which is not known"),
-        ("plain", "w", "attributes", "has aTtributes, which is not known"),
-        ("plain", "w", "dtype", "has attributes.reshard.dType, which is not known; expected dtype, layout"),
-        ("plain", "w", "listed", "has attributes.reshard.lIsted, which is not known"),
-        ("plain", "w", "reshard", "has no notes of reshard .*which wrote it"),
-        ("sharded", "w", "index_location", "has sharding_indexed.iNdex_location, which is not known"),
-        ("zstd", "w", "level", "has zstd.lEvel, which is not known"),
-        ("plain", ".", "attributes", "has aTtributes, which is not known"),
-        ("plain", ".", "texts", "has attributes.reshard.tExts, which is not known"),
-        ("plain", ".", "reshard", "has no notes of reshard .*and array 'w' has"),
+        ("plain", "w", "separator", "default.sEparator"),
+        ("plain", "w", "endian", "bytes.eNdian"),
+        ("plain", "w", "fill_value", "fIll_value"),
+        ("plain", "w", "attributes", "aTtributes"),
+        ("plain", "w", "dtype", "attributes.reshard.dType"),
+        ("plain", "w", "listed", "attributes.reshard.lIsted"),
+        ("sharded", "w", "index_location", "sharding_indexed.iNdex_location"),
+        ("zstd", "w", "level", "zstd.lEvel"),
+        ("plain", ".", "attributes", "aTtributes"),
+        ("plain", ".", "texts", "attributes.reshard.tExts"),
     ],
 )
-def test_a_misspelt_key(lying: Path, store: str, file: str, key: str, match: str) -> None:
+def test_a_misspelt_key(lying: Path, store: str, file: str, key: str, place: str) -> None:
     renamed(lying / store / file / "zarr.json", key, key[0] + key[1].upper() + key[2:])
-    with pytest.raises(SourceError, match=match):
+    with refused(SourceError, "unknown-key", place):
         reshard.open(lying / store)
 
 
 @pytest.mark.parametrize(
-    ("keys", "match"),
+    ("file", "key", "match"),
     [
-        ({"more": {"must_understand": True}}, "has more, which is not known"),
-        ({"more": None}, "has more, which is not known"),
-        ({"storage_transformers": [{"name": "mine"}]}, "has storage transformers"),
-        ({"attributes": []}, r"its attributes are \[\]; expected an object"),
-        ({"attributes": {"reshard": 1}}, "expected an object, and one in 'reshard'"),
-        ({"codecs": [{"name": "bytes", "endian": "big"}]}, "has endian, which is not known"),
-        ({"codecs": [{"configuration": {}}]}, "expected a name and an object of options"),
+        ("w", "configuration", "has cOnfiguration, which is not known|lacks what describes an array"),
+        ("w", "reshard", "has no notes of reshard .*which wrote it"),
+        (".", "reshard", "has no notes of reshard .*and array 'w' has"),
     ],
 )
-def test_what_must_be_understood(lying: Path, keys: dict[str, Any], match: str) -> None:
+def test_a_misspelt_key_that_is_missed(lying: Path, file: str, key: str, match: str) -> None:
+    renamed(lying / "plain" / file / "zarr.json", key, key[0] + key[1].upper() + key[2:])
+    with pytest.raises(SourceError, match=match):
+        reshard.open(lying / "plain")
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "place"),
+    [
+        ({"more": {"must_understand": True}}, "unknown-key", "more"),
+        ({"more": None}, "unknown-key", "more"),
+        ({"attributes": []}, "bad-metadata", "attributes []"),
+        ({"attributes": {"reshard": 1}}, "bad-metadata", "'reshard'"),
+        ({"codecs": [{"name": "bytes", "endian": "big"}]}, "unknown-key", "endian"),
+        ({"codecs": [{"configuration": {}}]}, "bad-metadata", "{'configuration': {}}"),
+    ],
+)
+def test_what_must_be_understood(lying: Path, keys: dict[str, Any], code: str, place: str) -> None:
     path = lying / "plain" / "w" / "zarr.json"
     change(path, more={"must_understand": False}, dimension_names=["rows", None])
     assert reshard.open(lying / "plain")["w"].compute().sum() == np.arange(48).sum()
     change(path, **keys)
-    with pytest.raises(SourceError, match=match):
+    with refused(SourceError, code, place):
+        reshard.open(lying / "plain")
+
+
+def test_storage_transformers_are_refused(lying: Path) -> None:
+    change(lying / "plain" / "w" / "zarr.json", storage_transformers=[{"name": "mine"}])
+    with pytest.raises(SourceError, match="storage transformers"):
         reshard.open(lying / "plain")
 
 

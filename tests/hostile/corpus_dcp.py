@@ -220,7 +220,7 @@ DCP = [
     torch("an item that calls", torchs(an_item(b"cos\nsystem\n(" + text(b"touch called") + b"tR.")), "'w' is kept as 'system', which is not read"),
     torch("an item that is no zip archive", torchs(b"\xff" * 4000), "is not a tensor that torch.save stored"),
     torch("an item of zeros", torchs(bytes(4000)), "is not a tensor that torch.save stored"),
-    torch("an item that is empty", torchs(b"", 0), "__0_0.distcp: is empty; a checkpoint was expected"),
+    torch("an item that is empty", torchs(b"", 0), "empty-file @ __0_0.distcp"),
     torch("an item beyond its file", torchs(an_item(rebuilt()), 1 << 30), "bytes; its items end at 1073741824; was saving it interrupted?"),
     torch("items in each other", nested(200), "expected one behind the other"),
     torch("an item without a tensor", torchs(stored((b"archive/data.pkl", b"\x80\x02N."), (b"archive/data/0", b"abcd"))), "'w' is kept as a value, which is not read"),

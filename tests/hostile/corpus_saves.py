@@ -85,7 +85,7 @@ SAVES = [
     ranked([shard(0)] * 50_000, a_mesh((1,), axes=50_000), "a mesh of 50,000 axes", "is laid out on a mesh of [1, 1"),
     ranked([shard(0)], a_mesh(ONES, ONES), "an axis of 50,000 parts", "for a shape or offsets; expected whole numbers"),
     ranked([shard(0)], a_mesh((1,), ranks=ONES), "a map of 50,000 ranks", "for a shape or offsets; expected whole numbers"),
-    ranked([shard(1 << 62)], mesh((1,), 0), "dimension 2**62", "shards dimension 4611686018427387904; a tensor"),
+    ranked([shard(1 << 62)], mesh((1,), 0), "dimension 2**62", "shards dimension 4611686018427387904"),
     ranked([shard(0, 1 << 62)], mesh((1,), 0), "2**62 pieces", "at most 256 are read", shape=(1 << 50, 2)),
     ranked([shard(0)], mesh((1,), 0), "a shape of 2**62 by 2**62", "which no array can have", shape=(1 << 62, 1 << 62)),
     save("a directory of a million records", directory(1_000_000, 46_000_000, 4, bytes(46_000_000)), "has 1,000,000 records in a directory", file="bad.pt"),

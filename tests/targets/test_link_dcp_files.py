@@ -160,7 +160,7 @@ def test_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "link", refused)
     monkeypatch.setattr("reshard.storage.local._share_blocks", lambda *_: False)
-    with pytest.raises(TargetError, match=r"cannot be linked to .*/__0_0\.distcp, which is on another file system"):
+    with pytest.raises(TargetError, match=r"/__0_0\.distcp, which is on another file system"):
         linked(simple(tmp_path), tmp_path / "out")
     assert paths_in(tmp_path / "out") == []
 
