@@ -10,7 +10,6 @@ import pytest
 from commands import call
 
 from reshard.cli import commands
-
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
