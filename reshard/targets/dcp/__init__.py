@@ -96,11 +96,12 @@ class DCPTarget(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return what is asked for; raise `UsageError` where that is not all ranks, or not each block once."""
+        """Return the request; raise `UsageError` if it is not for all ranks, or not for each block once."""
         if request.of_some or request.once:
             raise UsageError(
-                "a DCP has the blocks of all ranks, each once: leave ranks, stage, redundancy and links out"
-            )
+                "a DCP has the blocks of all ranks, each once", code="needs-all-ranks",
+                hint="leave ranks, stage, redundancy and links out",
+            )  # fmt: skip
         return request
 
     def wanted(self, item: Item) -> Wanted | None:
