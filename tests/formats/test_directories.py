@@ -233,7 +233,7 @@ def test_a_file_of_what_describes_itself_is_refused_by_itself(make: Callable[[Pa
         with pytest.raises(SourceError, match="open their directory"):
             reshard.open({0: path})
         for options in ({"suffix": path.stem}, {"rank_pattern": path.name.replace("0", "{rank}", 1)}):
-            with pytest.raises(UsageError, match="says itself which block is where"):
+            with pytest.raises(UsageError, match="describes its own blocks"):
                 reshard.open(root, **options)
     refused = call("convert", root, tmp_path / "out", "--format", "ckpt")
     assert refused.exit_code == 4

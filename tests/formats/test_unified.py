@@ -231,7 +231,7 @@ def test_an_index_by_hand_is_read(tmp_path: Path) -> None:
     ("weight_map", "told"),
     [
         ({"a": "x.safetensors", "b": "gone.safetensors"}, r"file 'gone.safetensors': is not there"),
-        ({"a": "x.safetensors", "b": "x.safetensors"}, r"tensor 'b': is not in x.safetensors, where the index says"),
+        ({"a": "x.safetensors", "b": "x.safetensors"}, r"tensor 'b': is not in x.safetensors"),
         ({"a": "../x.safetensors"}, r"file '../x.safetensors': is not in the same directory"),
         ({"a": "/etc/passwd"}, r"file '/etc/passwd': is not in the same directory"),
         ({"a": ".."}, r"file '..': is not in the same directory"),
@@ -271,7 +271,7 @@ def test_a_tensor_in_two_files_of_a_set_is_refused(tmp_path: Path) -> None:
     """One of them is from an older set; the index says which, but a reader that trusts it may be wrong all the same."""
     root = a_set(tmp_path, {"a": "x.safetensors", "b": "y.safetensors"})
     write_file(root / "x.safetensors", {"a": FULL["a"], "b": FULL["b"] + 1})
-    with pytest.raises(SourceError, match="tensor 'b': is in x.safetensors, y.safetensors; expected in one file"):
+    with pytest.raises(SourceError, match="tensor 'b': .*x.safetensors, y.safetensors"):
         reshard.open(root)
 
 

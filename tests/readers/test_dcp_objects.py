@@ -122,7 +122,7 @@ def test_arguments_of_megatron(tmp_path: Path) -> None:
     (tmp_path / "common.pt").write_bytes(b"no")
     shown = done("inspect", tmp_path).stdout
     assert line in shown
-    assert "not a tensor: common.pt: is not one that torch.save stored: it is no zip archive, or is cut off" in shown
+    assert "not a tensor: common.pt: is not an object of torch.save: it is no zip archive, or is cut off" in shown
 
 
 class Called:
