@@ -231,7 +231,7 @@ def test_a_file_of_what_describes_itself_is_refused_by_itself(make: Callable[[Pa
             reshard.open({0: path})
         check(caught.value, "one-of-several", path)
         for options in ({"suffix": path.stem}, {"rank_pattern": path.name.replace("0", "{rank}", 1)}):
-            with pytest.raises(UsageError, match="says itself which block is where"):
+            with pytest.raises(UsageError, match="describes its own blocks"):
                 reshard.open(root, **options)
     result = call("convert", root, tmp_path / "out", "--format", "ckpt")
     assert result.exit_code == 4

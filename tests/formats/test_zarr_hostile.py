@@ -41,40 +41,40 @@ def grid_of(*chunk: Any) -> dict[str, Any]:
 
 
 METADATA_LIES: dict[str, tuple[dict[str, Any], str]] = {
-    "an absurd shape": ({"shape": [1 << 70, 6]}, "which is none"),
-    "a product that overflows": ({"shape": [1 << 40, 1 << 40]}, "more bytes than any disk holds"),
-    "negative": ({"shape": [-8, 6]}, "which is none"),
-    "not numbers": ({"shape": ["8", 6]}, "which is none"),
-    "true": ({"shape": [True, 6]}, "chunks|which is none"),
-    "too many dims": ({"shape": [1] * 99, "chunk_grid": grid_of(*[1] * 99)}, "which is none"),
-    "a chunk of nothing": ({"chunk_grid": grid_of(0, 6)}, "which is none"),
-    "a chunk of another rank": ({"chunk_grid": grid_of(2, 6, 1)}, "do not fit each other"),
-    "too many chunks": ({"shape": [1 << 30, 1 << 20], "chunk_grid": grid_of(1, 1)}, "at most 1048576 are taken"),
-    "another grid": ({"chunk_grid": {"name": "rectilinear"}}, "chunk grid or names of another kind"),
-    "other names": ({"chunk_key_encoding": {"name": "mine"}}, "names of another kind"),
+    "an absurd shape": ({"shape": [1 << 70, 6]}, "bad-shape"),
+    "a product that overflows": ({"shape": [1 << 40, 1 << 40]}, "bad-shape"),
+    "negative": ({"shape": [-8, 6]}, "bad-shape"),
+    "not numbers": ({"shape": ["8", 6]}, "bad-shape"),
+    "true": ({"shape": [True, 6]}, "bad-shape"),
+    "too many dims": ({"shape": [1] * 99, "chunk_grid": grid_of(*[1] * 99)}, "bad-shape"),
+    "a chunk of nothing": ({"chunk_grid": grid_of(0, 6)}, "bad-shape"),
+    "a chunk of another rank": ({"chunk_grid": grid_of(2, 6, 1)}, "wrong-shape"),
+    "too many chunks": ({"shape": [1 << 30, 1 << 20], "chunk_grid": grid_of(1, 1)}, "too-many-blocks"),
+    "another grid": ({"chunk_grid": {"name": "rectilinear"}}, "bad-metadata"),
+    "other names": ({"chunk_key_encoding": {"name": "mine"}}, "bad-metadata"),
     "a separator that leads away": (
-        {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/../../"}}}, "separates"),
-    "no codecs": ({"codecs": None}, "lacks what describes an array"),
-    "another format": ({"zarr_format": 2}, "is not metadata of zarr's format 3"),
-    "larger chunks than its files": ({"chunk_grid": grid_of(4, 6)}, "has 48 bytes; a chunk of float32 .* has 96"),
-    "another dtype in the attributes": ({"attributes": {"reshard": {"dtype": "float64"}}}, "says dtype 'float64'"),
-    "a fill value of another kind": ({"fill_value": {"a": 1}}, "which is not a float32"),
+        {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/../../"}}}, "bad-metadata"),
+    "no codecs": ({"codecs": None}, "bad-metadata"),
+    "another format": ({"zarr_format": 2}, "bad-metadata"),
+    "larger chunks than its files": ({"chunk_grid": grid_of(4, 6)}, "wrong-size"),
+    "another dtype in the attributes": ({"attributes": {"reshard": {"dtype": "float64"}}}, "wrong-dtype"),
+    "a fill value of another kind": ({"fill_value": {"a": 1}}, "bad-value"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("keys", "match"), METADATA_LIES.values(), ids=METADATA_LIES)
-def test_metadata_that_lie(lying: Path, keys: dict[str, Any], match: str) -> None:
+@pytest.mark.parametrize(("keys", "code"), METADATA_LIES.values(), ids=METADATA_LIES)
+def test_metadata_that_lie(lying: Path, keys: dict[str, Any], code: str) -> None:
     change(lying / "plain" / "w" / "zarr.json", **keys)
-    with pytest.raises(SourceError, match=match) as caught:
+    with refused(SourceError, code, "plain/w/") as caught:
         reshard.open(lying / "plain")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in caught.value.message
 
 
 def test_a_chunk_that_is_cut_short_or_too_long(lying: Path) -> None:
     path = lying / "plain" / "w" / "c.1.0"
     for content in (path.read_bytes()[:-1], path.read_bytes() + b"x", b""):
         path.write_bytes(content)
-        with pytest.raises(SourceError, match=r"c\.1\.0: has \d+ bytes; a chunk of float32 \[2, 6\] has 48"):
+        with refused(SourceError, "wrong-size", "c.1.0", "float32 [2, 6]", 48):
             reshard.open(lying / "plain")
 
 
@@ -84,22 +84,22 @@ def index_of(*spans: tuple[int, int]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("index", "match"),
+    ("index", "code", "place"),
     [
-        (index_of((0, 48), (48, 48))[:-1] + b"x", "checksum"),
-        (index_of((0, 48), (60, 48)), "chunk 1 is said to be 48 bytes at 60"),
-        (index_of((0, 47), (48, 48)), "chunk 0 is said to be 47 bytes at 0; expected 48"),
-        (index_of((1 << 63, 48), (48, 48)), "chunk 0 is said"),
-        (index_of((1 << 64) - 1 and ((1 << 64) - 1, 48), (48, 48)), "chunk 0 is said"),
+        (index_of((0, 48), (48, 48))[:-1] + b"x", "wrong-checksum", "c.0.0"),
+        (index_of((0, 48), (60, 48)), "out-of-range", "chunk 1 at bytes 60 to 108"),
+        (index_of((0, 47), (48, 48)), "out-of-range", "chunk 0 at bytes 0 to 47"),
+        (index_of((1 << 63, 48), (48, 48)), "out-of-range", "chunk 0"),
+        (index_of((1 << 64) - 1 and ((1 << 64) - 1, 48), (48, 48)), "out-of-range", "chunk 0"),
     ],
 )
-def test_an_index_that_lies(lying: Path, index: bytes, match: str) -> None:
+def test_an_index_that_lies(lying: Path, index: bytes, code: str, place: str) -> None:
     path = lying / "sharded" / "w" / "c.0.0"
     path.write_bytes(path.read_bytes()[:-36] + index)
-    with pytest.raises(SourceError, match=match):
+    with refused(SourceError, code, place):
         reshard.open(lying / "sharded")
     path.write_bytes(b"short")
-    with pytest.raises(SourceError, match="the index alone of 2 chunks has 36"):
+    with refused(SourceError, "truncated", "c.0.0", "5 bytes", "2 chunks has 36"):
         reshard.open(lying / "sharded")
 
 
@@ -178,13 +178,13 @@ def test_a_group_that_lies_about_its_arrays(lying: Path) -> None:
     shutil.copytree(lying / "plain" / "w", lying / "plain" / "x")
     change(lying / "plain" / "x" / "zarr.json", attributes={"reshard": {"name": "w"}})
     root.write_text(json.dumps(whole))
-    with pytest.raises(SourceError, match="tensor 'w' is there a second time"):
+    with refused(SourceError, "bad-name", "plain/x", "'w'"):
         reshard.open(lying / "plain")
     root.write_text("[" * 100_000)
     with refused(SourceError, "not-json"):
         reshard.open(lying / "plain")
     root.write_bytes((lying / "plain" / "w" / "zarr.json").read_bytes())
-    with pytest.raises(SourceError, match="is of 'array'; expected the group"):
+    with refused(SourceError, "not-a-group", root, "'array'"):
         reshard.open(lying / "plain")
 
 
@@ -205,14 +205,14 @@ def test_a_lost_chunk_of_an_own_store(lying: Path, store: str, chunk: str) -> No
     ):
         result = call(*words)
         assert result.exit_code == 4
-        assert f"w/{chunk}: is not there: reshard wrote every chunk of tensor 'w'" in result.stderr
+        assert f"w/{chunk} is missing" in result.stderr
     assert not (lying / "out").exists()
 
 
 def test_a_lost_chunk_in_the_index_of_an_own_shard(lying: Path) -> None:
     path = lying / "sharded" / "w" / "c.1.0"
     path.write_bytes(path.read_bytes()[:-36] + index_of((0, 48), ((1 << 64) - 1, (1 << 64) - 1)))
-    with pytest.raises(SourceError, match=r"c\.1\.0: has no chunk 1 in its index: reshard wrote every chunk"):
+    with refused(SourceError, "missing-chunk", "c.1.0", "chunk 1"):
         reshard.open(lying / "sharded")
 
 
@@ -287,11 +287,11 @@ def test_storage_transformers_are_refused(lying: Path) -> None:
 def test_an_index_at_neither_end(lying: Path) -> None:
     path = lying / "sharded" / "w" / "zarr.json"
     path.write_text(path.read_text().replace('"end"', '"eMd"'))
-    with pytest.raises(SourceError, match="has index_location 'eMd'; expected 'start' or 'end'"):
+    with refused(SourceError, "bad-metadata", "index_location 'eMd'"):
         reshard.open(lying / "sharded")
 
 
 def test_an_array_of_an_own_store_has_a_dtype_that_is_known(lying: Path) -> None:
     change(lying / "plain" / "w" / "zarr.json", data_type="uinu8")
-    with pytest.raises(SourceError, match="is of zarr's dtype 'uinu8', which reshard never writes"):
+    with refused(SourceError, "unknown-dtype", "'uinu8'"):
         reshard.open(lying / "plain")

@@ -175,7 +175,7 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
 def test_an_unfinished_store_is_reported(source: reshard.Checkpoint, tmp_path: Path, digest: str) -> None:
     source.to_zarr(tmp_path / "z")
     (tmp_path / "z" / "zarr.json").rename(tmp_path / "z" / unfinished_path("zarr.json", digest))
-    with pytest.raises(SourceError, match=r"unfinished: it has no zarr\.json at its root"):
+    with pytest.raises(SourceError, match=r"unfinished .*zarr\.json"):
         reshard.open(tmp_path / "z")
 
 

@@ -145,7 +145,7 @@ def test_merging_refuses_what_it_cannot_merge(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="src_strategy_dirs is int"):
         ms.merge_pipeline_strategys(3, str(tmp_path / "dst.ckpt"))
     (tmp_path / "src").mkdir()
-    with pytest.raises(ValueError, match="holds no strategy file"):
+    with pytest.raises(ValueError, match="has no strategy file"):
         ms.merge_pipeline_strategys(tmp_path / "src", tmp_path / "dst.ckpt")
     strategy_file(tmp_path / "src/a.ckpt", w=Layout.of([2], [0]))
     strategy_file(tmp_path / "src/b.json", w=Layout.of([2], [0]))

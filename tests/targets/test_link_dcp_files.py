@@ -229,7 +229,7 @@ def test_files_of_objects_must_be_there(mindspore_data: Path, tmp_path: Path) ->
     root = shutil.copytree(mindspore_data / "dcp" / "files" / "checkpoint", tmp_path / "files")
     place = described(root)["listed"]["object.a"][-1][None]["relative_path"]
     os.truncate(root / place, 5)
-    with pytest.raises(SourceError, match=rf"{place}.*has 5 bytes; its items end at"):
+    with pytest.raises(SourceError, match=rf"{place}.* 5 bytes"):
         reshard.open(root)
     (root / place).unlink()
     with pytest.raises(SourceError, match=rf"{place}: is not there"):

@@ -182,7 +182,7 @@ def test_a_file_of_objects_alone_is_looked_at(tmp_path: Path) -> None:
     (root / "__0_2.distcp").unlink()
     result = call("verify", root)
     assert result.exit_code == 4
-    assert "__0_2.distcp: is not there, and .metadata names it" in result.stderr
+    assert "__0_2.distcp: is missing; .metadata names it" in result.stderr
 
 
 def test_boxes_that_lack_and_overlap(tmp_path: Path) -> None:
