@@ -19,6 +19,7 @@ import click
 from reshard.cli.terminal import (
     DEBUG,
     JSON,
+    SHOWN,
     WROTE,
     error_data,
     message_of,
@@ -300,7 +301,7 @@ class Border(Group):
                 error.add_note("nothing was written")
             message, code = message_of(error)
             say(message)
-            if ctx.meta.get(JSON):
+            if ctx.meta.get(JSON) and not ctx.meta.get(SHOWN):  # differences are a report of their own
                 print_json(error_data(error, message, code))
             ctx.exit(code)
 

@@ -429,7 +429,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             under="Running",
             first=True,
             is_flag=True,
-            help="Replace what is in TARGET: files that exist are replaced, and others that earlier runs wrote there "
+            help="Replace what is in TARGET. Files that exist are replaced, and others that earlier runs wrote there "
             "are removed at the end. The FILE of --write-manifest is replaced, too.",
         ),
         option(

@@ -78,6 +78,7 @@ OPTIONS: Words = {
 DEBUG = "reshard.debug"
 WROTE = "reshard.wrote"
 JSON = "reshard.json"
+SHOWN = "reshard.shown"
 SCHEMA = 1  # of the objects of --json; it grows when a key goes or changes its meaning
 _LABEL = re.compile(r"(error|warning):")
 _LONGEST_LINE = 8000  # a name may have 4,096 characters, and a message a few of them
@@ -199,6 +200,9 @@ def error_data(error: BaseException, message: str, exit_code: int) -> dict[str, 
 
 def print_json(data: dict[str, object]) -> None:
     """Write the one JSON object of `--json` to stdout, with the version of its schema."""
+    ctx = click.get_current_context(silent=True)
+    if ctx:
+        ctx.meta[SHOWN] = True
     sys.stdout.writelines(_json_pieces({"schema": SCHEMA} | data, "\n", 2))
     sys.stdout.write("\n")
     sys.stdout.flush()  # a reader that went away shows here, where it is not an error, rather than at the exit

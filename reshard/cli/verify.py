@@ -65,8 +65,8 @@ comparing:
 - SOURCE was made from TARGET: to TARGET, and SOURCE is what is verified.
 - Both were made from a third, and one of them was changed: to the other one.
   If each was changed in another way, they are compared as they are.
-- Nothing connects them: to SOURCE, as if it were the source that TARGET's ledger
-  names, unless it has more of TARGET's names as it is.
+- Nothing connects them: to SOURCE, as if it were the source that the ledger of
+  TARGET names, unless it has more of TARGET's names as it is.
 --cast, --name-map, --rules, --lora, --include, --exclude and --weights-only say
 instead how TARGET is made from SOURCE.
 The metadata of a Checkpoint 2.0 are compared with the headers: that no block is

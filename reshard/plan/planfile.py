@@ -79,6 +79,7 @@ _SOURCE = {
     "strategy": Maybe(STRATEGY),
     "stage": Maybe(COUNT),
     "partial": FLAG,
+    "by_file": FLAG,
     "varying": [TEXT],
     "elsewhere": [TEXT],
     "looked": Maybe((COUNT,) * 5),
@@ -231,7 +232,7 @@ class PlanFile:
             )
         self._check_contents(checkpoint)
         looked = given["looked"] and Looked(*given["looked"])  # when it was planned
-        return replace(checkpoint.without(set(given["left_out"])), looked=looked)
+        return replace(checkpoint.without(set(given["left_out"])), looked=looked, by_file=given["by_file"])
 
     def _check_sizes(self, root: Path) -> None:
         missing, changed = Faults(str(root)), Faults(str(root))
@@ -377,6 +378,7 @@ def _source_data(source: Checkpoint) -> Json:
         "strategy": small_strategy(source.strategy),
         "stage": source.part,
         "partial": source.partial,
+        "by_file": source.by_file,
         "varying": [name for name, tensor in source.tensors.items() if tensor.varies],
         "elsewhere": sorted(source.elsewhere),
         "looked": source.looked,

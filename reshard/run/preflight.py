@@ -189,6 +189,10 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
     if root.endswith(".zarr") and not plan.exclusive:
         check_name(root, plan.format)
     below = root.rstrip("/") + "/"
+    if any(file.pointer for file in plan.files) and is_iteration(os.path.basename(root)):
+        raise TargetError(
+            f"{root}: is an iteration by its name; expected the directory of the run; give {os.path.dirname(root)}"
+        )
     _check_apart(plan, root)
     linked = plan.linked
     if linked and not can(root).positioned:
@@ -198,10 +202,6 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
     if any(path.startswith(f"{directory}/") for directory in indexes for path in sources):
         raise TargetError(
             f"{root}: holds the source; next to it, the index of what is written would hide it; choose another"
-        )
-    if any(file.pointer for file in plan.files) and is_iteration(os.path.basename(root)):
-        raise TargetError(
-            f"{root}: is an iteration by its name; expected the directory of the run; give {os.path.dirname(root)}"
         )
     # A link is one of the source files already where an earlier run made it; nothing is written into it.
     written = [below + file.path for file in plan.files if file.link not in linked]

@@ -86,8 +86,10 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     assert list(before) == list(after)
     assert before["seconds"] is None
     assert after["seconds"] > 0
-    assert (before["measured_memory"], before["verify"]) == (None, None)
-    same = set(before) - {"dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "verify"}
+    assert (before["measured_memory"], before["verify"], before["removed"]) == (None, None, None)
+    assert after["removed"] == []
+    own = {"dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "removed", "verify"}
+    same = set(before) - own
     assert {key: before[key] for key in same} == {key: after[key] for key in same}
     assert set(before) == {
         "dry_run", "source", "target", "encryption", "format", "ranks", "tensors", "bytes_needed", "bytes_read",
@@ -95,7 +97,7 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
         "source_files", "target_files", "tasks", "peak_memory", "partition", "read_amplification", "seconds", "dropped",
         "missing", "warnings", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
         "finished",
-        "verify", "manifest", "changes",
+        "removed", "verify", "manifest", "changes",
     }  # fmt: skip
     assert before["files"][3] == {"rank": 3, "path": "rank_3/checkpoint_3.ckpt", "nbytes": 4321}
     sizes = {name.removeprefix("dst/"): len(content) for name, content in tree(tmp_path).items()}

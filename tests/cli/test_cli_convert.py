@@ -51,13 +51,18 @@ def test_a_set_is_not_mixed_with_another(case: Case, tmp_path: Path) -> None:
     command = ["unify", case.source, tmp_path, "--source-strategy", case.source_strategy]
     done(*command)
     before = tree(tmp_path)
-    for options in (["--style", "huggingface"], ["--weights-only", "--overwrite"]):
-        refused = call(*command, *options)
-        assert refused.exit_code == 6
-        assert "of another set" in refused.stderr
+    refused = call(*command, "--style", "huggingface")
+    assert refused.exit_code == 6
+    assert "of another set" in refused.stderr
     done(*command)
     assert tree(tmp_path) == before
     done(*command, "--overwrite")
+    assert tree(tmp_path) == before
+    (tmp_path / "part7.safetensors").write_bytes(b"of another program")
+    refused = call(*command, "--weights-only", "--overwrite")
+    assert refused.exit_code == 6
+    assert "part7.safetensors of another set" in refused.stderr
+    assert tree(tmp_path) == {**before, "part7.safetensors": b"of another program"}
 
 
 def test_convert_there_and_back(case: Case, tmp_path: Path) -> None:
@@ -148,11 +153,11 @@ def test_a_conversion_in_place_is_verified_with_both_named(case: Case, tmp_path:
 
 def test_one_converted_file_among_others_is_verified(case: Case, tmp_path: Path) -> None:
     for rank in (2, 5):
-        target = tmp_path / f"{rank}.safetensors"
-        result = done("convert", case.source / f"rank_{rank}" / "net.ckpt", target, "--format", "safetensors")
+        source, target = case.source / f"rank_{rank}" / "net.ckpt", tmp_path / f"{rank}.safetensors"
+        result = done("convert", source, target, "--format", "safetensors")
         verify = result.stdout.splitlines()[-1].removeprefix("to verify it: reshard ")
-        assert shlex.split(verify) == ["verify", str(target)]
-        assert f"equal to {case.source}/rank_{rank}/net.ckpt, bit for bit" in done(*shlex.split(verify)).stdout
+        assert shlex.split(verify) == ["verify", str(target), "--against", str(source)]
+        assert f"equal to {source}, bit for bit" in done(*shlex.split(verify)).stdout
 
 
 def test_what_a_conversion_dropped_is_not_missed(tmp_path: Path) -> None:

@@ -320,15 +320,26 @@ def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more
 def test_ranks_of_an_older_target_are_reported(case: Case, tmp_path: Path) -> None:
     same = ["--source-strategy", case.source_strategy, "--target-strategy", case.source_strategy]
     assert call("transform", case.source, tmp_path / "out", *same).exit_code == 0
-    result = call("transform", case.source, tmp_path / "out", *case.strategies, "--overwrite")
+    shutil.copytree(tmp_path / "out", tmp_path / "copy", ignore=shutil.ignore_patterns(".reshard"))
+    replaced = done("transform", case.source, tmp_path / "out", *case.strategies, "--overwrite", "--json")
+    assert json.loads(replaced.stdout)["removed"] == [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(4, 8)]
+    assert sorted(path.name for path in (tmp_path / "out").glob("rank_*")) == [f"rank_{rank}" for rank in range(4)]
+    before = tree(tmp_path / "copy")
+    refused = call("transform", case.source, tmp_path / "copy", *case.strategies, "--overwrite")
+    assert refused.exit_code == 6
+    assert "rank_4/checkpoint_4.ckpt, rank_5/checkpoint_5.ckpt" in refused.stderr
+    assert tree(tmp_path / "copy") == before, "no ledger says that this program wrote them"
+    for rank in range(4):
+        shutil.rmtree(tmp_path / "copy" / f"rank_{rank}")
+    result = call("transform", case.source, tmp_path / "copy", *case.strategies)
     assert result.exit_code == 0
     assert "has rank_4/checkpoint_4.ckpt, rank_5/checkpoint_5.ckpt" in result.stderr
     assert "of ranks that are not this target's; remove what is old" in result.stderr
     assert "to look at it" not in result.stderr
     assert "to verify it" not in result.stdout
     for rank in range(4, 8):
-        shutil.rmtree(tmp_path / "out" / f"rank_{rank}")
-    assert "to look at it" in call("transform", case.source, tmp_path / "out", *case.strategies).stderr
+        shutil.rmtree(tmp_path / "copy" / f"rank_{rank}")
+    assert "to look at it" in call("transform", case.source, tmp_path / "copy", *case.strategies).stderr
 
 
 def test_a_target_of_another_model(case: Case, tmp_path: Path) -> None:

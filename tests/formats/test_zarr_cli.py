@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +19,13 @@ from zarr_stores import FULL, SOURCE, TARGET, invoke, source
 import reshard
 from reshard import ZarrGroup
 from reshard.errors import UsageError
+from reshard.run.session import Session
 
 __all__ = ["source"]  # fixtures, for pytest to find
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does, with no time to clean up."""
 
 
 @pytest.fixture
@@ -119,13 +127,24 @@ def test_via_zarr_refuses_the_store_of_another_source(
 
 
 def test_via_zarr_goes_on_where_the_first_step_was_killed(
-    source: reshard.Checkpoint, tmp_path: Path, strategies: tuple[Path, Path]
+    source: reshard.Checkpoint, tmp_path: Path, strategies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "m.zarr"
-    reshard.plan(source, files=ZarrGroup(times=True)).run(store)
-    (store / "zarr.json").unlink()  # some files named, others not
-    for path in list(store.rglob("c.*"))[::2]:
-        path.rename(f"{path}.0123abcd.partial")
+    real, named = os.replace, count()
+
+    def killing(*arguments: Any) -> None:
+        if next(named) == 5:
+            raise Killed
+        real(*arguments)
+
+    plan = reshard.plan(source, files=ZarrGroup(times=True))
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "failed", lambda session, *_: session.flush())
+        patched.setattr(os, "replace", killing)
+        with pytest.raises(Killed):
+            plan.run(store)
+    left = {path.name.endswith(".partial") for path in store.rglob("c.*")}
+    assert left == {True, False}, "some files have their names, others not"
     common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", store]
     done = invoke("transform", source.root, tmp_path / "one", *common, "--json")
     assert done.exit_code == 0, done.output

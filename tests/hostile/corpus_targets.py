@@ -28,7 +28,7 @@ TARGETS = [
     a_target("a rank directory that is a file", tree({"rank_0": b""}), "/item/out/rank_0: is not a directory; expected one for the target"),
     a_target("a file that leads out", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/keep")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/keep; remove the link"),
     a_target("a file that leads to nothing outside", tree({"rank_0/checkpoint_0.ckpt": link("../../outside/new")}), "rank_0/checkpoint_0.ckpt: leads out of the target directory, to /item/outside/new; remove the link"),
-    a_target("an unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.partial": link("../../outside/keep")}), "", code=0),  # it is not a run's own, and removed
+    a_target("an unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.partial": link("../../outside/keep")}), "", code=0),  # it is not a run's, and stays
     a_target("another run's unfinished file that leads out", tree({"rank_0/checkpoint_0.ckpt.0123abcd.partial": link("../../outside/keep")}), "", code=0),
     a_target("an unfinished file that is a FIFO", tree({"rank_0/checkpoint_0.ckpt.partial": fifo}), "", code=0),
     a_target("logs that lead out", tree({".reshard": link("../outside")}), ".reshard: is a link; remove it, or choose another target directory"),
@@ -56,7 +56,7 @@ TARGETS = [
     a_target("a log of huge numbers", tree({_LOG: _BEGUN + b'{' + _FILE + b',"wrote":[[' + b"9" * 4000 + b',1,1],[0,1e308,1]]}\n{' + _FILE + b',"ready":[' + b"9" * 4000 + b",1]}\n"}), "", code=0),
     a_target("a log of numbers of 5,000 digits", tree({_LOG: _BEGUN + b'{' + _FILE + b',"wrote":[[' + b"9" * 5000 + b",1,1]]}\n"}), "", code=0),
     a_target("a log of Infinity", tree({_LOG: _BEGUN + b'{' + _FILE + b',"wrote":[[Infinity,NaN,-Infinity]]}\n'}), "", code=0),
-    a_target("an unfinished file of another plan", tree({_LOG: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; start over with --restart, or choose another target", commands=(_TO_RANKS,)),
+    a_target("an unfinished file of another program", tree({_LOG: _BEGUN, "rank_0/checkpoint_0.ckpt.partial": b"x"}), "", commands=(_TO_RANKS,), code=0),
     a_target("an unfinished file of another run", tree({_LOG: _BEGUN, "rank_0/checkpoint_0.ckpt.0123abcd.partial": b"x"}), "rank_0/checkpoint_0.ckpt was written by a run of another plan, or from sources that changed since; start over with --restart, or choose another target", commands=(_TO_RANKS,)),
     a_target("a finished file, says its log", tree({_LOG: _BEGUN + b'{' + _FILE + b',"ready":[2,0]}\n', "rank_0/checkpoint_0.ckpt": b"xy"}), "has rank_0/checkpoint_0.ckpt already; choose another target directory, or replace it with --overwrite", commands=(_TO_RANKS, f"{_TO_RANKS} --restart")),
     a_target("other logs", tree({".reshard/\x1b[2J\nerror: no.jsonl": b"x", ".reshard/a": link("/dev/zero")}), "", code=0),

@@ -285,6 +285,15 @@ def test_files_of_ranks_that_were_exchanged(out: Path, order: tuple[int, ...]) -
     assert call("verify", copy).exit_code == 3
 
 
+@pytest.mark.parametrize(("file", "other"), [(0, 2), (3, 1)])
+def test_a_file_of_another_rank_among_files_as_they_were(out: Path, file: int, other: int) -> None:
+    """What only this file has is looked at, also where no other file was touched."""
+    shutil.copyfile(files(out)[other], files(out)[file])
+    with pytest.raises(SourceError, match="has other contents than were written"):
+        reshard.open(out)
+    assert call("verify", out).exit_code == 3
+
+
 def test_a_missing_file(out: Path) -> None:
     copy = cp(out)
     files(copy)[3].unlink()
@@ -357,7 +366,7 @@ def test_few_bytes_of_a_copy_are_read(length: int, monkeypatch: pytest.MonkeyPat
         f"rank_{rank}": [(0, 100, 7), (100, length, rank), (100 + length, 2 * length, 1000 + rank), (10**9, 50, 9)]
         for rank in range(2048)
     }
-    samples = made._samples(ranges)
+    samples = made._samples(ranges, ranges)
     assert samples.keys() == ranges.keys()
     for path, some in samples.items():
         assert 1 <= len(some) <= 2
@@ -366,4 +375,4 @@ def test_few_bytes_of_a_copy_are_read(length: int, monkeypatch: pytest.MonkeyPat
             assert (100, length, int(path[5:])) in some
     assert sum(nbytes for some in samples.values() for _, nbytes, _ in some) <= 256 << 20
     monkeypatch.setattr(made, "_SHORTEST_LIMIT", 1)
-    assert all(made._samples({"a": [(0, 1 << 30, 1)], "b": []})["a"])
+    assert all(made._samples({"a": [(0, 1 << 30, 1)], "b": []}, ["a"])["a"])

@@ -130,12 +130,12 @@ def test_kinds_of_files_and_what_is_nested(tmp_path: Path) -> None:
         over = mesh((2,), rank)
         half = dtensor(tensor(w[3 * rank : 3 * rank + 3]), (6, 4), [shard(0)], over)
         tied = tensor(w, storage=shared)
-        write_rank(tmp_path, rank, 2, {"w": half, "a": tied, "c": tied, "n": [tensor(FULL["b"]), {"x": 1}]})
+        write_rank(tmp_path / "src", rank, 2, {"w": half, "a": tied, "c": tied, "n": [tensor(FULL["b"]), {"x": 1}]})
         states = {0: {"step": tensor(np.float32(3)), "exp_avg": half}}
-        write_rank(tmp_path, rank, 2, {"state": states, "param_groups": [{"lr": 0.1, "params": [0]}]}, "optim")
-        write_rank(tmp_path, rank, 2, {"rng": {"cpu": tensor(own[rank])}}, "extra_state")
-        write_rank(tmp_path, rank, 2, {}, "nothing")
-    found = reshard.open(tmp_path)
+        write_rank(tmp_path / "src", rank, 2, {"state": states, "param_groups": [{"lr": 0.1, "params": [0]}]}, "optim")
+        write_rank(tmp_path / "src", rank, 2, {"rng": {"cpu": tensor(own[rank])}}, "extra_state")
+        write_rank(tmp_path / "src", rank, 2, {}, "nothing")
+    found = reshard.open(tmp_path / "src")
     a = np.arange(24, dtype=np.float32).reshape(6, 4)
     full = {"w": w, "a": a, "c": a, "n.0": FULL["b"], "optim.state.0.step": np.float32(3), "optim.state.0.exp_avg": w}
     assert_equal(found, {**full, "extra_state.rng.cpu": own[0]})
@@ -145,7 +145,7 @@ def test_kinds_of_files_and_what_is_nested(tmp_path: Path) -> None:
         "optim.param_groups.0.params": "a pickled list, which is not read",
     }
     assert [line for line in found.warnings if "differs between the ranks" in line]
-    done("unify", tmp_path, tmp_path / "weights", "--weights-only", "--exclude", "extra_state.*")
+    done("unify", tmp_path / "src", tmp_path / "weights", "--weights-only", "--exclude", "extra_state.*")
     assert set(reshard.open(tmp_path / "weights")) == {"w", "a", "c", "n.0"}
 
 

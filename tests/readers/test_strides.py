@@ -142,7 +142,7 @@ def test_transposed_by_rules_it_lies_row_by_row(tmp_path: Path) -> None:
     """Strides compose: two transpositions are none, and parts of what is permuted lie in strides of their own."""
     two = [
         {"a": "turned", "b": {"transpose": "t"}},
-        {"a": ["q", "k"], "b": {"concat": "qk", "transposed": True, "axis": 1}},
+        {"a": ["q", "k"], "b": {"concat": "qk", "sizes": [100, 220], "transposed": True, "axis": 1}},
     ]
     some = {"turned": FULL["turned"], "q": FULL["turned"][:100] + 1, "k": FULL["turned"][100:] + 1}
     items = [

@@ -252,7 +252,7 @@ def test_several_chunks_of_a_name_in_a_file_and_replicas(tmp_path: Path) -> None
     """As Megatron's gate and up are."""
     w = FULL["w"]
     top, low = (((0, 0), (3, 4)), item(w[:3])), (((3, 0), (3, 4)), item(w[3:]))
-    root = write_torch(tmp_path, FULL, {0: [("w", *top), ("w", *low)], 1: [("w", *low)]})
+    root = write_torch(tmp_path / "src", FULL, {0: [("w", *top), ("w", *low)], 1: [("w", *low)]})
     found = reshard.open(root)
     assert_equal(found, {"w": w})
     assert [len(shard.replicas) for shard in found.tensors["w"].shards] == [1, 2]
@@ -304,10 +304,12 @@ def test_buckets_of_megatrons_optimizer(tmp_path: Path) -> None:
             reshard.plan(found, target, format="safetensors")
     done("unify", root, tmp_path / "weights", "--weights-only")
     assert_equal(reshard.open(tmp_path / "weights"), {"w": FULL["w"]})
-    for number, options in enumerate((["--drop", "optimizer.*"], ["--exclude", "optimizer.*"])):
-        done("unify", root, tmp_path / f"{number}", *options)
+    for number, (option, said) in enumerate((("--drop", BUCKET), ("--exclude", "1 of 2 tensors"))):
+        done("unify", root, tmp_path / f"{number}", option, "optimizer.*")
         assert_equal(reshard.open(tmp_path / f"{number}"), {"w": FULL["w"]})
         assert reshard.verify(tmp_path / f"{number}").equal
+        assert said in done("verify", tmp_path / f"{number}", "--against", root).stdout
+        shutil.rmtree(tmp_path / f"{number}" / ".reshard")  # which says that
     refused = call("verify", tmp_path / "0", "--against", root)
     assert refused.exit_code == 3
     assert "is a bucket of Megatron's optimizer" in refused.stdout

@@ -84,9 +84,9 @@ def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
 
 def test_steps_are_numbers_and_only_those_that_every_rank_has_count(tmp_path: Path) -> None:
     for name in ("net-1_9", "net-1_10", "net-1_100", "net-1_20"):
-        write_ranks(tmp_path, FULL, STRATEGY, name=name)
-    (tmp_path / "rank_2" / "net-1_20.safetensors").unlink()
-    source = reshard.open(tmp_path, strategy=STRATEGY)
+        write_ranks(tmp_path / "src", FULL, STRATEGY, name=name)
+    (tmp_path / "src" / "rank_2" / "net-1_20.safetensors").unlink()
+    source = reshard.open(tmp_path / "src", strategy=STRATEGY)
     assert source.step == Step("1_100", ("1_10", "1_9"))
     data = checkpoint_data(source)
     assert data["step"] == {"name": "1_100", "older": ("1_10", "1_9")}
@@ -449,10 +449,10 @@ def test_constants_beside_whole_tensors_are_named_with_them(tmp_path: Path) -> N
 def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
     for rank in range(4):
         tensors = {**blocks(FULL, STRATEGY, rank), "rng": np.array([rank, 1], np.int64)}
-        write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
+        write_file(tmp_path / "src" / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
     with pytest.raises(SourceError, match="'rng': differs.*copy if every rank has a value of its own"):
-        reshard.open(tmp_path, strategy=STRATEGY)
-    source = reshard.open(tmp_path, strategy=STRATEGY, layouts={"rng": "copy"})
+        reshard.open(tmp_path / "src", strategy=STRATEGY)
+    source = reshard.open(tmp_path / "src", strategy=STRATEGY, layouts={"rng": "copy"})
     plan = reshard.plan(source, STRATEGY)
     plan.run(tmp_path / "out")
     for rank in range(4):

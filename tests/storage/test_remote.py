@@ -87,9 +87,9 @@ def test_sets_links_and_single_files(root: str, tmp_path: Path) -> None:
 def test_only_ranges_are_read_each_once(root: str, asked: Requests, tmp_path: Path) -> None:
     """Headers in one request a file, then what is needed, in few requests; of a slice only its rows."""
     strategy = Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0, -1])})
-    put(write_ranks(tmp_path / "src", BIG, strategy), root)
+    put(write_ranks(tmp_path / "src", BIG, strategy), f"{root}/src")
     asked.ranges.clear()
-    source = reshard.open(root, strategy=strategy)
+    source = reshard.open(f"{root}/src", strategy=strategy)
     headers = [each for each in asked.ranges if each[1] == 0]
     assert len(headers) == 4
     assert asked.nbytes <= 4 * (1 << 20) + 1_000_000  # headers, and the samples that are compared

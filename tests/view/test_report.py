@@ -137,6 +137,6 @@ def test_as_data_it_has_the_same_keys_before_and_after(plan: reshard.Plan, repor
     before, after = report_data(plan, "dst"), report_data(plan, "dst", report, "reshard verify dst")
     assert list(before) == list(after)
     assert [key for key in before if before[key] != after[key]] == [
-        "dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "verify",
+        "dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "removed", "verify",
     ]  # fmt: skip
     assert json.loads(json.dumps(after))["replicas"] == 5
