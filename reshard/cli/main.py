@@ -212,7 +212,7 @@ def inspect(
     say_warnings(warnings)
     if picture:
         if picture not in parts[0].every:
-            raise UsageError(no_match(picture, parts[0].every), code="unknown-tensor")
+            raise UsageError(f"--picture {picture}: {no_match(picture, parts[0].every)}", code="unknown-tensor")
         print_text(picture_text(parts[0], picture))
         return
     parts = chosen(parts, match)

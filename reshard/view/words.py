@@ -122,7 +122,8 @@ def block_picture(shape: Shape, blocks: Sequence[Block], ranks: Sequence[Sequenc
 
     >>> from reshard.layout.layout import Layout
     >>> grid = Layout.of([2, 2], [1, 0]).grid((4, 6))
-    >>> print("\\n".join(block_picture(grid.shape, grid.blocks, grid.ranks)))
+    >>> for line in block_picture(grid.shape, grid.blocks, grid.ranks):
+    ...     print(line)
            0-2 3-5
           ┌───┬───┐
       0-1 │ 0 │ 1 │
