@@ -19,7 +19,7 @@ import click
 
 import reshard
 from reshard.cli.commands import Border, option
-from reshard.cli.options import OPENING, json_option, source_options
+from reshard.cli.options import OPENING, json_option, raw_option, source_options
 from reshard.cli.selection import rules_options
 from reshard.cli.terminal import called_as, print_csv, print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, TARGET
@@ -140,6 +140,14 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
     type=click.Choice(["bytes", "name"]),
     help="Largest first, or by name.  [default: the order of the files]",
 )
+@option(
+    "--picture",
+    under="Output",
+    first=True,
+    metavar="NAME",
+    help="Draw which ranks hold which block of this tensor.",
+)
+@raw_option
 @json_option
 @option("--csv", "as_csv", under="Output", first=True, is_flag=True, help="Print a row for each tensor, as RFC 4180.")
 def inspect(
@@ -148,6 +156,8 @@ def inspect(
     rules: Rules | None,
     match: tuple[str, ...],
     sort: str | None,
+    picture: str | None,
+    raw: bool,
     as_json: bool,
     as_csv: bool,
     **reading: Any,
@@ -162,12 +172,14 @@ def inspect(
     from reshard.formats.rank_dirs import rank_of
     from reshard.readers.open import has_several_ranks, iterations_at, noted, read_headers
     from reshard.readers.ranks import changed_text
+    from reshard.strategy.names import no_match
     from reshard.view.data import checkpoint_data, rank_files_data
     from reshard.view.tables import (
         checkpoint_text,
         chosen,
         in_order,
         iterations_text,
+        picture_text,
         rank_files_text,
         rank_parts,
         table_rows,
@@ -175,6 +187,8 @@ def inspect(
 
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
+    if picture and (as_json or as_csv):
+        raise click.UsageError("--picture is for a terminal; leave out --json or --csv")
     listed = iterations_at(source) if reading["iteration"] is None else []
     if listed and not (as_json or as_csv):  # also where none of them can be opened
         print_text(f"{iterations_text(listed, width=width())}\n")
@@ -196,6 +210,11 @@ def inspect(
         ranks = (place.rank,) * len(checkpoint.files) if place else checkpoint.ranks
         parts = [replace(checkpoint, ranks=ranks)]
     say_warnings(warnings)
+    if picture:
+        if picture not in parts[0].every:
+            raise UsageError(f"--picture {picture}: {no_match(picture, parts[0].every)}", code="unknown-tensor")
+        print_text(picture_text(parts[0], picture))
+        return
     parts = chosen(parts, match)
     if as_csv:
         print_csv(table_rows([in_order(part, sort) for part in parts], whole=whole))
@@ -207,7 +226,7 @@ def inspect(
             else rank_files_data(parts, warnings)
         )
     elif whole:
-        print_text(checkpoint_text(parts[0], sort=sort, width=width()))
+        print_text(checkpoint_text(parts[0], sort=sort, width=width(), raw=raw))
     else:
         print_text(rank_files_text(parts, sort=sort, width=width()))
 

@@ -81,6 +81,9 @@ json_option = option(
     callback=remember_json,
     help="Print one JSON object; its keys: --help-all.",
 )
+raw_option = option(
+    "--raw", under="Output", is_flag=True, help="Show device matrices and tensor maps, as strategy files have them."
+)
 quiet_option = option("-q", "--quiet", under="Output", first=True, is_flag=True, help="Print nothing but errors.")
 overwrite_file_option = option(
     "--overwrite", under="Output", first=True, is_flag=True, help="Replace FILE if it exists."

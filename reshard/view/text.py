@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import PYTHON, LayoutError, Option, Text, bytes_text, joined, names, printable, spelled
+from reshard.errors import PYTHON, Option, Text, bytes_text, joined, names, printable, spelled
 from reshard.formats.sets import DCP_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.block import shape_text
 from reshard.plan.changes import changes_of, described
 from reshard.strategy.names import group_names, ranges_text
+from reshard.view.words import layout_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -77,27 +77,17 @@ N pieces or, with -1, into one for each rank that would hold the same"""
 """What the text of a layout means."""
 
 
-def layout_text(layout: Layout) -> str:
-    """Write a layout on one line: the numbers of the strategy file, and what they do to the tensor.
+def raw_text(layout: Layout) -> str:
+    """Write a layout in the numbers of a strategy file.
 
     >>> from reshard.layout.layout import Layout
-    >>> layout_text(Layout.of([2, 4], [1, -1])), layout_text(Layout.of([4], [-1]))
-    ('[2, 4] map [1, -1]: 2 x 1 blocks, each on 4 ranks', '[4] map [-1]: whole on 4 ranks')
+    >>> raw_text(Layout.of([2, 4], [1, -1]))
+    '[2, 4] map [1, -1]'
     """
     text = str(layout)
     if layout.param_split_shape:
         text += f" rows {shape_text(layout.param_split_shape)}"
-    if layout.field:
-        text += f" field {layout.field}"
-    try:
-        splits = layout.splits
-    except LayoutError as error:
-        return f"{text}: not possible: {error.message}"
-    copies = layout.devices // prod(splits)
-    where = count_text(copies, "rank")
-    if prod(splits) == 1:
-        return f"{text}: whole on {where}"
-    return f"{text}: {' x '.join(map(str, splits))} blocks, each on {where}"
+    return f"{text} field {layout.field}" if layout.field else text
 
 
 def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
@@ -108,20 +98,21 @@ def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
     return groups
 
 
-def strategy_text(strategy: Strategy, title: str) -> str:
+def strategy_text(strategy: Strategy, title: str, *, raw: bool = False) -> str:
     """Write a strategy: its devices, stages and ranks, and the tensors of each layout, folded.
+
+    Args:
+        strategy: what is shown.
+        title: the name of its file.
+        raw: write the device matrix and tensor map of each layout, too.
 
     >>> from reshard.layout.layout import Layout
     >>> from reshard.strategy.strategy import Strategy
     >>> print(strategy_text(Strategy.of({f"h.{i}.w": Layout.of([2], [0, -1]) for i in range(4)}), "s.ckpt"))
     s.ckpt: 4 tensors over 2 ranks (0-1): 1 stage of 2 devices
     <BLANKLINE>
-    [2] map [0, -1]: 2 x 1 blocks, each on 1 rank
+    rows / 2
       h.{0-3}.w  (4 tensors)
-    <BLANKLINE>
-    layout: [extents of the device axes] map [the axis that cuts each dimension:
-    0 is the last, -1 none] opt N: rows are cut once more for the optimizer, into
-    N pieces or, with -1, into one for each rank that would hold the same
     """
     stages = count_text(len(strategy.stages), "stage")
     if strategy.others:
@@ -134,11 +125,15 @@ def strategy_text(strategy: Strategy, title: str) -> str:
         )
     ]
     several = len(strategy.stages) > 1
-    for (stage, layout), found in groups_of(strategy).items():
-        lines += ["", f"stage {stage}: {layout_text(layout)}" if several else layout_text(layout)]
-        for name, _, count in group_names((name, None) for name in found):
+    groups: dict[tuple[int, str], list[str]] = {}
+    for (stage, layout), members in groups_of(strategy).items():
+        words = f"{layout_words(layout)}   # {raw_text(layout)}" if raw else layout_words(layout)
+        groups.setdefault((stage, words), []).extend(members)
+    for (stage, words), members in groups.items():
+        lines += ["", f"stage {stage}: {words}" if several else words]
+        for name, _, count in group_names((name, None) for name in members):
             lines.append(f"  {printable(name)}" + (f"  ({count_text(count, 'tensor')})" if count > 1 else ""))
-    return "\n".join([*lines, "", *LEGEND.splitlines()])
+    return "\n".join([*lines, "", *LEGEND.splitlines()] if raw else lines)
 
 
 def kinds_text(formats: Iterable[str], *, index: bool = False) -> str:

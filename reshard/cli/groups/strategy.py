@@ -8,7 +8,14 @@ import click
 
 import reshard
 from reshard.cli.commands import Command, Group, option
-from reshard.cli.options import drop_option, iteration_option, json_option, overwrite_file_option, source_options
+from reshard.cli.options import (
+    drop_option,
+    iteration_option,
+    json_option,
+    overwrite_file_option,
+    raw_option,
+    source_options,
+)
 from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY, WRITE
 from reshard.errors import SourceError, UsageError, VerifyError, printable
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from reshard.layout.layout import Layout
     from reshard.storage.places import Place
     from reshard.strategy.diff import Change, Diff
     from reshard.strategy.strategy import Strategy
@@ -54,8 +62,9 @@ tensors: name, stage, layout.
     short_help="Show ranks, and the tensors of each layout.",
 )
 @click.argument("path", type=STRATEGY, metavar="FILE_OR_DIRECTORY")
+@raw_option
 @json_option
-def show_strategy(path: Path, as_json: bool) -> None:
+def show_strategy(path: Path, raw: bool, as_json: bool) -> None:
     """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""
     from reshard.view.data import strategy_data
     from reshard.view.text import strategy_text
@@ -64,7 +73,7 @@ def show_strategy(path: Path, as_json: bool) -> None:
     if as_json:
         print_json(strategy_data(found))
     else:
-        print_text(strategy_text(found, str(path)))
+        print_text(strategy_text(found, str(path), raw=raw))
 
 
 @strategy.command(
@@ -278,7 +287,12 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
 
 def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
     from reshard.strategy.names import group_names
-    from reshard.view.text import count_text, layout_text
+    from reshard.view.text import count_text, raw_text
+    from reshard.view.words import layout_words
+
+    def shown(layout: Layout, other: Layout) -> str:
+        words = layout_words(layout)  # which do not say in which order ranks hold the blocks
+        return f"{words}   # {raw_text(layout)}" if words == layout_words(other) else words
 
     if a.ranks != b.ranks:
         yield f"A is for {count_text(len(a.ranks), 'rank')}, B for {len(b.ranks)}"
@@ -289,7 +303,7 @@ def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) 
     for title, changes in (("other blocks", found.blocks), ("the same blocks, written otherwise", found.fields)):
         groups: dict[tuple[int, str, str], list[Change]] = {}
         for change in changes:
-            groups.setdefault((change.stage, layout_text(change.a), layout_text(change.b)), []).append(change)
+            groups.setdefault((change.stage, shown(change.a, change.b), shown(change.b, change.a)), []).append(change)
         for (stage, first, second), group in groups.items():
             yield f"{title}{_stage(a, stage)}:"
             yield f"  A {first}"
