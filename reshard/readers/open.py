@@ -301,8 +301,13 @@ def _refuse_other_strategy(
         )
 
 
-def made_at(path: AnyName) -> Made | None:
-    """Return what a target is made from, where its ledger says and nothing else there could be meant, too."""
+def made_at(path: AnyName, *, others: bool = False) -> Made | None:
+    """Return what a target is made from, where its ledger says and nothing else there could be meant, too.
+
+    Args:
+        path: the target.
+        others: or something else is there besides; `Made.change` then names it.
+    """
     root = as_place(path)
     try:
         place = iteration_at(root)
@@ -317,7 +322,8 @@ def made_at(path: AnyName) -> Made | None:
     except SourceError:  # several checkpoints in one directory; or ranks lack, of which the files say which
         return None
     known = {f"{made.root}/{file}" for file in made.records}
-    return made if all(str(file.absolute()) in known for files in found.values() for file in files) else None
+    are_known = [str(file.absolute()) in known for files in found.values() for file in files]
+    return made if (any if others else all)(are_known) else None
 
 
 class Noted(NamedTuple):
@@ -334,15 +340,15 @@ def noted(path: AnyName, cipher: Cipher | None = None) -> Noted:
         SourceError: files changed, and a header cannot be read.
     """
     made = _with_strategy(as_place(path))
-    if made is None or made.is_as_noted():
+    if made is None or (made.is_as_noted() and made_at(path) is not None):
         return Noted(made is not None)
     change = made.change(read_headers(path, cipher=cipher).files)
     return Noted(not change, change)
 
 
 def _with_strategy(root: Place) -> Made | None:
-    """Return what a target is made from, if that has a strategy; its files may have changed."""
-    made = made_at(root) if root.is_dir() else None
+    """Return what a target is made from, if that has a strategy; its files may have changed, and others be there."""
+    made = made_at(root, others=True) if root.is_dir() else None
     return made if made is not None and made.content["target"]["strategy"] else None
 
 

@@ -223,13 +223,12 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
 def _check_apart(plan: Plan, root: str) -> None:
     """Refuse a target inside its source, and a source inside its target; two directories that are one may be.
 
-    In the directory of a run only the iteration that is written is the target. A source of one file, or of files that
-    were named one by one, is not the directory that they are in.
+    In the directory of a run only the iteration that is written is the target. A source of files that were named one by
+    one, or of one that is given itself, is not the directory that they are in.
     """
     source = plan.source.opened
     place = as_place(source.root).absolute()
-    is_one = len(source.files) == 1 and place in {as_place(source.files[0].path), as_place(source.files[0].path).parent}
-    if source.by_file or is_one or place.is_file():
+    if source.by_file or place in {as_place(file.path) for file in source.files[:1]} or place.is_file():
         return
     iterations = {os.path.dirname(file.path) for file in plan.files if not file.pointer}
     targets = [f"{root}/{path}" for path in iterations] if any(file.pointer for file in plan.files) else [root]

@@ -302,8 +302,8 @@ def test_a_size_below_a_byte_is_refused(style: str) -> None:
 
 
 def test_one_plain_file_is_a_source(tmp_path: Path) -> None:
-    write_file(tmp_path / "model.safetensors", FULL, format="safetensors")
-    for place in (tmp_path / "model.safetensors", tmp_path):
+    path = write_file(tmp_path / "src" / "model.safetensors", FULL, format="safetensors")
+    for place in (path, path.parent):
         reshard.plan(reshard.open(place), SOURCE).run(tmp_path / "out", overwrite=True)
         assert_rank_files(tmp_path / "out", FULL, SOURCE)
         for path in (tmp_path / "out").rglob("*.safetensors"):

@@ -323,6 +323,23 @@ def test_at_a_url(source: reshard.Checkpoint, root: str) -> None:
 # --- what is said of what nobody knows ---
 
 
+def test_ranks_that_the_ledger_does_not_name_are_named(eight: Path, source: reshard.Checkpoint) -> None:
+    four = eight.parent / "four"
+    reshard.plan(source, ranks(4)).run(four)
+    shutil.copytree(eight / "rank_4", four / "rank_4")
+    for command in (
+        ["unify", four, eight.parent / "set"],
+        ["strategy", "from-checkpoint", four, "-o", four / "s.json"],
+    ):
+        refused = call(*command)
+        assert refused.exit_code == 4
+        assert "rank_4/checkpoint_4.safetensors is not in the ledger" in refused.stderr
+    assert "rank_4/checkpoint_4.safetensors is not in the ledger" in done("inspect", four).stderr
+    assert "complete" not in done("verify", four).stdout
+    shutil.rmtree(four / "rank_4")
+    done("unify", four, eight.parent / "set")
+
+
 def test_nothing_is_called_complete_that_nobody_knows(source: reshard.Checkpoint, eight: Path) -> None:
     four = reshard.plan(source, ranks(4))
     four.run(eight, overwrite=True, ledger=False)  # rank 4 to 7 stay
