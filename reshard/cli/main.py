@@ -92,7 +92,7 @@ def cli(verbose: bool) -> None:
     No framework and no accelerator is needed, and no tensor is ever whole in memory.
     """
     if verbose:
-        raise UsageError("--verbose is only for --version; leave it out")
+        raise UsageError("--verbose is for --version alone", hint="after the name of a command it is its own")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
 
 
@@ -174,7 +174,7 @@ def inspect(
     )
 
     if as_json and as_csv:
-        raise click.UsageError("--json and --csv exclude each other")
+        raise UsageError("--json and --csv exclude each other", hint="leave one out")
     listed = iterations_at(source) if reading["iteration"] is None else []
     if listed and not (as_json or as_csv):  # also where none of them can be opened
         print_text(f"{iterations_text(listed, width=width())}\n")

@@ -12,7 +12,7 @@ from reshard.cli.options import json_option, overwrite_file_option, source_optio
 from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, WRITE
-from reshard.errors import VerifyError, names, printable
+from reshard.errors import VerifyError, names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,8 +92,7 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
                 print_text(f"{what}: {count_text(len(some), 'tensor')}: {names(some)}")
         print_text(f"{count_text(sum(row[2] for row in rows), 'tensor')} become {sum(row[4] for row in rows)}")
     if differences:
-        listed = "".join(f"\n  {printable(text)}" for text in differences[:20])
-        raise VerifyError(f"{target}: differs from what {file} make of {source}:{listed}")
+        raise VerifyError(f"{target} differs from what {file} makes of {source}", facts=differences[:20])
 
 
 def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:
