@@ -315,14 +315,12 @@ def _usage_reported() -> Iterator[None]:
 
 def _usage_message(error: click.UsageError) -> tuple[str, str]:
     """Return what is wrong with a command, and what to type."""
-    if isinstance(error, Slip):
-        return error.message, error.hint
+    ctx = error.ctx
+    if isinstance(error, Slip) or ctx is None:
+        return error.format_message(), getattr(error, "hint", "")
     if isinstance(error, click.BadOptionUsage):
         needs = "takes no value" if "not take" in error.message else "needs a value"
         return f"{error.option_name} {needs}", ""
-    ctx = error.ctx
-    if ctx is None:
-        return error.format_message(), ""
     if isinstance(error, click.NoSuchOption):
         params = [param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option)]
         known = [name for param in params if not param.hidden for name in (*param.opts, *param.secondary_opts)]
@@ -358,8 +356,8 @@ def _meant(word: str, known: Sequence[str], ctx: click.Context) -> str:
 def _too_many(ctx: click.Context, given: Sequence[str], extra: str) -> tuple[str, str]:
     """Return what is wrong with too many arguments, and what to type: a shell may have expanded a glob."""
     for one, two in pairwise(given):
-        if two == extra and one.replace(".", "", 1).isdigit() and _UNIT.fullmatch(two):
-            return f"unexpected argument {extra!r}", f"write sizes as one word: {one}{two}"
+        if extra in {one, two} and one.replace(".", "", 1).isdigit() and _UNIT.fullmatch(two):
+            return f"unexpected argument {extra!r}", f"write a size as one word: {one}{two}"
         glob = _NUMBER.sub("*", one)
         if one < two and glob == _NUMBER.sub("*", two) and Path(one).exists() and Path(two).exists():
             if rank := next((place for place in (Path(one), *Path(one).parents) if _RANK.fullmatch(place.name)), None):

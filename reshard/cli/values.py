@@ -250,17 +250,27 @@ TARGET, TARGET_PLACE = PathType(None), PathType(None, remote=True)
 def noting_swap(
     path: AnyName, strategy: AnyName | None, other: AnyName | None, reading: dict[str, Any]
 ) -> Iterator[None]:
-    """Note on the error of a checkpoint that does not open with its strategy that it does with the other side's."""
+    """Say it if a checkpoint that does not open with its strategy does with that of the other side.
+
+    Raises:
+        SourceError: it does not open.
+    """
     try:
         yield
     except SourceError as error:
-        if strategy is not None and other is not None:
-            with suppress(ReshardError, OSError):
-                reshard.read_strategy(strategy)
-                reshard.open(path, strategy=other, **reading)
-                raise SourceError(
-                    "the two strategies are swapped", code="swapped-strategies",
-                    facts=[f"{path} does not fit {strategy}, and fits {other}"],
-                    hint="exchange --source-strategy and --target-strategy",
-                ) from error  # fmt: skip
+        if strategy is not None and other is not None and _opens(path, other, reading):
+            raise SourceError(
+                "the two strategies are swapped",
+                code="swapped-strategies",
+                facts=[f"{path} does not fit {strategy}; it fits {other}"],
+                hint="exchange --source-strategy and --target-strategy",
+            ) from error
         raise
+
+
+def _opens(path: AnyName, strategy: AnyName, reading: dict[str, Any]) -> bool:
+    """Return whether a checkpoint opens with a strategy."""
+    with suppress(ReshardError, OSError):
+        reshard.open(path, strategy=reshard.read_strategy(strategy), **reading)
+        return True
+    return False

@@ -72,9 +72,9 @@ def demo(directory: Path, say: Callable[[str], object] = print, command: str = "
     say("  dst_strategy.ckpt  the same network over 4 ranks, with optimizer parallel")
     say("  full.npz           the whole tensors, to check against")
     say("")
-    report = transform(directory)
+    report = convert(directory)
     say(
-        f"Transformed 8 ranks to 4 in {report.seconds:.2f} s: read {bytes_text(report.bytes_read)}, wrote "
+        f"Converted 8 ranks to 4 in {report.seconds:.2f} s: read {bytes_text(report.bytes_read)}, wrote "
         f"{count_text(len(report.files), 'file')} below {directory / 'dst_checkpoints'}."
     )
     checked = check(directory)
@@ -117,8 +117,8 @@ def make(directory: Path) -> int:
     return total
 
 
-def transform(directory: Path) -> Report:
-    """Convert the demo's checkpoint, as `reshard transform` does."""
+def convert(directory: Path) -> Report:
+    """Convert the demo's checkpoint, as `reshard convert` does."""
     source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
     target = read_strategy(directory / "dst_strategy.ckpt")
     return plan(source, target).run(directory / "dst_checkpoints", overwrite=True)
@@ -202,12 +202,15 @@ What to type next:
   {command} inspect {source}
   {command} strategy show {quoted("dst_strategy.ckpt")}
 
-  # what a transformation would read and write; then do it, as safetensors
-  {command} transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors --dry-run
-  {command} transform {quoted("src_checkpoints")} {quoted("dst_safetensors")} {both} --format safetensors
+  # what a conversion would read and write; then do it, as safetensors
+  {command} convert {quoted("src_checkpoints")} {quoted("dst_safetensors")} --to safetensors {both} --dry-run
+  {command} convert {quoted("src_checkpoints")} {quoted("dst_safetensors")} --to safetensors {both}
 
-  # one file of whole tensors: leave the target strategy out
-  {command} transform {quoted("src_checkpoints")} {quoted("whole")} --source-strategy {quoted("src_strategy.ckpt")}
+  # is every bit as it was?
+  {command} verify {quoted("dst_safetensors")}
+
+  # whole tensors for Hugging Face: leave the target strategy out
+  {command} convert {quoted("dst_safetensors")} {quoted("weights")} --to hf --weights-only
 
 The same from Python:
 

@@ -268,7 +268,7 @@ def _kept_ranks(
     from reshard.readers.open import has_several_ranks, noted, self_described
 
     if source.is_file():
-        as_it_is = selection == Selection(drop=selection.drop, rules=selection.rules) and asked.memory is None
+        as_it_is = asked.memory is None and not any(_choices(selection).values())
         return "" if as_it_is and self_described(source) is None else None
     if target is not None and target.suffix in {".ckpt", ".safetensors"} and not target.is_dir():
         return None
@@ -298,15 +298,14 @@ def _of_same_ranks(
         raise UsageError(
             "--same-ranks changes the format alone, and none is given", hint="add --to ckpt or safetensors"
         )
-    kept = Selection(drop=selection.drop, rules=selection.rules)
     others = asked.given([*CUT, "prefix", "memory"])
     others += [f"--{name.rstrip('s')}" for name, value in _READING.items() if reading[name] != value]
-    if others or selection != kept:
-        what = ", ".join(others) or "a choice of tensors"
+    others += [name for name, value in _choices(selection).items() if value]
+    if others:
         raise UsageError(
-            f"{what} cannot be applied to files of ranks as they are cut", code="needs-strategy",
+            f"{', '.join(others)} does not go with files of ranks as they are cut", code="needs-strategy",
             facts=[note] if note else [],
-            hint="say how SOURCE was sharded: --source-strategy STRATEGY" if note else "leave --same-ranks out",
+            hint="add --source-strategy STRATEGY" if note else "leave --same-ranks out",
         )  # fmt: skip
     name = _file_name(source, target, asked, to, "convert") if source.is_file() else None
     plan = plan_convert(
@@ -316,6 +315,19 @@ def _of_same_ranks(
     notes = [f"format: {to}, {reason}"] if reason else []
     directory = target.parent if name and target is not None else target
     return Job(plan, directory, target, (*notes, *([note] if note else ())))
+
+
+def _choices(selection: Selection) -> dict[str, object]:
+    """Return what a selection says that cannot be applied to files as they are, by options."""
+    return {
+        "--include": selection.include,
+        "--exclude": selection.exclude,
+        "--weights-only": selection.weights_only,
+        "--name-map": selection.names,
+        "--cast": selection.cast,
+        "--allow-missing": selection.allow_missing,
+        "--lora": selection.lora,
+    }
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------
