@@ -114,7 +114,7 @@ json_option = option(
     is_flag=True,
     is_eager=True,
     callback=remember_json,
-    help="Print one JSON object, of an error too; keys: --help-all.",
+    help="Print one JSON object; its keys: --help-all.",
 )
 quiet_option = option("-q", "--quiet", under="Output", first=True, is_flag=True, help="Print nothing but errors.")
 verbose_option = option(
@@ -225,8 +225,7 @@ source_strategy_option = option(
     first=True,
     type=STRATEGY_PLACE,
     metavar="STRATEGY",
-    help="Strategy file of the source, or directory of its ranks' strategy files. What reshard wrote, and copies of "
-    "that, need none.",
+    help="Strategy file of the source, or a directory of them. What reshard wrote, and copies of that, need none.",
 )
 target_strategy_option = option(
     "--target-strategy",
@@ -234,7 +233,7 @@ target_strategy_option = option(
     first=True,
     type=STRATEGY_PLACE,
     metavar="STRATEGY",
-    help="Strategy file, or rules (.yaml), of the target; without it, one rank of whole tensors.",
+    help="Strategy file or rules (.yaml) of the target. Without it, there is one rank of whole tensors.",
 )
 key_option = option(
     "--key-file",
@@ -439,11 +438,13 @@ def _format_options(verb: str) -> Iterable[Callable[..., Any]]:
         first=not old,
         hidden=old,
         type=ToType(),
-        help="ckpt, safetensors: files of ranks, or one file; hf, mindspore: a set of whole tensors; dcp: of PyTorch; "
-        "checkpoint2: of MindSpore Transformers; zarr: a store. Those of hf are model-00001-of-00002.safetensors and "
-        "so on with model.safetensors.index.json; those of mindspore part0.safetensors with param_name_map.json, and "
-        "hyper_param.safetensors for what the strategy does not name. dcp and checkpoint2 are of blocks with "
-        "--target-strategy or --layouts-of, else of whole tensors, which load on every number of devices.  "
+        metavar="FORMAT",
+        help="ckpt or safetensors (files of ranks, or one file), hf or mindspore (a set of whole tensors), dcp, "
+        "checkpoint2, or zarr. dcp is of PyTorch, checkpoint2 of MindSpore Transformers. The files of hf are "
+        "model-00001-of-00002.safetensors and so on with model.safetensors.index.json; those of mindspore "
+        "part0.safetensors with param_name_map.json, and hyper_param.safetensors for what the strategy does not name. "
+        "dcp and checkpoint2 are of blocks with --target-strategy or --layouts-of, else of whole tensors, which load "
+        "on every number of devices.  "
         "[default: as TARGET is named, else as SOURCE]",
     )
 
@@ -501,8 +502,8 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             under="Running",
             first=True,
             is_flag=True,
-            help="Replace what is in TARGET. Files that exist are replaced, and others that earlier runs wrote there "
-            "are removed at the end. The FILE of --write-manifest is replaced, too.",
+            help="Replace files that are in TARGET. Others that earlier runs wrote there are removed at the end. "
+            "The FILE of --write-manifest is replaced, too.",
         ),
         option(
             "--restart",

@@ -59,17 +59,15 @@ Examples:
   reshard convert src_checkpoints dst --source-strategy src_strategy.ckpt \\
       --target-strategy dst_strategy.ckpt
   reshard convert dst weights --to hf --weights-only --cast float32=bfloat16
-  reshard convert net.ckpt net.safetensors
 """,
     details=KEYS,
     short_help="Convert a checkpoint: other devices, another format, other names.",
 )
 @_writing("convert")
 def convert(source: Place, target: Place, **options: Any) -> None:
-    """Convert the checkpoint SOURCE to other devices, another format, or other names, in TARGET.
+    """Convert the checkpoint SOURCE to other devices, another format, other names.
 
-    SOURCE is a directory of rank_0, rank_1 and so on, a set, a DCP, a Checkpoint 2.0, a zarr store, or one file. TARGET
-    is cut as --target-strategy says; without it, it has whole tensors. To resume a stopped run, type it again.
+    TARGET is cut as --target-strategy says; without it, it has whole tensors. To resume a stopped run, type it again.
 
     \f
     What becomes of which options:

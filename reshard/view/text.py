@@ -352,7 +352,7 @@ def report_text(
         nbytes = bytes_text(report.target_bytes if whole else report.bytes_written)
         first = f"{_written(plan, report.directory, write='wrote', link='linked')}   {nbytes} in {report.seconds:.2f} s"
     facts = [_checked_text(plan, report)]
-    if report.resumed:
+    if report.resumed and report.finished < len(report.files):
         facts.append(f"resumed from {bytes_text(report.resumed)} that an earlier run wrote")
     if report.finished:
         facts.append(_unread_text(report, then))
@@ -548,8 +548,6 @@ def _differences_lines(found: Verification, words: Words, every_one: str) -> Ite
             yield from _difference_lines(one, found, words)
     if rest := len(found.differences) - sum(map(len, shown)):
         yield f"  and {rest:,} more; {every_one} lists them all"
-    for actual, expected in sorted({(one.found, one.expected) for one in found.differences if one.kind == "dtype"}):
-        yield f"hint: to compare with the cast: {spelled(Text(Option('cast', expected, actual or '')), words)}"
 
 
 def _alone_text(found: Verification) -> str:
@@ -565,19 +563,17 @@ def _difference_lines(one: Difference, found: Verification, words: Words) -> Ite
     if one.name is None:
         yield f"  {below(one.path or '', found.target)}: {printable(spelled(one.text, words))}"
         return
-    root = found.against if one.side == "source" else found.target
-    rank = "" if one.rank is None else f"rank {one.rank}, "
+    place = printable(near(one.path)) if one.path is not None else ""
     if one.kind == "values" and one.index is not None and one.block is not None:
         count = f"{one.count} of {count_text(one.block.size, 'element')}"
         name = f"{printable(one.name)}{shape_text(one.index)}"
-        yield f"  tensor {name}   0x{one.found}, expected 0x{one.expected}   ({count})"
-        place = f"{below(one.path or '', root)} {shape_text(one.index_in_block or ())}"
-        yield f"    {one.side}, {rank}{place}  vs  {below(one.reference or '', found.against)}"
+        yield f"  {name}   0x{one.found}, expected 0x{one.expected}   ({count})"
+        yield f"    {place} {shape_text(one.index_in_block or ())}  vs  {printable(near(one.reference or ''))}"
         return
     kind = "object" if one.kind == "object" else "tensor"
     yield f"  {kind} {printable(one.name)}: {printable(spelled(one.text, words))}"
-    if one.path is not None:
-        yield f"    {one.side}, {rank}{below(one.path, root)}"
+    if place:
+        yield f"    {one.side}, {'' if one.rank is None else f'rank {one.rank}, '}{place}"
 
 
 def below(path: str, root: str | None) -> str:

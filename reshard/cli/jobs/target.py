@@ -21,11 +21,11 @@ from reshard.errors import TargetError, UsageError
 from reshard.formats import check_name
 from reshard.formats.sets import DCP_ITEMS, SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
-from reshard.plan.select import Selection
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan
+    from reshard.plan.select import Selection
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
