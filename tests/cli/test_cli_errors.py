@@ -335,11 +335,10 @@ def test_ranks_of_an_older_target_are_reported(case: Case, tmp_path: Path) -> No
     assert result.exit_code == 0
     assert "has rank_4/checkpoint_4.ckpt, rank_5/checkpoint_5.ckpt" in result.stderr
     assert "of ranks that are not this target's; remove what is old" in result.stderr
-    assert "to look at it" not in result.stderr
-    assert "to verify it" not in result.stdout
+    assert next_command(result) == []
     for rank in range(4, 8):
-        shutil.rmtree(tmp_path / "copy" / f"rank_{rank}")
-    assert "to look at it" in call("transform", case.source, tmp_path / "copy", *case.strategies).stderr
+        shutil.rmtree(tmp_path / "out" / f"rank_{rank}")
+    assert next_command(call("transform", case.source, tmp_path / "out", *case.strategies))
 
 
 def test_a_target_of_another_model(case: Case, tmp_path: Path) -> None:
