@@ -9,6 +9,7 @@ import click
 import pytest
 from commands import call
 
+from reshard.cli import commands
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
@@ -36,9 +37,15 @@ def check(error: BaseException, code: str, *places: object) -> None:
 
 def failed(exit_code: int, code: str, *arguments: str | Path, places: tuple[object, ...] = ()) -> Result:
     """Run a command that must fail with this exit status and code, and name these places on stderr."""
-    result = call(*arguments)
+    errors: list[BaseException] = []
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("told", "_usage_message"):
+            original = getattr(commands, name)
+            patch.setattr(commands, name, lambda error, say=original: (errors.append(error), say(error))[1])
+        result = call(*arguments)
     assert result.exit_code == exit_code, result.output
-    error = error_of(result)
+    error = errors[0] if errors else error_of(result)
     codes = getattr(error, "codes", ("usage",) if isinstance(error, click.UsageError) else ())
     assert code in codes, f"{codes}: {result.stderr}"
     for place in places:

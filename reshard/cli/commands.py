@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from reshard.cli.terminal import DEBUG, WROTE, Told, paint, report_error, say, say_warnings, stopping, told
+from reshard.cli.terminal import DEBUG, JSON, WROTE, Told, paint, report_error, say, say_warnings, stopping, told
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments of the command, and refuse what is too many."""
         given = tuple(args)
+        if "--json" in given and any("--json" in param.opts for param in self.params):
+            ctx.meta[JSON] = True  # also if an option before it is refused
         extra = super().parse_args(ctx, args)
         if extra and not ctx.resilient_parsing:
             raise Slip(*_too_many(ctx, given, extra[0]), ctx)

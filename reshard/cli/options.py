@@ -415,14 +415,15 @@ def _target_options() -> Iterable[Callable[..., Any]]:
 def _format_options(verb: str) -> Iterable[Callable[..., Any]]:
     """Yield the options that say the format: `--to`, or `--format` and `--style` in the commands of old."""
     old = verb in {"transform", "unify"}
-    default = "mindspore, or zarr if TARGET ends with .zarr" if verb == "unify" else "the source's"
+    default = "by --style" if verb == "unify" else "the source's"
     yield option(
         "--style",
         under="Target",
         first=old,
         hidden=not old,
         type=StyleType(),
-        help="Names of the files of a set: huggingface, mindspore or checkpoint2, as --to of `reshard convert`.",
+        metavar="STYLE",
+        help="Names of the files of a set: huggingface, mindspore or checkpoint2.",
     )
     yield option(
         "--format",
@@ -430,7 +431,8 @@ def _format_options(verb: str) -> Iterable[Callable[..., Any]]:
         first=old,
         hidden=not old,
         type=ToType(),
-        help=f"Format of the files, as --to of `reshard convert`.  [default: {default}]",
+        metavar="FORMAT",
+        help=f"Format of the files, in the words of `convert`.  [default: {default}]",
     )
     yield option(
         "--to",

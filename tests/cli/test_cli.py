@@ -97,11 +97,20 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     assert before["seconds"] is None
     assert after["seconds"] > 0
     assert (before["measured_memory"], before["verify"]) == (None, None)
-    same = set(before) - {"dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "removed", "verify"}
+    same = set(before) - {
+        "dry_run",
+        "seconds",
+        "measured_memory",
+        "checksums",
+        "resumed",
+        "finished",
+        "removed",
+        "verify",
+    }
     assert {key: before[key] for key in same} == {key: after[key] for key in same}
     assert set(before) == {
-        "schema", "dry_run", "source", "target", "encryption", "format", "ranks", "tensors", "bytes_needed", "bytes_read",
-        "bytes_written", "target_bytes", "step", "left_out",
+        "dry_run", "source", "target", "encryption", "format", "ranks", "tensors", "bytes_needed", "bytes_read",
+        "bytes_written", "target_bytes", "step", "left_out", "schema",
         "source_files", "target_files", "tasks", "peak_memory", "partition", "read_amplification", "seconds", "dropped",
         "missing", "warnings", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
         "finished",
@@ -202,10 +211,7 @@ def test_a_weight_is_dropped_only_when_told_to(case: Case, tmp_path: Path) -> No
     assert "--drop 'net.layer2.weight'" in refused.stderr
     assert "moments" not in refused.stderr
     result = done("transform", case.source, tmp_path / "dst", *strategies, "--drop", "net.layer2.*")
-    assert (
-        "13 tensors (2 dropped)"
-        in result.stdout
-    )
+    assert "13 tensors (2 dropped)" in result.stdout
 
 
 def test_a_weight_is_missing_only_when_told_to(case: Case, tmp_path: Path) -> None:

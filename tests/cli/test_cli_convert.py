@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import tree, write_file
 from commands import Case, call, done, names_in, next_command, proposed
+from refusals import failed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +92,9 @@ def test_convert_one_file(case: Case, tmp_path: Path) -> None:
     assert list(tree(tmp_path)) == ["new/three.bin"]
     assert helpers.read_rank_file(tmp_path / "new" / "three.bin") == helpers.read_rank_file(source)
     assert "15 tensors" in done(*proposed(result)).stdout
-    failed(6, "is-directory", "convert", source, tmp_path / "new", "--to", "safetensors", places=("new/net.safetensors",))
+    failed(
+        6, "is-directory", "convert", source, tmp_path / "new", "--to", "safetensors", places=("new/net.safetensors",)
+    )
 
 
 def test_convert_is_one_run(case: Case, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import tree, write_file
-from commands import Case, call, done
+from commands import Case, call, done, next_command
+from refusals import failed
 
 import reshard
 from reshard import Selection
@@ -85,7 +86,10 @@ def test_a_run_ends_with_a_report(case: Case, tmp_path: Path) -> None:
     assert f"wrote 4 ckpt files for 4 ranks to {tmp_path}/dst " in result.stdout
     verify = result.stdout.splitlines()[-1].removeprefix("next: ")
     assert shlex.split(verify) == ["reshard", "verify", f"{tmp_path}/dst"]
-    assert done(*shlex.split(verify)[1:]).stdout == f"verified: {tmp_path}/dst = {tmp_path}/moved; every bit of 15 tensors\n"
+    assert (
+        done(*shlex.split(verify)[1:]).stdout
+        == f"verified: {tmp_path}/dst = {tmp_path}/moved; every bit of 15 tensors\n"
+    )
 
 
 def test_run_takes_the_options_of_transform(case: Case, tmp_path: Path) -> None:
@@ -125,9 +129,7 @@ def test_no_other_target_may_be_planned(case: Case, tmp_path: Path, target: str)
 
 def test_run_needs_a_target_and_the_source(case: Case, tmp_path: Path) -> None:
     path = saved(case, tmp_path, *case.strategies)
-    refused = call("run", path)
-    assert refused.exit_code == 2
-    assert f"{path} names no target; give it: reshard run {path} TARGET" in refused.stderr
+    failed(2, "no-target", "run", path, places=(f"reshard run {path} TARGET",))
     refused = call("run", path, tmp_path / "dst")
     assert refused.exit_code == 4
     assert "say where the source is: --source DIRECTORY" in refused.stderr
@@ -163,9 +165,8 @@ def test_what_is_not_a_plan_is_refused(case: Case, tmp_path: Path) -> None:
     ],
 )
 def test_a_set_has_no_ranks(case: Case, options: list[str], named: str) -> None:
-    refused = call("plan", case.source, "--source-strategy", case.source_strategy, "--style", "huggingface", *options)
-    assert refused.exit_code == 2
-    assert f"leave {named} out" in refused.stderr
+    words = ["plan", case.source, "--source-strategy", case.source_strategy, "--style", "huggingface", *options]
+    failed(2, "usage" if "--format" in options else "option-of-another-format", *words, places=(named,))
 
 
 def test_the_command_that_verifies_knows_what_was_asked_for(case: Case, tmp_path: Path) -> None:

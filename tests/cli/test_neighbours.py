@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
-from commands import call, done
+from commands import call, done, next_command
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy

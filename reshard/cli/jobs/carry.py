@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 KEYS = """
 The object of --json has the keys schema (of the meaning of these keys, 1),
-dry_run, source, step (of several checkpoints
-the newest is read: name, and which are older), target, format, encryption (its
-mode, or null), ranks, tensors, bytes_needed, bytes_read, bytes_written
-(contents), target_bytes (whole files), source_files, target_files, tasks,
-peak_memory, partition, read_amplification, seconds (null in a dry run),
-dropped, missing, left_out (by --weights-only, --include and --exclude), changes
-(of names and values: kind, text, tensors, detail), warnings, sampled (what was
-looked at when SOURCE was opened), files: rank, path, nbytes; replicas, links,
-measured_memory, checksums, resumed, finished: how many files an earlier run had
-finished, which were not read again; removed: those of earlier runs that
---overwrite or --restart removed; verify: the command to type (null where TARGET
-alone is not enough); manifest: the command that checks it. If it fails, it has
-error: code, exit_code, message, facts, hint.
+dry_run, source, step (of several checkpoints the newest is read: name, and
+which are older), target, format, encryption (its mode, or null), ranks,
+tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
+files), source_files, target_files, tasks, peak_memory, partition,
+read_amplification, seconds (null in a dry run), dropped, missing, left_out (by
+--weights-only, --include and --exclude), changes (of names and values: kind,
+text, tensors, detail), warnings, sampled (what was looked at when SOURCE was
+opened), files: rank, path, nbytes; replicas, links, measured_memory, checksums,
+resumed, finished: how many files an earlier run had finished, which were not
+read again; removed: those of earlier runs that --overwrite or --restart
+removed; verify: the command to type (null where TARGET alone is not enough);
+manifest: the command that checks it. If it fails, it has error: code,
+exit_code, message, facts, hint.
 """
 
 
