@@ -258,7 +258,7 @@ def noting_swap(
     try:
         yield
     except SourceError as error:
-        if strategy is not None and other is not None and _opens(path, other, reading):
+        if strategy is not None and other is not None and _fits_other(path, strategy, other, reading):
             raise SourceError(
                 "the two strategies are swapped",
                 code="swapped-strategies",
@@ -268,9 +268,10 @@ def noting_swap(
         raise
 
 
-def _opens(path: AnyName, strategy: AnyName, reading: dict[str, Any]) -> bool:
-    """Return whether a checkpoint opens with a strategy."""
+def _fits_other(path: AnyName, strategy: AnyName, other: AnyName, reading: dict[str, Any]) -> bool:
+    """Return whether a checkpoint opens with another strategy than its own, which can be read."""
     with suppress(ReshardError, OSError):
-        reshard.open(path, strategy=reshard.read_strategy(strategy), **reading)
+        reshard.read_strategy(strategy)
+        reshard.open(path, strategy=other, **reading)
         return True
     return False

@@ -81,7 +81,9 @@ def test_else_the_format_is_that_of_the_source(case: Case, dst: Path, tmp_path: 
         done("convert", dst, tmp_path / to, "--to", to, *step)
         again = done("convert", tmp_path / to, tmp_path / f"again_{to}", *step)
         assert again.stderr.splitlines()[0] == f"format: {to}, as the source"
-        assert done("convert", tmp_path / to, tmp_path / f"again_{to}", "--to", to, *step).stdout.startswith("nothing")
+        if to != "zarr":  # a finished store is replaced, or refused
+            same = done("convert", tmp_path / to, tmp_path / f"again_{to}", "--to", to, *step)
+            assert same.stdout.startswith("nothing is left to do")
         ranks = done("convert", tmp_path / to, tmp_path / f"cut_{to}", *cut, *step)
         kept = to not in {"hf", "mindspore", "zarr"}
         assert ranks.stderr.startswith(f"format: {to if kept else 'safetensors'}, as ")

@@ -171,7 +171,7 @@ def test_no_command_writes_over_what_it_reads(folder: Path, words: list[str], pa
         for more in ([], ["--overwrite"]):
             refused = call(*words, str(spell(Path(path))), *more)
             assert refused.exit_code == 6, refused.output
-            assert refused.stderr.count("\n") == 1
+            assert refused.stderr.count("error: ") == 1
         assert {name: content for name, content in tree(folder).items() if name != "hard"} == before
 
 

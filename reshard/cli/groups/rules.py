@@ -12,7 +12,7 @@ from reshard.cli.options import json_option, overwrite_file_option, source_optio
 from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, WRITE
-from reshard.errors import VerifyError, names
+from reshard.errors import VerifyError, names, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,7 +100,7 @@ def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:
     from reshard.plan.select import Selection
     from reshard.verify.match import match
 
-    return [f"{one.name}: {one.text}" for one in match(made, other, Selection()).differences if one.name]
+    return [printable(f"{one.name}: {one.text}") for one in match(made, other, Selection()).differences if one.name]
 
 
 @rules.command(
