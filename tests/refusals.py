@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from commands import call
 
-from reshard.cli.terminal import message_of
+from reshard.cli.terminal import Told, told
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ def reported() -> Iterator[list[BaseException]]:
     """Collect the errors that commands report; those that click reports itself, of wrong usage, are not among them."""
     errors: list[BaseException] = []
 
-    def collect(error: BaseException) -> tuple[str, int]:
+    def collect(error: BaseException) -> Told:
         errors.append(error)
-        return message_of(error)
+        return told(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reshard.cli.commands.message_of", collect)
+        patch.setattr("reshard.cli.commands.told", collect)
         yield errors

@@ -224,7 +224,8 @@ def _check_apart(plan: Plan, root: str) -> None:
     """Refuse a target inside its source, and a source inside its target; two directories that are one may be.
 
     In the directory of a run only the iteration that is written is the target. A source of files that were named one by
-    one, or of one that is given itself, is not the directory that they are in.
+    one, or of one that is given itself, is not the directory that they are in; nor is a target of
+    one file.
     """
     source = plan.source.opened
     place = as_place(source.root).absolute()
@@ -235,7 +236,7 @@ def _check_apart(plan: Plan, root: str) -> None:
     for target in targets:
         if is_within(target, source.root) and not is_within(source.root, target):
             raise TargetError(f"{target} is inside its source, {source.root}; choose a target outside it")
-        if is_within(source.root, target) and not is_within(target, source.root):
+        if is_within(source.root, target) and not (plan.alone or is_within(target, source.root)):
             raise TargetError(f"{target} has its source inside, {source.root}; choose a directory of its own")
 
 

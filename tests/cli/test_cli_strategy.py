@@ -320,7 +320,7 @@ def test_diff_of_a_pipeline(tmp_path: Path) -> None:
 def test_diff_as_json(tmp_path: Path) -> None:
     a, b = Strategy.of({"w": Layout.of([2], [0]), "a": Layout.of([2], [0])}), Strategy.of({"w": Layout.of([2], [-1])})
     found: dict[str, Any] = json.loads(compared(tmp_path, a, b, "--json").stdout)
-    assert found.keys() == {"schema", "same", "ranks_a", "ranks_b", "only_a", "only_b", "blocks", "fields"}
+    assert found.keys() == {"schema", "error", "same", "ranks_a", "ranks_b", "only_a", "only_b", "blocks", "fields"}
     assert (found["same"], found["only_a"], found["fields"]) == (False, [{"name": "a", "stage": 0}], [])
     assert found["blocks"][0]["a"]["tensor_map"] == [[0]]
 

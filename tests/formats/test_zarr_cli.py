@@ -47,7 +47,7 @@ def test_unify_to_zarr_and_split_again(
     assert done.exit_code == 0, done.output
     codecs = json.loads((store / "layers.0.wo" / "zarr.json").read_text())["codecs"]
     assert codecs[1] == {"name": "zstd", "configuration": {"level": 5, "checksum": False}}
-    (proposed,) = [line for line in done.output.splitlines() if line.startswith("to verify it: ")]
+    (proposed,) = [line for line in done.output.splitlines() if line.startswith("next: ")]
     checked = invoke(*shlex.split(proposed.partition(": ")[2])[1:])
     assert checked.exit_code == 0, checked.output
     shown = invoke("inspect", store)

@@ -332,7 +332,7 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, env=os.environ,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert f"to look at it: {sys.executable} -m reshard inspect {bucket}/out" in ran.stderr
+    assert f"next: {sys.executable} -m reshard verify {bucket}/out" in ran.stdout
     reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS).run(tmp_path / "out")
     assert get(f"{bucket}/out") == tree(tmp_path / "out")
     dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")

@@ -91,7 +91,9 @@ Example:
 def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
     """Merge the strategy files of a pipeline's ranks in DIRECTORY into one file."""
     if output.parent.resolve() == directory.resolve():
-        raise UsageError(f"{output}: is in {directory}, whose every file is taken for a rank's; choose another place")
+        raise UsageError(
+            f"{output} is in {directory}, where every file is taken for that of a rank", hint="choose another directory"
+        )
     refuse_existing(output, overwrite=overwrite)
     _say_written(reshard.merge_strategies(directory, output), output)
 
@@ -235,8 +237,10 @@ def strategy_from_checkpoint(
         if change:
             raise SourceError(changed_text(checkpoint, change))
         if not known:
-            expected = "expected a Checkpoint 2.0, or what reshard wrote with a strategy"
-            raise UsageError(f"{checkpoint}: does not say itself which rank holds which block; {expected}")
+            raise UsageError(
+                f"{checkpoint} does not say which rank holds which block", code="no-strategy",
+                facts=["a Checkpoint 2.0 does, and what reshard wrote with a strategy"],
+            )  # fmt: skip
     opened = reshard.open(checkpoint, iteration=iteration, contents=False)
     refuse_inputs([output], files_read(checkpoint, opened.files), "one of the files of the checkpoint")
     say_warnings(opened.warnings)
@@ -277,12 +281,13 @@ def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
 
     first, second = reshard.read_strategy(a), reshard.read_strategy(b)
     found = diff(first, second)
+    error = None if found.same else VerifyError(f"{a} and {b} are not the same strategy", code="other-strategy")
     if as_json:
-        print_json(_diff_data(first, second, found))
+        print_json(_diff_data(first, second, found), error)
     else:
         print_text("\n".join(_diff_lines(first, second, found, (str(a), str(b)))))
-    if not found.same:
-        raise VerifyError(f"{a} and {b} are not the same strategy")
+    if error:
+        raise error
 
 
 def _diff_lines(a: Strategy, b: Strategy, found: Diff, titles: tuple[str, str]) -> Iterable[str]:
@@ -368,7 +373,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
         opened = reshard.open(checkpoint, strategy=own, **reading)
     except SourceError as error:
         if own is wanted:
-            error.add_note("if STRATEGY is of a target to be made from CHECKPOINT, give --source-strategy too")
+            error.add_note("if STRATEGY is that of a target to be made from CHECKPOINT, add --source-strategy")
         raise
     say_warnings([*opened.warnings, *check(wanted, opened)])
     print_text(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(wanted.tensors), 'tensor')}")
