@@ -82,7 +82,7 @@ def prepare_run(folder: Path, _data: Path) -> None:
 
 
 def prepare_megatron(folder: Path, data: Path) -> None:
-    shutil.copytree(data / "mcore_tp2_pp2" / "iter_0000001", folder / "megatron" / "iter_0000001")
+    shutil.copytree(data / "dcp" / "mcore_tp2_pp2" / "checkpoint", folder / "megatron" / "iter_0000001")
 
 
 def prepare_lora(folder: Path, _data: Path) -> None:
