@@ -347,10 +347,11 @@ def _tensor(name: str, one: Stated, said: Metadata, files: _Files, listed: Liste
             strides = tuple(step * each for each in row_major(part.shape))
             held.append((part, laid(at, begin * step * width, part.shape, strides, width)))
             begin += part.size
-    if len(dtypes) != 1:
+    if not dtypes:
+        raise SourceError(f"is in no file by {said.described_by}", code="missing-blocks")
+    if len(dtypes) > 1:
         raise SourceError(
-            f"is {' and '.join(sorted(dtypes)) or 'in no file'} by {said.described_by} and the files",
-            code="mixed-dtypes" if dtypes else "missing-blocks",
+            f"is {' and '.join(sorted(dtypes))} by {said.described_by} and the files", code="mixed-dtypes"
         )
     (dtype,) = dtypes.values()
     found = listed.tensor(TensorSpec(name, dtype, said.flat.get(name, one.shape)), held)
