@@ -13,6 +13,7 @@ import helpers
 import numpy as np
 import pytest
 from checkpoints import assert_rank_files, blocks, numbers, tree, write_file, write_ranks
+from refusals import refused
 from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
@@ -333,7 +334,7 @@ def test_wrong_values(source: Path, tmp_path: Path) -> None:
         ms.transform_checkpoints(source, out, "x", SOURCE, TARGET, output_format="npz")
     with pytest.raises(ValueError, match="process_num is 0"):
         ms.transform_checkpoints(source, out, "x", SOURCE, TARGET, 0)
-    with pytest.raises(ValueError, match="not the beginning of a file name"):
+    with refused(ValueError, "bad-name", "../x"):
         ms.transform_checkpoints(source, out, "../x", SOURCE, TARGET)
     with pytest.raises(ValueError, match="does not end with .ckpt or .safetensors"):
         ms.transform_checkpoint_by_rank(0, rank_map(source, [0]), "a.npz", SOURCE, TARGET)
@@ -533,7 +534,7 @@ def test_what_is_said_names_no_option_of_the_command_line(source: Path, tmp_path
         )  # fmt: skip
     for rank in range(4):
         write_file(source / f"rank_{rank}" / f"other{rank}.ckpt", {"x": np.zeros(1)}, "ckpt")
-    with pytest.raises(SourceError, match="expected one; choose with file_suffix"):
+    with refused(SourceError, "several-checkpoints", "file_suffix"):
         ms.transform_checkpoints(source, tmp_path / "out", "c_", SOURCE, target)
     for arguments in [("", tmp_path, "c_"), (source, "", "c_"), (source, tmp_path, "c_", "")]:
         with pytest.raises(ValueError, match="is empty; expected a path"):

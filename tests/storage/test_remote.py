@@ -168,7 +168,7 @@ def test_a_source_that_changes_is_refused(root: str, tmp_path: Path, several_gro
         plan.run(f"{root}/out", scheduler="synchronous", progress=changing(plan.source.files[1].path))
     assert get(f"{root}/out") == {}
     fs.rm_file(path)
-    with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: cannot be looked at: it is not there; it was"):
+    with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors does not exist; it was"):
         plan.run(f"{root}/out")
     with refused(SourceError, "not-found", "checkpoint_1.safetensors"):
         plan.source["w"].compute()
@@ -220,7 +220,7 @@ def test_an_encrypted_target(root: str, tmp_path: Path, mode: str, monkeypatch: 
     fs.rm_file(name)
     assert plan.run(f"{root}/out").finished == len(plan.files) - 1
     assert reshard.verify(f"{root}/out", cipher=cipher)
-    with pytest.raises(UsageError, match="files that are encrypted are written from first byte to last"):
+    with refused(UsageError, "wrong-partition"):
         plan.run(tmp_path / "other", partition="tensor")
 
 
@@ -230,9 +230,9 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
     with refused(UsageError, "bad-url", "nosuch://x/y"):
         reshard.open("nosuch://x/y")
     plan = reshard.plan(reshard.open(write_file(tmp_path / "a.safetensors", FULL)))
-    with pytest.raises(UsageError, match="leave partition 'tensor' out"):
+    with refused(UsageError, "wrong-partition"):
         plan.run(bucket, partition="tensor")
-    with pytest.raises(UsageError, match="unknown partition 'rank'; known are tensor and file"):
+    with refused(UsageError, "unknown-partition", "'rank'"):
         plan.run(tmp_path / "out", partition="rank")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with refused(ReshardError, "library-missing", "gs://b/x", "pip install gcsfs", "reshard[remote]"):

@@ -287,8 +287,8 @@ def test_a_manifest_that_cannot_be_written_is_not_there_in_parts(folder: Path) -
     result = call(*SET, "--write-manifest", "file/m.json")
     assert result.exit_code == 6
     assert result.stderr.startswith("error: cannot write file/m.json: ")
-    assert result.stderr.endswith(
-        "; the target files are complete; the same command, without --restart, makes the manifest alone\n"
+    assert "the target files are complete; the same command, without --restart, makes the manifest alone" in (
+        result.stderr
     )
     assert ran(*SET, *MANIFEST).startswith("nothing is left to do: ")
     assert_as_read("dst")
