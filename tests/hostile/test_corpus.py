@@ -48,6 +48,11 @@ def commands(groups: list[str], directory: Path, *, slow: bool, every: int) -> M
 def faults_of(item: Item, found: dict[str, Any]) -> list[str]:
     """What is wrong with how a command met an item."""
     said, lines = found["said"], found["said"].splitlines()
+    if item.code == 3:  # what differs is told on stdout
+        said, lines = (
+            found["said"] + found["shown"],
+            [f"error: {found['shown']}".splitlines()[0]] * bool(found["shown"]),
+        )
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     below = lines[errors[0] + 1 :] if errors else []
     faults = []
@@ -55,7 +60,7 @@ def faults_of(item: Item, found: dict[str, Any]) -> list[str]:
         faults.append(f"exit code {found['code']}, expected {item.code}")
     if item.says and item.says not in said:
         faults.append(f"does not say {item.says!r}")
-    if len(errors) != bool(item.says) or any(not line.startswith("  ") for line in below):
+    if len(errors) != bool(item.says) or any(not line.startswith(("  ", "hint: ")) for line in below):
         faults.append("does not say one error, as one line or as one with a list below")
     if len(said) > MOST_CHARACTERS:
         faults.append(f"says {len(said)} characters")
