@@ -11,6 +11,7 @@ from checkpoints import assert_rank_files, blocks, numbers, write_file, write_ra
 from commands import least_memory
 from generators import Model, models
 from hypothesis import given
+from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
@@ -90,7 +91,7 @@ def test_not_in_the_target_an_optimizer_state_is_dropped_and_reported(source: re
 
 def test_not_in_the_target_a_weight_is_an_error_unless_a_pattern_covers_it(source: reshard.Checkpoint) -> None:
     target = Strategy.of({"w": ROWS, "moments.w": ROWS})
-    with pytest.raises(SourceError, match="tensor 'b': is not in the target strategy; .*drop='b'") as caught:
+    with refused(SourceError, "not-in-strategy", "'b'") as caught:
         reshard.plan(source, target)
     assert caught.value.exit_code == 4
     assert reshard.plan(source, target, drop=["b*"]).dropped == ("b",)
@@ -99,7 +100,7 @@ def test_not_in_the_target_a_weight_is_an_error_unless_a_pattern_covers_it(sourc
 def test_not_in_the_source_likewise(source: reshard.Checkpoint) -> None:
     named = {"w": ROWS, "moments.w": ROWS, "b": Layout.of([4], [-1])}
     assert reshard.plan(source, Strategy.of({**named, "adam_v.w": ROWS})).missing == ("adam_v.w",)
-    with pytest.raises(SourceError, match="allow_missing='lora.a'"):
+    with refused(SourceError, "missing-tensor", "allow_missing", "'lora.a'"):
         reshard.plan(source, Strategy.of({**named, "lora.a": ROWS}))
     assert reshard.plan(source, Strategy.of({**named, "lora.a": ROWS}), allow_missing=["lora.*"]).missing == ("lora.a",)
 
@@ -155,8 +156,7 @@ def test_a_layout_that_does_not_fit_names_tensor_dimension_and_sizes(source: res
     )
     with pytest.raises(SourceError) as caught:
         reshard.plan(source, target)
-    assert "tensor 'w': dimension 0 of size 8 does not divide into 3" in str(caught.value)
-    assert "tensor 'moments.w'" in str(caught.value)
+    assert all(f"tensor {name!r}" in str(caught.value) for name in ("w", "moments.w", "b"))
     with pytest.raises(SourceError) as again:  # who asks for the grid twice is told once
         reshard.plan(source, target, remove_redundancy=True, link_replicas=True)
     assert str(again.value) == str(caught.value)
@@ -165,7 +165,7 @@ def test_a_layout_that_does_not_fit_names_tensor_dimension_and_sizes(source: res
 def test_a_shape_that_the_target_strategy_contradicts(source: reshard.Checkpoint) -> None:
     """Frozen zero biases that are split and not listed look whole; the target's JSON file knows better."""
     target = Strategy.of({"w": ROWS, "moments.w": ROWS, "b": Layout.of([4], [0])}, shapes={"b": (32,)})
-    with pytest.raises(SourceError, match=r"tensor 'b': has shape \[8\]; the target strategy says \[32\]"):
+    with refused(SourceError, "wrong-shape", "'b'", "[8]", "[32]"):
         reshard.plan(source, target)
 
 
@@ -174,7 +174,7 @@ def test_memory_is_predicted_and_refused_before_anything_is_read(source: reshard
     tight = reshard.plan(source, SOURCE, memory=56 << 20)
     assert (tight.threads, tight.band_bytes < 4 << 20) == (1, True)
     assert tight.stats.peak_memory <= 56 << 20
-    with pytest.raises(BudgetError, match=r"too little; memory=[\d_]+ works: .* a band of tensor 'w'") as caught:
+    with refused(BudgetError, "not-enough-memory", "'w'") as caught:
         reshard.plan(source, SOURCE, memory=20 << 20)
     least = least_memory(caught.value)
     assert reshard.plan(source, SOURCE, memory=least).stats.peak_memory <= least
@@ -189,7 +189,7 @@ def test_a_prefix_cannot_leave_the_target(source: reshard.Checkpoint, prefix: st
 
 
 def test_unknown_ranks_and_formats(source: reshard.Checkpoint) -> None:
-    with pytest.raises(UsageError, match="ranks 4,9 are asked for; the target has ranks 0 to 3"):
+    with refused(UsageError, "no-such-rank", "ranks 4", "0 to 3"):
         reshard.plan(source, SOURCE, ranks=[1, 4, 9])
     with pytest.raises(UsageError, match="unknown format 'pickle'"):
         reshard.plan(source, SOURCE, format="pickle")

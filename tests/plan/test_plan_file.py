@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from checkpoints import numbers, tree, write_file, write_ranks
 from generators import Model, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from samples import examples
 
 import reshard
@@ -195,7 +197,7 @@ def test_an_encrypted_source_needs_its_key_again(tmp_path: Path) -> None:
     content = (tmp_path / "plan.json").read_bytes()
     assert key not in content
     assert key.hex().encode() not in content
-    with pytest.raises(UsageError, match=r"is encrypted, and a plan file holds no key; give it: cipher=\.\.\."):
+    with refused(UsageError, "no-key", "cipher=..."):
         reshard.read_plan(tmp_path / "plan.json", source=tmp_path / "elsewhere" / "copy")
     wrong = reshard.Cipher("AES-GCM", bytes(16))
     with pytest.raises(SourceError, match="key"):
@@ -275,17 +277,16 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_bytes(json.dumps(content).encode())
 
 
-def refuse(path: Path, kind: type[ReshardError], message: str, **reading: Any) -> None:
-    with pytest.raises(kind, match=message) as caught:
+def refuse(path: Path, kind: type[ReshardError], code: str, *places: str, **reading: Any) -> None:
+    with refused(kind, code, *places) as caught:
         reshard.read_plan(path, **reading)
     assert caught.type is kind
 
 
 def test_files_that_are_not_there(saved: Path, root: Path, tmp_path: Path) -> None:
-    message = r"rank_2/checkpoint_2\.safetensors: cannot be found .*; say where the source is: source="
     (root / "rank_2" / "checkpoint_2.safetensors").unlink()
-    refuse(saved, SourceError, message)
-    refuse(saved, SourceError, "has 4 faults", source=tmp_path / "nowhere")
+    refuse(saved, SourceError, "not-found", "rank_2/checkpoint_2.safetensors", "source=")
+    refuse(saved, SourceError, "not-found", "4 faults", source=tmp_path / "nowhere")
 
 
 def test_a_pipe_is_not_waited_for(saved: Path, root: Path) -> None:
@@ -293,19 +294,20 @@ def test_a_pipe_is_not_waited_for(saved: Path, root: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     changed(saved, lambda content: content["source"]["files"][2].__setitem__(2, 0))
-    refuse(saved, SourceError, "rank_2/checkpoint_2.safetensors: is not a regular file")
+    refuse(saved, SourceError, "not-a-file", "rank_2/checkpoint_2.safetensors")
 
 
 def test_a_file_of_another_size(saved: Path, root: Path) -> None:
     with (root / "rank_1" / "checkpoint_1.safetensors").open("ab") as file:
         file.write(b"x")
-    refuse(saved, TargetError, r"rank_1/\S+: has \d+ bytes; it had \d+ when it was planned; they are not the files")
+    size = (root / "rank_1" / "checkpoint_1.safetensors").stat().st_size
+    refuse(saved, TargetError, "source-changed", "rank_1/checkpoint_1.safetensors", f"{size} bytes", f"{size - 1} when")
 
 
 def test_a_file_with_another_header(saved: Path, root: Path) -> None:
     path = root / "rank_1" / "checkpoint_1.safetensors"
     path.write_bytes(path.read_bytes().replace(b"global_step", b"global_stop"))
-    refuse(saved, TargetError, "has other tensors, in its header, than when it was planned")
+    refuse(saved, TargetError, "header-changed", "rank_1/checkpoint_1.safetensors")
 
 
 def test_a_file_of_another_step(saved: Path, root: Path) -> None:
@@ -315,7 +317,7 @@ def test_a_file_of_another_step(saved: Path, root: Path) -> None:
     before = local_store().size(str(root / "rank_0" / "checkpoint_0.safetensors"))
     write_ranks(root, full, SOURCE, also=also)
     assert (root / "rank_0" / "checkpoint_0.safetensors").stat().st_size == before
-    refuse(saved, TargetError, "has 4 faults:\n.*has other contents than when it was planned")
+    refuse(saved, TargetError, "source-changed", "4 faults", "contents")
 
 
 def test_times_do_not_count(saved: Path, root: Path) -> None:
@@ -326,18 +328,18 @@ def test_times_do_not_count(saved: Path, root: Path) -> None:
 
 def test_what_would_do_something_else(saved: Path) -> None:
     changed(saved, lambda content: content["target"].update(ranks=[0, 1]))
-    refuse(saved, PlanError, r"would write something else than was planned \(by reshard 0\.1\.0\), or the file was cha")
+    refuse(saved, PlanError, "different-plan", saved, "reshard 0.1.0")
 
 
 def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="needs nothing but the files"):
+    with refused(UsageError, "not-savable", "file by file"):
         plan_convert(root, "ckpt").save(tmp_path / "plan.json")
     some = SomeFiles(ShardFiles(("a",), dict.fromkeys([*SHAPES, "global_step", "note"], 0)), (0,), with_index=False)
-    with pytest.raises(UsageError, match="laid out by SomeFiles cannot be saved"):
+    with refused(UsageError, "not-savable", "SomeFiles"):
         reshard.plan(plan.source, files=some).save(tmp_path / "plan.json")
     paths = {0: root / "rank_0" / "checkpoint_0.safetensors", 1: root / "rank_1" / "checkpoint_1.safetensors"}
     two = reshard.open(paths, strategy=SOURCE, partial=True)
-    with pytest.raises(UsageError, match="all files of its source are in one directory"):
+    with refused(UsageError, "not-savable", "one directory"):
         reshard.plan(two, TARGET, ranks=[0], selection=Selection(include=["b"])).save(tmp_path / "plan.json")
     source_file = Path(plan.source.files[0].path)
     before = source_file.read_bytes()
@@ -345,7 +347,7 @@ def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) ->
         plan.save(source_file)
     assert source_file.read_bytes() == before
     starred = reshard.plan(plan.source, selection=Selection(names={"layers.**.w": "model.**.w"}))
-    with pytest.raises(UsageError, match=r"cannot be saved: .*two next to each other"):
+    with refused(UsageError, "not-savable", "layers.**.w"):
         starred.save(tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
 
@@ -423,28 +425,28 @@ def test_a_hostile_plan_file_is_refused(kind: str, saved: Path, tmp_path: Path) 
     change, message = HOSTILE[kind]
     changed(saved, change)
     before = tree(tmp_path)
-    with pytest.raises(PlanError, match=message) as caught:
+    with refused(PlanError, "not-a-plan", saved) as caught:
         read(saved)
-    assert str(caught.value).startswith(f"{saved}: is not a valid plan file: ")
-    assert "\n" not in str(caught.value)
+    assert re.search(message, str(caught.value))
+    assert "\n" not in caught.value.message
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "Expecting value"),
-        (b"\xff\xfe\x00", "decode"),
-        (b"[1]", "has no key 'reshard_plan'"),
-        (b"[" * 100_000, "nested too deep"),
-        (b'{"reshard_plan": 1, "reshard_plan": 1}', "the key 'reshard_plan' is there twice"),
-        (b'{"reshard_plan": ' + b"1" * 5000 + b"}", "a number of thousands of digits"),
-        (b'{"reshard_plan": 1, "files": []}', r"\$ has no 'made_by'"),
+        (b"", ("not-a-plan", "plan.json")),
+        (b"\xff\xfe\x00", ("not-a-plan",)),
+        (b"[1]", ("not-a-plan", "'reshard_plan'")),
+        (b"[" * 100_000, ("not-a-plan",)),
+        (b'{"reshard_plan": 1, "reshard_plan": 1}', ("not-a-plan", "'reshard_plan'")),
+        (b'{"reshard_plan": ' + b"1" * 5000 + b"}", ("not-a-plan",)),
+        (b'{"reshard_plan": 1, "files": []}', ("not-a-plan", "'made_by'")),
     ],
 )
-def test_what_is_not_a_plan_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+def test_what_is_not_a_plan_file_is_refused(content: bytes, message: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(content)
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, *message):
         read(tmp_path / "plan.json")
 
 
@@ -464,10 +466,10 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["files"].update(fields=["../x", ""]), r"'\.\./x'"),
+        (lambda c: c["files"].update(fields=["../x", ""]), r"prefix '\.\./x'"),
         (lambda c: c["target"].update(format="../x"), r"unknown format '\.\./x'"),
         (lambda c: c["target"].update(ranks=[1 << 30]), "the target has ranks 0 to 3"),
-        (lambda c: c["target"].update(memory=1), "too little"),
+        (lambda c: c["target"].update(memory=1), "not enough"),
         (lambda c: c["source"]["strategy"]["tensors"].update(b=0), "dimension|dimensions"),
     ],
 )  # fmt: skip

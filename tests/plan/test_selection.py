@@ -11,6 +11,7 @@ import pytest
 from checkpoints import Array, assert_rank_files, numbers, places, write_file, write_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 import reshard
 from reshard import Layout, Selection, Strategy
@@ -56,12 +57,11 @@ def test_include_and_exclude_are_globs_of_source_names(source: reshard.Checkpoin
 
 def test_a_pattern_may_say_how_many_it_matches(source: reshard.Checkpoint) -> None:
     assert len(kept(source, Selection(include=("layers.*@4",)))) == 4
-    with pytest.raises(UsageError) as caught:
+    places = ("include='layers.*@5'", "expected 5", "include='nothing.*'", "exclude='embed@2'")
+    with refused(UsageError, "wrong-count", *places) as caught:
         reshard.plan(source, selection=Selection(include=("layers.*@5", "nothing.*"), exclude=("embed@2",)))
     assert caught.value.exit_code == 2
-    for fault in ("include='layers.*@5': matches 4 tensors; expected 5", "include='nothing.*': matches no tensor",
-                  "exclude='embed@2': matches 1 tensors; expected 2"):  # fmt: skip
-        assert fault in str(caught.value)
+    assert caught.value.codes == ("wrong-count", "no-match")
 
 
 def test_a_name_that_ends_like_a_count_is_a_name(tmp_path: Path) -> None:
@@ -100,12 +100,12 @@ def test_what_is_left_out_is_neither_dropped_nor_missing(source: reshard.Checkpo
     selection = Selection(include=("embed",))
     plan = reshard.plan(source, target, selection=selection)
     assert (plan.dropped, plan.missing) == ((), ())
-    with pytest.raises(SourceError, match="tensor 'extra': is in the strategy and in no source file"):
+    with refused(SourceError, "missing-tensor", "'extra'"):
         reshard.plan(source, target, drop=["*"])
 
 
 def test_nothing_left_is_an_error(source: reshard.Checkpoint) -> None:
-    with pytest.raises(UsageError, match="leaves no tensor"):
+    with refused(UsageError, "no-tensors"):
         reshard.plan(source, selection=Selection(exclude=("*",)))
 
 
@@ -171,12 +171,9 @@ def test_maps_apply_at_once_so_that_a_swap_is_legal(source: reshard.Checkpoint, 
 
 
 def test_collisions_are_told_all_at_once() -> None:
-    with pytest.raises(UsageError) as caught:
+    places = ("name map has 4 faults", "'q'", "layers.0.wq, layers.1.wq", "'embed'")  # the states collide too
+    with refused(UsageError, "duplicate-name", *places):
         renamed({"layers.*.wq": "q", "layers.0.wo": "embed"})
-    told = str(caught.value)
-    assert "name map has 4 faults" in told  # the states collide too
-    assert "name 'q': is given to layers.0.wq, layers.1.wq" in told
-    assert "name 'embed': is given to layers.0.wo, embed" in told
 
 
 def test_a_collision_with_a_tensor_that_is_left_out_is_none(source: reshard.Checkpoint) -> None:
@@ -185,16 +182,21 @@ def test_a_collision_with_a_tensor_that_is_left_out_is_none(source: reshard.Chec
 
 
 def test_names_that_are_not_there_are_reported() -> None:
-    with pytest.raises(UsageError, match="(?s)name 'gone': matches no tensor.*name 'x.*': matches no tensor"):
+    with refused(UsageError, "no-match", "'gone'"):
         renamed({"gone": "a", "x.*": "y.*"})
 
 
 @pytest.mark.parametrize(
     ("names", "told"),
-    [({"a": "b.*"}, "more stars"), ({"a.*": "b.*.*"}, "more stars"), ({"": "b"}, "empty"), ({"a": ""}, "empty")],
+    [
+        ({"a": "b.*"}, ("bad-pattern",)),
+        ({"a.*": "b.*.*"}, ("bad-pattern",)),
+        ({"": "b"}, ("bad-name",)),
+        ({"a": ""}, ("bad-name",)),
+    ],
 )
-def test_maps_that_cannot_be_meant(names: dict[str, str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_maps_that_cannot_be_meant(names: dict[str, str], told: tuple[str, ...]) -> None:
+    with refused(UsageError, *told):
         Selection(names=names)
 
 
@@ -339,7 +341,7 @@ def test_casts_that_cannot_be_meant(cast: dict[str, str], told: str) -> None:
 
 
 def test_all_casts_that_cannot_be_meant_are_told_at_once() -> None:
-    with pytest.raises(UsageError, match="selection has 2 faults"):
+    with refused(UsageError, "unsupported-cast", "2 faults"):
         Selection(cast={"float32": "int32", "float16": "str"})
 
 

@@ -316,7 +316,7 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
 )
 def test_options_that_do_not_go_together(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     write_file(tmp_path / "net.safetensors", EVERYTHING)
-    refused = call(words[0], tmp_path / "net.safetensors", tmp_path / "run", *words[1:])
-    assert refused.exit_code == 2
-    assert said in refused.stderr
+    result = call(words[0], tmp_path / "net.safetensors", tmp_path / "run", *words[1:])
+    assert result.exit_code == 2
+    assert said in result.stderr
     assert not (tmp_path / "run").exists()

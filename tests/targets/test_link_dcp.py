@@ -11,6 +11,7 @@ from checkpoints import write_file
 from commands import done
 from dcp_files import item, write_torch
 from linked_dcp import CASES, FULL, WHOLE, assert_equal, described, full_of, linked, one_file, paths_in, shares, simple
+from refusals import refused
 
 import reshard
 from reshard import LinkedDCP, Selection
@@ -104,9 +105,7 @@ def test_an_encoded_box_at_the_place_of_another(tmp_path: Path) -> None:
         write_torch(tmp_path / name / "plain", {"p": FULL["w"]}, {0: [("p", WHOLE, item(FULL["w"]))]})
     linked(tmp_path / "alike", tmp_path / "out")
     assert len(described(tmp_path / "out")["listed"]["w"][3]) == 1
-    with pytest.raises(
-        SourceError, match=r"'w': has boxes of several sizes at \[0, 0\].*leave it out give exclude='w'"
-    ):
+    with refused(SourceError, "ambiguous-boxes", "'w'", "[0, 0]"):
         linked(tmp_path / "unlike", tmp_path / "other")
     linked(tmp_path / "unlike", tmp_path / "other", exclude=("w",))
     assert set(reshard.open(tmp_path / "other")) == {"p"}
@@ -147,13 +146,13 @@ def test_paths_that_cannot_be_are_left_out(path: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ({"list.0": "list.x"}, r"names 'list\.2' and 'list\.x': cannot both be in nested dicts and lists"),
-        ({"objects.rng": "list"}, r"names 'list\.0' and 'list': cannot both be in nested dicts and lists"),
-        ({"objects.rng": "list.0"}, r"name 'list.0': is given to list.0, objects.rng"),
+        ({"list.0": "list.x"}, ("conflicting-names", "'list.2'", "'list.x'")),
+        ({"objects.rng": "list"}, ("conflicting-names", "'list.0'", "'list'")),
+        ({"objects.rng": "list.0"}, ("duplicate-name", "'list.0'", "objects.rng")),
     ],
 )
-def test_names_that_cannot_be_together(mindspore_data: Path, tmp_path: Path, names: Any, said: str) -> None:
-    with pytest.raises((SourceError, UsageError), match=said):
+def test_names_that_cannot_be_together(mindspore_data: Path, tmp_path: Path, names: Any, said: tuple[str, ...]) -> None:
+    with refused((SourceError, UsageError), *said):
         linked(mindspore_data / "dcp" / "kinds" / "checkpoint", tmp_path / "out", names)
     assert not (tmp_path / "out").exists()
 
@@ -223,7 +222,7 @@ def test_what_is_not_read_is_carried(tmp_path: Path) -> None:
         1: [("half", ((0, 0), (3, 4)), item(FULL["w"][:3]))],
     }
     root = write_torch(tmp_path / "source", full, items)
-    with pytest.raises(SourceError, match=r"'half'.*blocks have 12 of 24 elements.*to leave it out give drop='half'"):
+    with refused(SourceError, "unreadable-tensor", "'half'", "12 of"):
         linked(root, tmp_path / "out")
     linked(root, tmp_path / "out", {bucket: f"{bucket}.new"}, drop=("half",))
     found = reshard.open(tmp_path / "out")
@@ -250,7 +249,7 @@ def test_encodings_that_cannot_be(tmp_path: Path, encoding: object) -> None:
     items = {0: [("w", WHOLE, item(FULL["w"]))]}
     write_torch(tmp_path / "all" / "e", FULL, items, transform_descriptors=encoding)
     write_torch(tmp_path / "all" / "plain", {"p": FULL["w"]}, {0: [("p", WHOLE, item(FULL["w"]))]})
-    with pytest.raises(SourceError, match="tensor 'w': is encoded by .*, which is no name of an encoding"):
+    with refused(SourceError, "unknown-encoding", "'w'"):
         linked(tmp_path / "all", tmp_path / "out")
 
 
@@ -273,7 +272,7 @@ def test_directories_that_are_one_checkpoint(mindspore_data: Path, tmp_path: Pat
     assert planned["optimizer.param_groups.0.lr"] == ("optimizer", "param_groups", 0, "lr")
     assert planned["model.emb.weight"] == ("model", "emb.weight")
     assert reshard.verify(tmp_path / "one").equal
-    with pytest.raises(ChangedError, match=r"its contents, links, owner or rights"):  # which a link changes
+    with refused(ChangedError, "source-changed"):  # which a link changes
         reshard.plan(opened, files=reshard.HuggingFaceSet(), format="safetensors").run(tmp_path / "hf")
     opened = reshard.open(apart)
     reshard.plan(opened, files=reshard.HuggingFaceSet(), format="safetensors").run(tmp_path / "hf")
@@ -330,9 +329,7 @@ def test_names_of_files_that_would_be_the_same(tmp_path: Path) -> None:
     """Those of a directory begin with its name."""
     one_file(tmp_path / "all" / "a", "p", "b__0_0.distcp")
     one_file(tmp_path / "all" / "ab", "q", "__0_0.distcp")
-    with pytest.raises(
-        SourceError, match=r"ab/__0_0\.distcp would be linked as 'ab__0_0\.distcp'; rename the directory"
-    ):
+    with refused(SourceError, "bad-name", "ab/__0_0.distcp", "'ab__0_0.distcp'"):
         linked(tmp_path / "all", tmp_path / "out")
     linked(tmp_path / "all", tmp_path / "out", include=("q",))
     assert paths_in(tmp_path / "out", "distcp") == ["ab__0_0.distcp"]

@@ -15,6 +15,7 @@ from checkpoints import tree, write_file
 from commands import call, done
 from dcp_files import write_hyper
 from linked_dcp import FULL, WHOLE, assert_equal, described, linked, paths_in, shares, simple
+from refusals import refused
 
 import reshard
 from reshard import LinkedDCP, Selection, Strategy
@@ -141,7 +142,7 @@ def test_a_source_that_changes(tmp_path: Path) -> None:
     plan = reshard.plan(reshard.open(root), files=LinkedDCP())
     file = root / "__1_0.distcp"
     os.utime(file, ns=(1, 1))
-    with pytest.raises(ChangedError, match=r"__1_0\.distcp: changed since it was opened"):
+    with refused(ChangedError, "source-changed", "__1_0.distcp"):
         plan.run(tmp_path / "out")
     assert ".metadata" not in paths_in(tmp_path / "out")
     linked(root, tmp_path / "out")
@@ -188,15 +189,15 @@ def sources(mindspore_data: Path, tmp_path: Path) -> dict[str, Callable[[], Path
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("url", "is at a URL, where no file can be linked"),
-        ("safetensors", "has safetensors files, which hold names; expected a DCP"),
-        ("hyper", "has safetensors files, which hold names"),
-        ("file", "is not one; expected a DCP as PyTorch writes it"),
-        ("hf", "has safetensors files, which hold names"),
+        ("url", ("not-linkable",)),
+        ("safetensors", ("not-a-dcp",)),
+        ("hyper", ("not-a-dcp",)),
+        ("file", ("not-a-dcp",)),
+        ("hf", ("not-a-dcp",)),
     ],
 )
-def test_sources_that_cannot_be_linked(sources: Any, tmp_path: Path, name: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_sources_that_cannot_be_linked(sources: Any, tmp_path: Path, name: str, said: tuple[str, ...]) -> None:
+    with refused(UsageError, *said):
         linked(reshard.open(sources[name]()), tmp_path / "out")
 
 
@@ -205,7 +206,7 @@ def test_targets_that_cannot_be(tmp_path: Path) -> None:
     for target, said in ((root, "holds the source"), (tmp_path / "run", "has its source inside")):
         with pytest.raises(TargetError, match=said):
             reshard.plan(reshard.open(root), files=LinkedDCP()).run(target, overwrite=True, restart=True)
-    with pytest.raises(TargetError, match="is at a URL, where no file of a source can be linked"):
+    with pytest.raises(TargetError, match="memory://target"):
         linked(root, "memory://target")  # type: ignore[arg-type]
 
 
@@ -213,15 +214,15 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     checkpoint = reshard.open(simple(tmp_path))
     strategy = Strategy.from_rules({"w": (6, 4)}, {"dp": 2}, {"w": ["dp"]})
     for more, said in (
-        ({"target": strategy}, "keep their blocks"),
-        ({"ranks": [0]}, "leave ranks"),
-        ({"link_replicas": True}, "redundancy and links out"),
-        ({"format": "ckpt"}, "do not go together"),
-        ({"selection": Selection(cast={"float32": "bfloat16"})}, "keep their dtypes"),
-        ({"selection": Selection(names={"x": "y"})}, "name 'x': matches no tensor"),
-        ({"selection": Selection(names={"w": "b"})}, "name 'b': is given to w, b|is given to b, w"),
+        ({"target": strategy}, ("not-linkable", "blocks")),
+        ({"ranks": [0]}, ("needs-all-ranks", "ranks")),
+        ({"link_replicas": True}, ("needs-all-ranks", "links")),
+        ({"format": "ckpt"}, ("wrong-format", "ckpt")),
+        ({"selection": Selection(cast={"float32": "bfloat16"})}, ("not-linkable", "dtypes")),
+        ({"selection": Selection(names={"x": "y"})}, ("no-match", "'x'")),
+        ({"selection": Selection(names={"w": "b"})}, ("duplicate-name", "'b'")),
     ):
-        with pytest.raises(UsageError, match=said):
+        with refused(UsageError, *said):
             reshard.plan(checkpoint, files=LinkedDCP(), **more)  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
 from click.testing import CliRunner
 from format_files import saved, st_file
+from refusals import refused
 from written_dcp import assert_whole, read, unpickled
 
 import reshard
@@ -143,7 +144,7 @@ def test_every_dtype_of_torch(tmp_path: Path) -> None:
 
 def test_a_dtype_that_torch_has_not_is_refused(tmp_path: Path) -> None:
     file = write_file(tmp_path / "a.ckpt", {"w": np.zeros(3, ml_dtypes.int4)}, "ckpt")
-    with pytest.raises(UsageError, match="tensor 'w': PyTorch has no dtype int4"):
+    with refused(UsageError, "unsupported-dtype", "'w'", "int4"):
         reshard.plan(reshard.open(file), format="dcp")
 
 
@@ -237,15 +238,15 @@ def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_what_a_dcp_has_not(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a DCP has the blocks of all ranks, each once"):
+    with refused(UsageError, "needs-all-ranks"):
         reshard.plan(source(tmp_path), strategy(), format="dcp", **options)
 
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     checkpoint = source(tmp_path)
-    with pytest.raises(UsageError, match="format dcp and MindSporeSet do not go together"):
+    with refused(UsageError, "wrong-format"):
         reshard.plan(checkpoint, format="dcp", files=reshard.MindSporeSet())
-    with pytest.raises(UsageError, match="format ckpt and DCP do not go together"):
+    with refused(UsageError, "wrong-format"):
         reshard.plan(checkpoint, format="ckpt", files=reshard.DCP())
     with pytest.raises(UsageError, match="expected at least 1"):
         reshard.DCP(0)
@@ -376,9 +377,9 @@ def test_a_mesh_and_placements(tmp_path: Path) -> None:
     ],
 )
 def test_placements_that_do_not_fit(rule: list[str], message: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as result:
         Strategy.from_rules({"w": (8, 6)}, MESH, {"w": rule})
-    assert message in str(refused.value)
+    assert message in str(result.value)
 
 
 def test_an_axis_may_be_called_as_a_placement_is() -> None:

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import numbers
 from commands import call, done
 from dcp_files import item, saved, write_torch
+from refusals import refused
 from written_dcp import read
 
 import reshard
@@ -115,7 +116,7 @@ def test_at_a_url(root: Callable[[str], Path], tmp_path: Path) -> None:
 def test_names_that_cannot_be_nested(tmp_path: Path) -> None:
     """A list has places alone."""
     source = made(tmp_path, paths={"w": ("w",), "a.0": ("a", 0), "a.1": ("a", 1)}, a__0=saved(1), a__1=saved(2))
-    with pytest.raises(SourceError, match="cannot both be in nested dicts and lists"):
+    with refused(SourceError, "conflicting-names"):
         reshard.plan(source, format="dcp", selection=Selection(names={"a.0": "a.b"}))
     reshard.plan(source, format="dcp", selection=Selection(names={"a.*": "b.*"})).run(tmp_path / "out")
     assert reshard.open(tmp_path / "out").paths == {"w": ("w",), "v": ("v",), "b.0": ("b", 0), "b.1": ("b", 1)}
@@ -152,23 +153,24 @@ def test_what_megatron_says_is_read_for_a_step_alone(
 
 def test_a_name_twice(tmp_path: Path) -> None:
     source = made(tmp_path, o=saved(1))
-    with pytest.raises(UsageError, match="name 'v': is given to v, o; every tensor needs a name of its own"):
+    with refused(UsageError, "duplicate-name", "'v'"):
         reshard.plan(source, format="dcp", selection=Selection(names={"o": "v"}))
-    with pytest.raises(UsageError, match=r"selection: leaves no tensor"):
+    with refused(UsageError, "no-tensors"):
         reshard.plan(source, format="dcp", selection=Selection(include=("o",)))
 
 
 def test_damaged_ones_are_not_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = saved("word").replace(b"word", b"Word", 1)
     source = made(tmp_path, good=saved(1), o=content)
-    refused = call("unify", source.root, tmp_path / "out", "--format", "dcp")
-    assert refused.exit_code == 4
-    assert "object 'o': is corrupt: 'archive/data.pkl'" in refused.stderr
-    assert "to leave it out give --exclude o" in refused.stderr
+    result = call("unify", source.root, tmp_path / "out", "--format", "dcp")
+    assert result.exit_code == 4
+    assert "object 'o'" in result.stderr
+    assert "archive/data.pkl" in result.stderr
+    assert "--exclude o" in result.stderr
     done("unify", source.root, tmp_path / "out", "--format", "dcp", "--exclude", "o")
     assert set(reshard.open(tmp_path / "out").objects) == {"good"}
     monkeypatch.setattr(module, "LARGEST", len(content))
-    with pytest.raises(SourceError, match=r"objects: have \d+ B; at most \d+ B are carried; .* exclude='(o|good)'"):
+    with refused(SourceError, "too-large", "objects", "exclude="):
         reshard.plan(source, format="dcp")
 
 
@@ -246,8 +248,8 @@ def test_the_step_of_a_run(root: Callable[[str], Path], tmp_path: Path) -> None:
     assert "says iteration 5, and is carried so to iteration 12" in other.stderr.replace("\n", " ")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"
     assert [one.name for one in tmp_path.glob("iter_*")]
-    refused = call("unify", tmp_path, tmp_path / "iter_0000005", "--format", "dcp", "--target-step", "5")
-    assert refused.exit_code == 6
+    result = call("unify", tmp_path, tmp_path / "iter_0000005", "--format", "dcp", "--target-step", "5")
+    assert result.exit_code == 6
     for step in (-1, 10**18):
         with pytest.raises(UsageError, match=f"step is {step}; expected a number from 0"):
             DCP(step=step)
