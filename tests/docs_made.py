@@ -72,8 +72,8 @@ def errors_page() -> str:
     ]
     head = (
         "# Errors\n\nMade by `python tests/docs_made.py` from the source. A code names a cause and stays the same when "
-        "the wording\nchanges; `--json` and `error.code` in Python have it. `…` stands for what varies. If no exit code "
-        "is given, it is\n2 for faults of options and 4 for faults of files.\n\n"
+        "the wording\nchanges; `--json` and `error.code` in Python have it. `…` stands for what varies. If there is no "
+        "exit code, it is\n2 for faults of options and 4 for faults of files.\n\n"
         "| code | exit code | messages, such as |\n|---|---|---|\n"
     )
     return head + "\n".join(rows) + "\n"

@@ -1,6 +1,6 @@
 """The README and `docs/`: every command runs and prints what is printed there, links work, figures are recorded.
 
-A `console` block is typed in the folder that `reshard demo` makes, each page in a folder of its own. A `python` block is
+A `console` block is typed in the folder that `reshard demo` makes, each page in its own folder. A `python` block is
 run there, and prints the `text` block behind it. A `sh` block is not run, because it needs what no test has. The two
 commands that set up a virtual environment are run as printed by `.ci/run`. `<!-- prepare: NAME -->` names what a page
 needs besides the demo (`PREPARE`).
