@@ -190,7 +190,7 @@ def test_what_is_not_rules(tmp_path: Path, text: str, expected: tuple[str, ...])
         (HEAD + "rules: [{a: *x, b: u}]", "in quotes"),
         (HEAD + "rules: [{a: !!python/object:os.system x, b: u}]", "constructor"),
         (HEAD + "rules: [{a: x, b: {concat: a.{l}.w, by: e}}]", "line 3"),
-        (HEAD + "rules:\n - {a: x, a: z, b: y}", "line 4: .*'a'"),
+        (HEAD + "rules:\n - {a: x, a: z, b: y}", "line 4.*'a'"),
         (HEAD + "rules: " + "[rules: " * 3000, "too deep"),
         (HEAD + "config: none.json\nrules: [{a: x, b: y}]", "none.json"),
     ],
