@@ -191,7 +191,11 @@ def run(
     """
     began = time.perf_counter()
     if isinstance(client, str):
-        raise UsageError(f"client is {client!r}; expected a distributed.Client: Client({client!r})")
+        raise UsageError(
+            f"client is {client!r}; expected a distributed.Client",
+            code="wrong-type",
+            hint=f"pass client=distributed.Client({client!r})",
+        )
     target = as_place(directory)
     root = str(target.real())
     plan = partitioned(plan, partition, root)
@@ -267,10 +271,10 @@ def _threads(threads: int | None, scheduler: str | None, most: int) -> int:
     if threads is None:
         threads = len(os.sched_getaffinity(0))
     if threads < 1:
-        raise UsageError(f"{threads} threads are asked for; expected at least 1")
+        raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
     threads = min(threads, most)
     if scheduler not in {None, "threads", "synchronous"}:
-        raise UsageError(f"unknown scheduler {scheduler!r}; known are threads and synchronous")
+        raise UsageError(f"scheduler is {scheduler!r}; expected 'threads' or 'synchronous'", code="unknown-scheduler")
     return 0 if scheduler == "synchronous" else threads
 
 

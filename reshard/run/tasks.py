@@ -262,13 +262,17 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
     for number, status in _statuses(plan).items():
         file = plan.source.files[number]
         if isinstance(status, GoneError):
-            raise ChangedError(f"{status}; it was there when it was opened; start again")
+            raise ChangedError(
+                f"{file.path} is gone since it was opened", code="source-gone", facts=[str(status)], hint="start again"
+            )
         if isinstance(status, SourceError):
             raise status
         if not status.is_still(file.status):
             only = status[:2] == file.status[:2]
-            how = ", though its size and time are as they were (its contents, links, owner or rights)" if only else ""
-            raise ChangedError(f"{file.path}: changed since it was opened{how}; start again")
+            how = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
+            raise ChangedError(
+                f"{file.path} changed since it was opened", code="source-changed", facts=how, hint="start again"
+            )
     return []
 
 

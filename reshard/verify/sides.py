@@ -307,7 +307,9 @@ def _selection(step: Made) -> Selection:
     try:
         return read_selection(step.content["selection"])
     except (ValueError, TypeError) as error:
-        raise SourceError(f"{step.target}: the selection in its ledger is not valid: {error}") from None
+        raise SourceError(
+            f"the ledger of {step.target} has no valid selection", code="bad-ledger", facts=[str(error)]
+        ) from None
 
 
 def _drops(steps: Sequence[Made]) -> tuple[str, ...]:

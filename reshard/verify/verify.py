@@ -208,19 +208,33 @@ def verify(
     """
     began = time.perf_counter()
     if against is not None and manifest is not None:
-        raise UsageError("a target is compared with a source or with a manifest; name one of them")
+        raise UsageError(
+            "a target is compared with a source or with a manifest, not with both",
+            code="conflicting-options",
+            hint="leave one out",
+        )
     if deduplicated and manifest is not None:
-        raise UsageError("a manifest says what each file holds; leave deduplicated out")
-    if sample is not None and (not 0 < sample <= 1 or against is None):
-        raise UsageError(f"sample is {sample}; expected a share of what is compared with a source, up to 1")
+        raise UsageError(
+            Text(Option("deduplicated"), " does not go with a manifest, which says what each file holds"),
+            code="conflicting-options",
+            hint="leave one out",
+        )
+    _check_sample(sample, against)
     _refuse_idle_selection(selection, against)
     how = _How(memory, thread_count(threads), client, _on_progress(progress, began), sample, seed)
     if manifest is not None:
         if isinstance(target, Checkpoint):
-            raise UsageError("a manifest is of files: name the directory that they are in")
+            raise UsageError(
+                "a manifest is of files, not of an open checkpoint",
+                code="wrong-type",
+                hint="name the directory that the files are in",
+            )
         if required(cipher):
-            text = "a manifest is of files that are not encrypted; leave the key out ("
-            raise UsageError(Text(text, Option("target_key"), ")"))
+            raise UsageError(
+                "a manifest is of files that are not encrypted",
+                code="conflicting-options",
+                hint=Text("leave out ", Option("target_key")),
+            )
         _refuse_idle(target, memory, client, source_cipher)
         found = _against_manifest(as_place(target), manifest, partial, how)
     elif made := _made(target, strategy, against, selection, partial=partial or deduplicated):
@@ -244,21 +258,40 @@ def verify(
     return replace(found, seconds=time.perf_counter() - began)
 
 
+def _check_sample(sample: float | None, against: object) -> None:
+    """Refuse a sample that is no share, or that nothing is taken of."""
+    if sample is not None and not 0 < sample <= 1:
+        raise UsageError(f"sample is {sample}; expected a share above 0, up to 1", code="out-of-range")
+    if sample is not None and against is None:
+        raise UsageError(
+            "a sample is only for a comparison with a source",
+            code="needs-source",
+            hint=Text("name one with ", Option("against"), ", or leave the sample out"),
+        )
+
+
 def _refuse_idle(target: AnyName, memory: int | None, client: Any, source_cipher: Cipher | None) -> None:
     """Refuse what only a comparison with a source obeys."""
     given = ((Option("memory"), memory), (Option("client"), client), (Option("source_key"), required(source_cipher)))
     for option, value in given:
         if value is not None:
-            advice = " is only for a comparison with a source; name a source, or leave it out"
-            raise UsageError(Text(f"{target}: ", option, advice))
+            raise UsageError(
+                Text(option, " is only for a comparison with a source"),
+                code="needs-source",
+                facts=[f"{target} is compared with none"],
+                hint="name a source, or leave the option out",
+            )
 
 
 def _refuse_idle_selection(selection: Selection | None, against: object) -> None:
     """Refuse to select, rename or cast what is compared with no source."""
     asked = replace(selection or Selection(), drop=(), allow_missing=())
     if against is None and asked != Selection():
-        text = "names, casts, rules and the like are for a comparison with a source; give "
-        raise UsageError(Text(text, Option("against"), ", or leave them out: a ledger knows its own"))
+        raise UsageError(
+            "names, casts and rules are only for a comparison with a source",
+            code="needs-source",
+            hint=Text("name one with ", Option("against"), ", or leave them out: a ledger knows its own"),
+        )
 
 
 def _made(
@@ -333,10 +366,16 @@ def make_manifest(
         files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
     except EncryptedError:
         raise UsageError(
-            f"{target}: is encrypted; a manifest is of files that are not encrypted; compare it with its source"
+            f"{target} is encrypted, and a manifest is of files that are not",
+            code="encrypted",
+            hint="compare it with its source",
         ) from None
     if files[0].index.format == ZARR:
-        raise UsageError(f"{target}: is a zarr store; a manifest is of checkpoint files; compare it with its source")
+        raise UsageError(
+            f"{target} is a zarr store, and a manifest is of checkpoint files",
+            code="no-manifest",
+            hint="compare it with its source",
+        )
     place = as_place(target)
     root = place if place.is_dir() else place.parent
     others = [name for name in SET_INDEXES if root == place and (root / name).is_file()]
