@@ -245,7 +245,7 @@ def _unified(
 
 def set_files(style: str | None, max_shard_size: int | None, prefix: str | None, step: int | None) -> AnyFiles:
     """Return the files of a style or a format, as the options ask for them."""
-    some: dict[str, Any] = {} if max_shard_size is None else {"max_shard_bytes": max_shard_size}
+    some: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if style == DCP:
         return reshard.DCP(step=step, **some)
     if style == CHECKPOINT2:

@@ -205,7 +205,7 @@ IN_PYTHON = {
     "one": (["{first}"], Selection(), None),
     "all but one": (["*layer*"], Selection(exclude=("*layer1.weight",)), None),
     "included": (["*layer*"], Selection(include=("*.weight*",)), None),
-    "renamed and cast": (["*layer*"], Selection(names={"net.*": "model.*"}, cast={"float32": "bfloat16"}), None),
+    "renamed and cast": (["*layer*"], Selection(name_map={"net.*": "model.*"}, cast={"float32": "bfloat16"}), None),
     "a set": (["*layer*"], Selection(), reshard.HuggingFaceSet()),
     "zarr": (["*layer*"], Selection(), reshard.ZarrGroup()),
     "everything": (["*"], Selection(), None),

@@ -60,7 +60,7 @@ def test_a_failure_leaves_nothing(
             raise OSError(28, "No space left on device")
         return real(fd, content, offset)
 
-    plan = reshard.plan(source, files=ZarrGroup(chunk_bytes=400, compression=compression))
+    plan = reshard.plan(source, files=ZarrGroup(chunk_size=400, compression=compression))
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", pwrite)
         with pytest.raises(BudgetError, match="No space left"):
@@ -134,10 +134,10 @@ def test_a_run_goes_on_where_one_was_killed(
 def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoint, tmp_path: Path) -> None:
     """A plain chunk that has its name already, and would be at the same path compressed, is not taken for that."""
     store = tmp_path / "z"
-    killed_at(6, "replace", lambda: source.to_zarr(store, shard_bytes=0))
+    killed_at(6, "replace", lambda: source.to_zarr(store, shard_size=0))
     with pytest.raises(TargetError, match="by a run of another plan"):
-        source.to_zarr(store, shard_bytes=0, compression="zstd")
-    source.to_zarr(store, shard_bytes=0, compression="zstd", restart=True)
+        source.to_zarr(store, shard_size=0, compression="zstd")
+    source.to_zarr(store, shard_size=0, compression="zstd", restart=True)
     assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
     assert not (store / ".reshard").exists()
 
@@ -180,11 +180,11 @@ def test_an_unfinished_store_is_reported(source: reshard.Checkpoint, tmp_path: P
 
 def test_another_store_in_the_way(source: reshard.Checkpoint, tmp_path: Path) -> None:
     store = tmp_path / "z"
-    source.to_zarr(store, chunk_bytes=400)
+    source.to_zarr(store, chunk_size=400)
     assert not (store / ".reshard").exists()  # zarr would warn of it
     with pytest.raises(TargetError, match="already; choose another"):
-        source.to_zarr(store, chunk_bytes=400)
-    source.to_zarr(store, chunk_bytes=400, overwrite=True)
+        source.to_zarr(store, chunk_size=400)
+    source.to_zarr(store, chunk_size=400, overwrite=True)
     with pytest.raises(TargetError, match="too; choose another directory, or remove it"):
         source.to_zarr(store, selection=Selection(include=("bits",)))  # chunks of the old one would be taken for its
     (store / "mine").touch()

@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "cast": {"target": TARGET, "selection": Selection(cast={"float32": "bfloat16"})},
     "selected": {
         "target": RENAMED,
-        "selection": Selection(include=["layers.*@2"], names={"layers.*.w": "model.*.w"}, drop=["b"]),
+        "selection": Selection(include=["layers.*@2"], name_map={"layers.*.w": "model.*.w"}, drop=["b"]),
     },
     "weights": {"selection": Selection(weights_only=True, exclude=["*.1.w"], allow_missing=["x"])},
     "missing": {"target": SOURCE.with_layout("new", ROWS), "allow_missing": ["ne*"]},
@@ -125,7 +125,7 @@ def test_copies_of_which_every_rank_has_its_own(tmp_path: Path) -> None:
     for rank in range(4):
         tensors = {"w": np.full((2, 8), rank, np.float32), "seed": np.arange(rank, rank + 9), "text": f"rank {rank}"}
         write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", tensors)
-    source = reshard.open(tmp_path / "src", strategy=strategy, layouts={"seed": "copy"})
+    source = reshard.open(tmp_path / "src", strategy=strategy, layout={"seed": "copy"})
     assert source.tensors["seed"].varies
     assert source.warnings
     assert_runs_alike(reshard.plan(source, Strategy.of({"w": COLUMNS})), tmp_path / "src", tmp_path)
@@ -143,7 +143,7 @@ def test_layouts_by_rule_and_ranks_that_are_not_there(tmp_path: Path) -> None:
     rules = {"frozen": "split:0"}
     every = strategy.with_layout("frozen", Layout.of([4], [0, -1]))
     root = write_ranks(tmp_path / "a" / "src", full, every)
-    source = reshard.open(root, strategy=strategy, layouts=rules)
+    source = reshard.open(root, strategy=strategy, layout=rules)
     assert_runs_alike(reshard.plan(source), root, tmp_path / "a")
     root = write_ranks(tmp_path / "b" / "src", {"w": full["w"]}, strategy)
     shutil.rmtree(root / "rank_3")
@@ -344,7 +344,7 @@ def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) ->
     with pytest.raises(TargetError, match="is one of the source files"):
         plan.save(source_file)
     assert source_file.read_bytes() == before
-    starred = reshard.plan(plan.source, selection=Selection(names={"layers.**.w": "model.**.w"}))
+    starred = reshard.plan(plan.source, selection=Selection(name_map={"layers.**.w": "model.**.w"}))
     with pytest.raises(UsageError, match=r"cannot be saved: .*two next to each other"):
         starred.save(tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()

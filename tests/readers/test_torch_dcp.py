@@ -332,7 +332,7 @@ def test_buckets_are_carried_as_they_are(tmp_path: Path) -> None:
     assert "1 difference, in w" in refused.stderr
     idle = reshard.Selection(exclude=("w",), cast={"float32": "float64"})
     assert "no tensor is float32" in reshard.plan(reshard.open(root), format="dcp", selection=idle).warnings[-1]
-    renamed = reshard.Selection(names={BUCKET: "x"})
+    renamed = reshard.Selection(name_map={BUCKET: "x"})
     for files in (reshard.DCP(), reshard.LinkedDCP()):
         plan = reshard.plan(reshard.open(root), files=files, selection=renamed)
         said = f"{BUCKET}: has another name in the target, by which no training looks for it"

@@ -266,7 +266,7 @@ def test_layers_that_were_left_out_before(base: reshard.Checkpoint, lora: LoRA) 
 
 def test_zarr_encrypted_and_dcp_sources(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     """The store is around that which decodes or decrypts; and what comes may be a zarr store."""
-    files = ZarrGroup(chunk_bytes=512, compression="zstd")
+    files = ZarrGroup(chunk_size=512, compression="zstd")
     reshard.plan(base, files=files).run(tmp_path / "base.zarr", fsync=False)
     assert_arrays(reshard.open(tmp_path / "base.zarr").merge_lora(lora), EXPECTED)
     cipher = Cipher("AES-GCM", bytes(16))

@@ -388,7 +388,7 @@ def test_what_is_no_tensor_of_its_own(tmp_path: Path) -> None:
         own = {"x.0": rows(rank), "x.1": rows(rank)}
         write_file(tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.safetensors", {"w": rows(rank), **own})
     strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
-    varying = reshard.open(tmp_path, strategy=strategy, layouts={"x.*": "copy"}).without(["w"])
+    varying = reshard.open(tmp_path, strategy=strategy, layout={"x.*": "copy"}).without(["w"])
     assert varying.derive(rename).tensors["y.0"].varies
     with pytest.raises(SourceError, match=r"has to do with 'x.0', which is text; expected a tensor"):
         texts.derive(stack)

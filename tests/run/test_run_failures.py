@@ -49,7 +49,7 @@ def test_a_source_cut_short_after_opening_leaves_nothing(source: reshard.Checkpo
 
 @pytest.mark.parametrize("partition", ["tensor", "file"])
 @pytest.mark.parametrize(
-    "files", [reshard.DCP(), reshard.HuggingFaceSet(max_shard_bytes=600), reshard.Checkpoint2(step=3)], ids=repr
+    "files", [reshard.DCP(), reshard.HuggingFaceSet(max_shard_size=600), reshard.Checkpoint2(step=3)], ids=repr
 )
 def test_what_stands_last_has_the_latest_time(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any, partition: str
@@ -77,7 +77,7 @@ def test_what_stands_last_has_the_latest_time(
 
 
 @pytest.mark.parametrize(
-    "files", [reshard.DCP(), reshard.HuggingFaceSet(max_shard_bytes=600), reshard.ZarrGroup(chunk_bytes=400)], ids=repr
+    "files", [reshard.DCP(), reshard.HuggingFaceSet(max_shard_size=600), reshard.ZarrGroup(chunk_size=400)], ids=repr
 )
 def test_no_file_of_a_graph_is_named_before_it_is_on_the_disk(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any

@@ -261,10 +261,10 @@ def test_a_frozen_weight_that_is_split_but_not_listed_is_refused(root: Path) -> 
     trainable = Strategy.of({"b": STRATEGY.tensors["b"][0].layout})
     with pytest.raises(SourceError, match=r"tensor 'w': differs between the ranks.*only_trainable_params=False"):
         reshard.open(root, strategy=trainable)
-    given = reshard.open(root, strategy=trainable, layouts={"w": "split:0"})
+    given = reshard.open(root, strategy=trainable, layout={"w": "split:0"})
     assert given.tensors["w"].spec.shape == (8, 4)
     assert (
-        reshard.open(root, strategy=trainable, layouts={"w": "4:0,-1"}).tensors["w"].shards == given.tensors["w"].shards
+        reshard.open(root, strategy=trainable, layout={"w": "4:0,-1"}).tensors["w"].shards == given.tensors["w"].shards
     )
 
 
@@ -277,7 +277,7 @@ def test_also_a_large_one_of_which_only_pieces_are_compared(tmp_path: Path) -> N
 
 def test_a_rule_that_makes_replicas_of_what_differs_is_refused(root: Path) -> None:
     with pytest.raises(SourceError, match="rank 0 and rank 1, which the rule 'whole' says hold the same"):
-        reshard.open(root, strategy=STRATEGY, layouts={"w": "whole"})
+        reshard.open(root, strategy=STRATEGY, layout={"w": "whole"})
 
 
 def test_unlisted_tensors_of_different_shapes_are_refused(root: Path) -> None:
@@ -295,9 +295,9 @@ def test_listed_tensors_that_every_rank_holds_whole_are_refused(tmp_path: Path) 
     """`integrated_save=True` stores whole tensors though the strategy splits them."""
     for rank in range(4):
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", FULL, "ckpt")
-    with pytest.raises(SourceError, match=r"integrated_save=True.*layouts=\{'\*': 'whole'\}"):
+    with pytest.raises(SourceError, match=r"integrated_save=True.*layout=\{'\*': 'whole'\}"):
         reshard.open(tmp_path, strategy=STRATEGY)
-    source = reshard.open(tmp_path, strategy=STRATEGY, layouts={"*": "whole"})
+    source = reshard.open(tmp_path, strategy=STRATEGY, layout={"*": "whole"})
     assert source.tensors["w"].spec.shape == (8, 4)
 
 
@@ -319,9 +319,9 @@ def test_one_tensor_that_is_whole_among_split_ones_is_refused(tmp_path: Path, sh
     full = {**FULL, "table": np.tile(np.arange(shape[1], dtype=np.float32), (shape[0], 1))}
     strategy = Strategy.of({"w": ROWS, "b": Layout.of([4], [-1]), "table": ROWS})
     write_ranks(tmp_path, full, strategy)
-    with pytest.raises(SourceError, match=r"tensor 'table': is split by .* give layouts=\{'table': 'whole'\}; else"):
+    with pytest.raises(SourceError, match=r"tensor 'table': is split by .* give layout=\{'table': 'whole'\}; else"):
         reshard.open(tmp_path, strategy=strategy)
-    source = reshard.open(tmp_path, strategy=strategy, layouts={"table": "4:0,-1"})
+    source = reshard.open(tmp_path, strategy=strategy, layout={"table": "4:0,-1"})
     assert source.tensors["table"].spec.shape == shape
 
 
@@ -333,7 +333,7 @@ def test_constants_of_which_nobody_knows_whether_they_are_whole_are_warned_of(tm
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
     with pytest.raises(SourceError, match=r"tensor 'b': is split by the strategy, and every rank holds the same"):
         reshard.open(tmp_path, strategy=strategy)
-    (notice,) = reshard.open(tmp_path, strategy=strategy, layouts={"b": "whole"}).warnings
+    (notice,) = reshard.open(tmp_path, strategy=strategy, layout={"b": "whole"}).warnings
     assert notice.startswith("zero: constant, and equal on all ranks")
 
 
@@ -442,8 +442,8 @@ def test_constants_beside_whole_tensors_are_named_with_them(tmp_path: Path) -> N
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", full, "ckpt")
     for rules in ({}, {"w": "whole"}):
         with pytest.raises(SourceError, match="'zero'.*integrated_save"):
-            reshard.open(tmp_path, strategy=strategy, layouts=rules)
-    assert reshard.open(tmp_path, strategy=strategy, layouts={"*": "whole"}).tensors["zero"].spec.shape == (4,)
+            reshard.open(tmp_path, strategy=strategy, layout=rules)
+    assert reshard.open(tmp_path, strategy=strategy, layout={"*": "whole"}).tensors["zero"].spec.shape == (4,)
 
 
 def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
     with pytest.raises(SourceError, match="'rng': differs.*copy if every rank has a value of its own"):
         reshard.open(tmp_path, strategy=STRATEGY)
-    source = reshard.open(tmp_path, strategy=STRATEGY, layouts={"rng": "copy"})
+    source = reshard.open(tmp_path, strategy=STRATEGY, layout={"rng": "copy"})
     plan = reshard.plan(source, STRATEGY)
     plan.run(tmp_path / "out")
     for rank in range(4):

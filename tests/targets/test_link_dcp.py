@@ -162,7 +162,7 @@ def test_who_has_names_is_told(mindspore_data: Path) -> None:
     source = reshard.open(mindspore_data / "dcp" / "fsdp2_uneven" / "checkpoint")
 
     def warnings(names: Mapping[str, str]) -> list[str]:
-        plan = reshard.plan(source, files=LinkedDCP(), selection=Selection(names=names))
+        plan = reshard.plan(source, files=LinkedDCP(), selection=Selection(name_map=names))
         return [text for text in plan.warnings if not text.startswith("data files are links")]
 
     assert warnings({}) == []
@@ -186,7 +186,7 @@ def test_who_has_names_is_told(mindspore_data: Path) -> None:
     ],
 )
 def test_states_follow(states: tuple[str, ...], names: dict[str, str], expected: tuple[str, ...]) -> None:
-    assert tuple(Selection(names=names).renamed(["model.a.w", *states]).values())[1:] == expected
+    assert tuple(Selection(name_map=names).renamed(["model.a.w", *states]).values())[1:] == expected
 
 
 # --- selecting ---

@@ -62,7 +62,7 @@ def test_once_more(tmp_path: Path) -> None:
     again = plan.run(tmp_path / "out")
     assert (again.finished, again.touched) == (3, 0)
     assert plan.run(tmp_path / "out", restart=True).finished == 0
-    other = reshard.plan(reshard.open(root), files=LinkedDCP(), selection=Selection(names={"w": "v"}))
+    other = reshard.plan(reshard.open(root), files=LinkedDCP(), selection=Selection(name_map={"w": "v"}))
     with pytest.raises(TargetError, match=r"\.metadata was written by a run of another plan"):
         other.run(tmp_path / "out")
     other.run(tmp_path / "out", overwrite=True)
@@ -218,8 +218,8 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         ({"link_replicas": True}, "redundancy and links out"),
         ({"format": "ckpt"}, "do not go together"),
         ({"selection": Selection(cast={"float32": "bfloat16"})}, "keep their dtypes"),
-        ({"selection": Selection(names={"x": "y"})}, "name 'x': matches no tensor"),
-        ({"selection": Selection(names={"w": "b"})}, "name 'b': is given to w, b|is given to b, w"),
+        ({"selection": Selection(name_map={"x": "y"})}, "name 'x': matches no tensor"),
+        ({"selection": Selection(name_map={"w": "b"})}, "name 'b': is given to w, b|is given to b, w"),
     ):
         with pytest.raises(UsageError, match=said):
             reshard.plan(checkpoint, files=LinkedDCP(), **more)  # type: ignore[arg-type]

@@ -169,7 +169,7 @@ def test_replicas_are_spread_over_the_ranks(tmp_path: Path) -> None:
 
 def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
     full = numbers({f"w{number}": (8, 4) for number in range(5)} | {"large": (40, 8)})
-    files = reshard.DCP(max_shard_bytes=300)
+    files = reshard.DCP(max_shard_size=300)
     reshard.plan(source(tmp_path, full), files=files).run(tmp_path / "out")
     found = assert_whole(tmp_path / "out", full)
     assert sorted(map(len, found.ranges.values())) == [1, 1, 2, 2]
@@ -197,7 +197,7 @@ def test_rows_become_columns(tmp_path: Path) -> None:
 
 def test_selected_renamed_and_cast(tmp_path: Path) -> None:
     selection = reshard.Selection(
-        include=("layer.*", "step"), names={"layer.*": "model.*.x"}, cast={"float32": "bfloat16"}
+        include=("layer.*", "step"), name_map={"layer.*": "model.*.x"}, cast={"float32": "bfloat16"}
     )
     reshard.plan(source(tmp_path), format="dcp", selection=selection).run(tmp_path / "out")
     expected = {"model.w.x": FULL["layer.w"], "model.b.x": FULL["layer.b"], "step": FULL["step"]}

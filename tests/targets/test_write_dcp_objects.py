@@ -82,7 +82,7 @@ def test_paths_follow_new_names(root: Callable[[str], Path], tmp_path: Path) -> 
         "optim.state.layers.*": "optim.state.blocks.*",
         "lr_scheduler.*": "lr.*",
     }
-    plan = reshard.plan(source, format="dcp", selection=Selection(names=names))
+    plan = reshard.plan(source, format="dcp", selection=Selection(name_map=names))
     (warning,) = plan.warnings
     assert warning.startswith("optim.param_groups.0.params: carried as it is, with the names that parameters had")
     plan.run(tmp_path / "out", fsync=False)
@@ -116,8 +116,8 @@ def test_names_that_cannot_be_nested(tmp_path: Path) -> None:
     """A list has places alone."""
     source = made(tmp_path, paths={"w": ("w",), "a.0": ("a", 0), "a.1": ("a", 1)}, a__0=saved(1), a__1=saved(2))
     with pytest.raises(SourceError, match="cannot both be in nested dicts and lists"):
-        reshard.plan(source, format="dcp", selection=Selection(names={"a.0": "a.b"}))
-    reshard.plan(source, format="dcp", selection=Selection(names={"a.*": "b.*"})).run(tmp_path / "out")
+        reshard.plan(source, format="dcp", selection=Selection(name_map={"a.0": "a.b"}))
+    reshard.plan(source, format="dcp", selection=Selection(name_map={"a.*": "b.*"})).run(tmp_path / "out")
     assert reshard.open(tmp_path / "out").paths == {"w": ("w",), "v": ("v",), "b.0": ("b", 0), "b.1": ("b", 1)}
 
 
@@ -153,7 +153,7 @@ def test_what_megatron_says_is_read_for_a_step_alone(
 def test_a_name_twice(tmp_path: Path) -> None:
     source = made(tmp_path, o=saved(1))
     with pytest.raises(UsageError, match="name 'v': is given to v, o; every tensor needs a name of its own"):
-        reshard.plan(source, format="dcp", selection=Selection(names={"o": "v"}))
+        reshard.plan(source, format="dcp", selection=Selection(name_map={"o": "v"}))
     with pytest.raises(UsageError, match=r"selection: leaves no tensor"):
         reshard.plan(source, format="dcp", selection=Selection(include=("o",)))
 

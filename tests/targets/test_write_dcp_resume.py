@@ -21,7 +21,7 @@ FULL = numbers({f"w{number}": (16, 8) for number in range(6)})
 @pytest.fixture
 def plan(tmp_path: Path) -> reshard.Plan:
     checkpoint = reshard.open(write_file(tmp_path / "src.safetensors", FULL))
-    return reshard.plan(checkpoint, files=reshard.DCP(max_shard_bytes=512))
+    return reshard.plan(checkpoint, files=reshard.DCP(max_shard_size=512))
 
 
 def unfinished(target: Path) -> list[Path]:

@@ -43,7 +43,7 @@ STAGES = Strategy.of({
 
 PLANS: dict[str, tuple[Strategy | None, dict[str, Any]]] = {
     "ranks": (TARGET, {}),
-    "cast and renamed": (TARGET, {"selection": Selection(cast={"float32": "bfloat16"}, names={})}),
+    "cast and renamed": (TARGET, {"selection": Selection(cast={"float32": "bfloat16"}, name_map={})}),
     "weights": (TARGET, {"selection": Selection(exclude=("moments.*",))}),
     "one rank": (TARGET, {"ranks": [1]}),
     "each replica once": (TARGET, {"remove_redundancy": True, "format": "ckpt"}),

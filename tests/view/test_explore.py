@@ -104,7 +104,7 @@ def test_a_choice_is_planned_and_written(
         ))  # fmt: skip
     names = {"layers.*": "model.*"}
     renamed = Strategy.of({name.replace("layers", "model"): p[0].layout for name, p in COLUMNS.tensors.items()})
-    plan = reshard.plan(chosen, renamed, selection=reshard.Selection(names=names))
+    plan = reshard.plan(chosen, renamed, selection=reshard.Selection(name_map=names))
     assert [label.name for label in plan.labels] == ["model.0.attn.wq", "model.1.attn.wq"]
 
 

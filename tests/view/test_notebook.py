@@ -416,7 +416,7 @@ def test_no_dashes_cross_a_label(source: Checkpoint, target: Strategy) -> None:
 def test_names_are_whole_where_there_is_room() -> None:
     name = "language_model.encoder.layers.0.self_attention.projection"
     checkpoint = large(8, 4)
-    selection = reshard.Selection(include=("h.0.wa",), names={"h.0.wa": name})
+    selection = reshard.Selection(include=("h.0.wa",), name_map={"h.0.wa": name})
     picture = reshard.plan(checkpoint, Strategy.of({name: Layout.of([2], [0, -1])}), selection=selection).picture()
     assert texts(parsed(picture)).count(name) == 2, "a label and its tip"
     assert picture.width <= 960
