@@ -74,6 +74,7 @@ PYTHON: Words = {
     "target_step": ("step=... to reshard.Checkpoint2",),
     "target_strategy": ("strategy=...", "strategy={!r}"),
     "target_suffix": ("suffix=...", "suffix={!r}"),
+    "to": ("to=...", "to={!r}"),
     "weights_only": ("weights_only",),
 }
 """As arguments of the public functions; those of the target, and of the source next to one, are `verify`'s."""

@@ -28,7 +28,9 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import called_as, cluster_client, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import CHECKPOINT2, DCP, READ, TARGET, WRITE, noting_swap, refuse_store
 from reshard.errors import ReshardError, SourceError, UsageError, names
+from reshard.plan.make import plan as make_plan
 from reshard.readers.open import files_read, made_at
+from reshard.readers.open import open as open_checkpoint
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing, refuse_inputs
 from reshard.view.progress import progress
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan
     from reshard.plan.select import Selection
     from reshard.run.run import Report
+    from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
@@ -127,7 +130,7 @@ def plan(
         if target is not None:
             plan_file.check_directory(str(target))
     with noting_swap(source, source_strategy, target_strategy, reading):
-        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+        checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
     made = made_plan(checkpoint, target_strategy, selection, planning, max_shard_size=max_shard_size)
     if output is not None:
         plan_file.save(made, output, directory=None if target is None else str(target), overwrite=overwrite)
@@ -146,7 +149,7 @@ def plan(
 
 
 def made_plan(
-    checkpoint: reshard.Checkpoint,
+    checkpoint: Checkpoint,
     target_strategy: Path | Place | None,
     selection: Selection,
     planning: dict[str, Any],
@@ -179,11 +182,11 @@ def made_plan(
         wanted = reshard.read_layouts(layouts_of)
     elif target_strategy:
         wanted = _wanted(as_place(target_strategy), checkpoint, selection)
-    return reshard.plan(checkpoint, wanted, selection=selection, threads=threads, **given)
+    return make_plan(checkpoint, wanted, selection=selection, threads=threads, **given)
 
 
 def _linked(
-    checkpoint: reshard.Checkpoint,
+    checkpoint: Checkpoint,
     target_strategy: Path | Place | None,
     selection: Selection,
     planning: dict[str, Any],
@@ -196,10 +199,10 @@ def _linked(
     others = [f"--{key.replace('_', '-')}" for key, value in given.items() if value and key not in {"format", "link"}]
     if others:
         raise UsageError(f"--link keeps files and blocks as they are; leave {', '.join(others)} out, or --link")
-    return reshard.plan(checkpoint, files=reshard.LinkedDCP(), selection=selection)
+    return make_plan(checkpoint, files=reshard.LinkedDCP(), selection=selection)
 
 
-def _wanted(strategy: Place, checkpoint: reshard.Checkpoint, selection: Selection) -> Strategy:
+def _wanted(strategy: Place, checkpoint: Checkpoint, selection: Selection) -> Strategy:
     """Return the strategy of a target, read or made by rules for the tensors that it gets."""
     if strategy.suffix not in {".yaml", ".yml"}:
         return reshard.read_strategy(strategy)
@@ -223,7 +226,7 @@ def refuse_options(given: Mapping[str, object], which: str) -> None:
 
 
 def _unified(
-    checkpoint: reshard.Checkpoint,
+    checkpoint: Checkpoint,
     style: str,
     max_shard_size: int | None,
     selection: Selection,
@@ -240,7 +243,7 @@ def _unified(
         raise UsageError(f"--style asks for a set of whole tensors in safetensors files; leave {given} out")
     files = set_files(style, max_shard_size, None, None)
     some = {key: planning[key] for key in ("memory", "target_cipher")}
-    return reshard.plan(checkpoint, format="safetensors", files=files, selection=selection, **some)
+    return make_plan(checkpoint, format="safetensors", files=files, selection=selection, **some)
 
 
 def set_files(style: str | None, max_shard_size: int | None, prefix: str | None, step: int | None) -> AnyFiles:

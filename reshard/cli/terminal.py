@@ -81,6 +81,7 @@ OPTIONS: Words = {
     "target_step": ("--target-step N",),
     "target_strategy": ("--target-strategy", "--target-strategy {1}"),
     "target_suffix": ("--target-suffix", "--target-suffix {}"),
+    "to": ("--to", "--to {}"),
     "weights_only": ("--weights-only",),
 }
 """How the command line writes the options that texts refer to."""

@@ -19,6 +19,7 @@ from reshard.dtypes import by_name
 from reshard.errors import Faults, ReshardError, SourceError, UsageError
 from reshard.formats.sets import DCP_NAME
 from reshard.layout.block import LONGEST_NAME
+from reshard.readers.open import open as open_checkpoint
 from reshard.sizes import parse_size
 from reshard.storage.cipher import Cipher, read_key
 from reshard.storage.places import as_place, is_url
@@ -247,6 +248,6 @@ def noting_swap(
         if strategy is not None and other is not None:
             with suppress(ReshardError, OSError):
                 reshard.read_strategy(strategy)
-                reshard.open(path, strategy=other, **reading)
+                open_checkpoint(path, strategy=other, **reading)
                 error.add_note(f"it fits {other}; are the two strategies swapped?")
         raise

@@ -31,7 +31,9 @@ from reshard.cli.terminal import say_warnings
 from reshard.cli.values import CHECKPOINT2, DCP, READ_PLACE, TARGET_PLACE, noting_swap, refuse_store, size
 from reshard.errors import TargetError, UsageError
 from reshard.formats import check_name
+from reshard.plan.make import plan as make_plan
 from reshard.plan.select import Selection
+from reshard.readers.open import open as open_checkpoint
 from reshard.storage.small import is_within
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ def transform(
         if planning["style"] is None:
             planning["format"] = planning["format"] or _format_before(via_zarr)
     with noting_swap(source, source_strategy, target_strategy, reading):
-        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+        checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
     plan = made_plan(checkpoint, target_strategy, selection, planning, threads=running.threads)
     carry_out(plan, target, running)
 
@@ -198,8 +200,8 @@ def unify(
         files = reshard.ZarrGroup(chunk_size, shard_size, compression)
     else:
         files = set_files(DCP if written == DCP else style, max_shard_size, prefix, target_step)
-    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
-    plan = reshard.plan(
+    checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
+    plan = make_plan(
         checkpoint, format=written, files=files, selection=selection, memory=memory, threads=running.threads,
         target_cipher=target_cipher,
     )  # fmt: skip
@@ -307,7 +309,7 @@ def _make_store(
     if noted is not None and not (source.is_dir() or source.is_file()):
         say_warnings([f"{source} is not there; {store} is used, which is finished"])
         return True
-    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
     if checkpoint.cipher and not running.quiet:
         say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
     if noted is not None:
@@ -321,7 +323,7 @@ def _make_store(
             say_warnings([f"{store} is finished and of this source; it is used as it is"])
         return True
     selection = Selection(drop=selection.drop, allow_missing=selection.allow_missing)
-    plan = reshard.plan(
+    plan = make_plan(
         checkpoint, files=reshard.ZarrGroup(times=True), selection=selection, memory=memory, threads=running.threads
     )
     # The report is that of the second step.

@@ -159,6 +159,7 @@ def verify(
     seed: int | None = None,
     partial: bool = False,
     deduplicated: bool = False,
+    independent: bool = False,
     memory: int | None = None,
     threads: int | None = None,
     client: Any = None,

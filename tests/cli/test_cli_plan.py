@@ -227,7 +227,7 @@ def test_the_command_verifies_what_was_planned_in_python(
     assert verified(line) == 0
     name = next(name for name, tensor in some.tensors.items() if tensor.spec.nbytes > 100)
     extent = source.tensors[name].shards[0].replicas[0]
-    path, offset = Path(source.files[extent.file].path), extent.runs[0][0]
+    path, offset = Path(source._record.files[extent.file].path), extent.runs[0][0]
     content = path.read_bytes()
     try:  # the command looks at what was converted
         path.write_bytes(content[:offset] + bytes(64) + content[offset + 64 :])
@@ -237,7 +237,7 @@ def test_the_command_verifies_what_was_planned_in_python(
 
 
 def selected_names(source: reshard.Checkpoint, selection: Selection) -> set[str]:
-    return {label.source_name for label in reshard.plan(source, selection=selection).labels}
+    return {label.source_name for label in reshard.plan(source, selection=selection)._record.labels}
 
 
 def test_the_command_verifies_what_no_options_say(case: Case, tmp_path: Path) -> None:

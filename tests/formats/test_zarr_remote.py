@@ -123,7 +123,7 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
     for share in (0.1, 0.5, 1):
         faults.clear()
         faults.every(lambda _call: none_yet(store), "create")
-        faults.nth(round(share * len(plan.files)) - 1, raising(TargetError("the network is gone")), "create")
+        faults.nth(round(share * len(plan._record.files)) - 1, raising(TargetError("the network is gone")), "create")
         with pytest.raises(TargetError, match="the network is gone"):
             plan.run(store, overwrite=overwrite, restart=True, scheduler="synchronous")
         with pytest.raises(SourceError):
@@ -153,7 +153,7 @@ def test_a_source_that_changes_is_refused(root: str, tmp_path: Path) -> None:
     put(write_ranks(tmp_path / "src", FULL, SOURCE), f"{root}/src")
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=SOURCE), files=ZarrGroup())
     with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: changed since it was opened"):
-        plan.run(f"{root}/z", scheduler="synchronous", progress=changing(plan.source.files[1].path))
+        plan.run(f"{root}/z", scheduler="synchronous", progress=changing(plan._record.source.files[1].path))
     assert get(f"{root}/z") == {}
 
 
@@ -181,12 +181,14 @@ def test_memory_is_predicted(tmp_path: Path) -> None:
     strategy = Strategy.of({"w": Layout.of([4], [-1, 0])})
     local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
     base = reshard.plan(local, files=ZarrGroup(shard_size=0)).stats.peak_memory
-    beside = partitioned(reshard.plan(local, files=ZarrGroup(shard_size=0)), None, "memory://x")
+    beside = partitioned(reshard.plan(local, files=ZarrGroup(shard_size=0))._record, None, "memory://x")
     assert len(beside.tasks) == 1  # the four chunks have all rows
     assert beside.stats.peak_memory - base >= 4 * 2 * LEAST_PART_BYTES
-    rows = partitioned(reshard.plan(local, files=ZarrGroup(chunk_size=8 << 20, shard_size=0)), None, "memory://x")
+    rows = partitioned(
+        reshard.plan(local, files=ZarrGroup(chunk_size=8 << 20, shard_size=0))._record, None, "memory://x"
+    )
     assert beside.stats.peak_memory - rows.stats.peak_memory >= 2 * 2 * LEAST_PART_BYTES
-    shards = partitioned(reshard.plan(local, files=ZarrGroup(shard_size=64 << 20)), None, "memory://x")
+    shards = partitioned(reshard.plan(local, files=ZarrGroup(shard_size=64 << 20))._record, None, "memory://x")
     assert shards.stats.peak_memory - base >= 64 << 20
     shutil.rmtree(tmp_path / "src")
 
@@ -202,7 +204,7 @@ def test_what_reading_at_urls_takes_is_predicted_and_within_the_budget(tmp_path:
         reshard.plan(there, memory=100_000_000, threads=4)
     least = least_memory(caught.value)
     assert reshard.plan(here, memory=100_000_000, threads=4)
-    assert reshard.plan(there, memory=least, threads=4).threads == 1
+    assert reshard.plan(there, memory=least, threads=4)._record.threads == 1
     assert reshard.plan(there, memory=least, threads=4).stats.peak_memory <= least
 
 

@@ -123,8 +123,8 @@ def test_a_run_goes_on_where_one_was_killed(
         reshard.open(store)
     report = plan.run(store)
     assert report.resumed + report.bytes_written == plan.stats.bytes_written
-    if not (plan.coding and name == "pwrite"):
-        all_there = share == 1 or (name == "replace" and not plan.coding)  # what is written last is the group's
+    if not (plan._record.coding and name == "pwrite"):
+        all_there = share == 1 or (name == "replace" and not plan._record.coding)  # what is written last is the group's
         assert (report.resumed == plan.stats.bytes_written) is all_there
         assert report.resumed
     assert tree(store) == tree(tmp_path / "whole")
@@ -145,7 +145,7 @@ def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoin
 def test_without_a_ledger_nothing_of_an_unfinished_file_stays(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, files=GROUPS["chunks"])  # of which some go beyond their tensor
     plan.run(tmp_path / "whole")
-    for file in plan.files:
+    for file in plan._record.files:
         path = tmp_path / "z" / unfinished_path(file.path, "0123abcd")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * file.layout.size)
@@ -157,7 +157,7 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
     """As on a cluster that lost the worker with the receipts of that, while others were writing."""
     plan = reshard.plan(source, files=GROUPS["zstd shards"])
     plan.run(tmp_path / "whole")
-    plan = replace(plan, digests=tuple(file_digests(plan)))
+    plan = replace(plan, digests=tuple(file_digests(plan._record)))
     root, how = str(tmp_path / "z"), How(fsync=False)
     every = range(len(plan.files))
     create_files(plan, every, root, how)

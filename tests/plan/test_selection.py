@@ -39,7 +39,7 @@ def source(tmp_path: Path) -> reshard.Checkpoint:
 
 def kept(source: reshard.Checkpoint, selection: Selection, target: Strategy | None = None) -> set[str]:
     plan = reshard.plan(source, target, selection=selection)
-    return {*plan.blocks(0), *plan.texts}
+    return {*plan._record.blocks(0), *plan._record.texts}
 
 
 # --- which ---
@@ -73,7 +73,7 @@ def test_weights_only_leaves_out_all_that_only_training_needs(source: reshard.Ch
     assert kept(source, Selection(weights_only=True)) == set(WEIGHTS)
     target = Strategy.of(dict.fromkeys(NAMES, ROWS))
     plan = reshard.plan(source, target, selection=Selection(weights_only=True))
-    assert set(plan.blocks(1)) == set(WEIGHTS)
+    assert set(plan._record.blocks(1)) == set(WEIGHTS)
     assert (plan.dropped, plan.missing) == ((), ())  # asked for, so nothing to report
 
 

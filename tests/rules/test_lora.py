@@ -241,7 +241,7 @@ def test_rules_come_after(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) 
     rules = Rules.of(RULES)
     both = base.merge_lora(lora).derive(rules)
     assert_arrays(both, expected)
-    assert both.opened.tensors == base.tensors
+    assert both._record.opened.tensors == base.tensors
     target = cut(expected, "rows")
     plan = reshard.plan(base, target, selection=Selection(rules=rules, lora=lora))
     plan.run(tmp_path / "out", fsync=False)
@@ -273,7 +273,7 @@ def test_zarr_encrypted_and_dcp_sources(tmp_path: Path, base: reshard.Checkpoint
     reshard.plan(base, format="ckpt", target_cipher=cipher).run(tmp_path / "sealed", fsync=False)
     sealed = reshard.open(tmp_path / "sealed", cipher=cipher)
     assert_arrays(sealed.merge_lora(lora), EXPECTED)
-    assert sealed.merge_lora(lora).cipher is not None
+    assert sealed.merge_lora(lora)._record.cipher is not None
     reshard.plan(base, format="dcp").run(tmp_path / "dcp", fsync=False)
     saved = reshard.open(tmp_path / "dcp")
     assert_arrays(saved.merge_lora(lora), EXPECTED)
@@ -386,12 +386,12 @@ def travelled(what: Any) -> Any:
 def test_a_store_travels(base: reshard.Checkpoint, lora: LoRA) -> None:
     """Without matrices: to the workers of a cluster."""
     found = base.merge_lora(lora)
-    coding = travelled(found.coding)
+    coding = travelled(found._record.coding)
     name = "model.layers.0.q_proj.weight"
     ((at,),) = [shard.replicas for shard in found.tensors[name].shards]
     for store in (store_of(coding), travelled(coding.store())):
         content = bytearray(EXPECTED[name].nbytes)
-        store.read_into(found.files[0].path, at.runs[0][0], memoryview(content))
+        store.read_into(found._record.files[0].path, at.runs[0][0], memoryview(content))
         assert content == EXPECTED[name].tobytes()
 
 

@@ -35,7 +35,7 @@ MADE = 12
 @pytest.fixture
 def plan(source: reshard.Checkpoint) -> Plan:
     plan = reshard.plan(source, files=ZarrGroup(chunk_size=512, shard_size=0))
-    assert len(plan.files) == MADE
+    assert len(plan._record.files) == MADE
     return plan
 
 
@@ -111,12 +111,12 @@ def test_a_store_at_a_url_is_resumed(
     assert killed or "written and kept; the same command resumes" in caught.value.__notes__[0]
     assert "zarr.json" not in get(f"{root}/out")
     kept = get(f"{root}/out")
-    assert 0 < len(kept) < len(plan.files)
+    assert 0 < len(kept) < len(plan._record.files)
     faults.clear()
     monkeypatch.setattr("reshard.run.locks._has_ended", lambda _: True)
     report = plan.run(f"{root}/out")
     sent = [call.path.removeprefix(f"{root}/out/") for call in faults.of("create")]
-    assert sorted(sent) == sorted({file.path for file in plan.files} - kept.keys())
+    assert sorted(sent) == sorted({file.path for file in plan._record.files} - kept.keys())
     assert report.finished == len(kept)
     assert report.resumed + report.bytes_written == plan.stats.bytes_written
     assert get(f"{root}/out") == tree(tmp_path / "whole")

@@ -282,7 +282,7 @@ def test_options_of_other_targets(options: list[str], tmp_path: Path) -> None:
 
 def test_metadata_is_last_and_withdrawn_first(tmp_path: Path) -> None:
     plan = reshard.plan(source(tmp_path), format="dcp")
-    assert [file.path for file in plan.files if file.last] == [".metadata"]
+    assert [file.path for file in plan._record.files if file.last] == [".metadata"]
     plan.run(tmp_path / "out")
     other = reshard.plan(source(tmp_path, numbers({"w": (4, 4)})), format="dcp")
     other.run(tmp_path / "out", overwrite=True)
@@ -294,7 +294,7 @@ def test_names_are_pickled_once(tmp_path: Path) -> None:
     full = numbers({"a long name of a tensor": (2000, 1)})
     rows = Strategy.of({name: Layout.of([2000], [0, -1]) for name in full})
     plan = reshard.plan(source(tmp_path, full), rows, format="dcp")
-    (metadata,) = [file for file in plan.files if file.last]
+    (metadata,) = [file for file in plan._record.files if file.last]
     content = metadata.layout.literals[0][1]
     assert len(content) < 2000 * 130
     assert len(dict(unpickled(content)[1])["storage_data"]) == 2000

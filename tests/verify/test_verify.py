@@ -69,7 +69,7 @@ def test_recorded_cases_are_equal_after_a_conversion(mindspore_data: Path, tmp_p
                 tmp_path / source, after, against=case / f"src_{other}", source_strategy=before, selection=every
             )
             assert not found.differences
-            assert found.tensors + len(plan.texts) == len({label.name for label in plan.labels})
+            assert found.tensors + len(plan._record.texts) == len({label.name for label in plan._record.labels})
             assert set(found.dropped) == set(plan.dropped)
 
 
@@ -342,7 +342,7 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(sides: tuple[Path, Path]) -> 
     path = rank_file(target, 2)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(SourceError, match=r"rank_2.*ends at byte"):
-        reshard.verify(partial, against=source, source_strategy=BEFORE)
+        reshard.verify(partial._record, against=source, source_strategy=BEFORE)
 
 
 # --- structure --------------------------------------------------------------------------------------------------
