@@ -375,6 +375,9 @@ def verdict_text(found: Verification, words: Words = PYTHON, every_one: str = "`
             lines.append(f"{side}: {spelled(step.text(side), words)}")
     blocks = "blocks compared" if found.ranks and found.against else "blocks of them"
     lines.append(f"{count_text(found.tensors, 'tensor')}, {found.copies:,} {blocks}; {files}{ranks}")
+    if found.independent:
+        files = count_text(found.independent, "file")
+        lines.append(f"{files} of the target read with Hugging Face's safetensors library, not with reshard's reader")
     if found.unchecked:
         lines.append(f"not looked at: {'; '.join(found.unchecked)}")
     if found.bytes_read:

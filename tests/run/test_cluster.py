@@ -143,8 +143,8 @@ def test_a_collection_computed_on_a_cluster(
     made: reshard.Plan, expected: dict[str, bytes], wired: tuple[Wire, Any], tmp_path: Path
 ) -> None:
     collection = made.graph(tmp_path / "out")
-    receipts = wired[1].compute(collection).result()
-    assert sum(receipt.written for receipt in receipts) == made.stats.bytes_written
+    report = wired[1].compute(collection).result()
+    assert report.bytes_written == made.stats.bytes_written
     assert tree(tmp_path / "out") == expected
 
 
@@ -342,8 +342,8 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
     reshard.write_strategy(BEFORE, tmp_path / "before.ckpt")
     reshard.write_strategy(AFTER, tmp_path / "after.ckpt")
     command = [
-        sys.executable, "-m", "reshard", "transform", made._record.source.root, "out", "--source-strategy", "before.ckpt",
-        "--target-strategy", "after.ckpt",
+        sys.executable, "-m", "reshard", "transform", made._record.source.root, "out",
+        "--source-strategy", "before.ckpt", "--target-strategy", "after.ckpt",
     ]  # fmt: skip
     done = subprocess.run([*command, "--cluster", "local:2"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

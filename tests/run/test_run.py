@@ -116,8 +116,10 @@ def test_the_graph_is_a_dask_collection(source: reshard.Checkpoint, tmp_path: Pa
     made = reshard.plan(source, TARGET)
     collection = made.graph(tmp_path / "out")
     assert dask.is_dask_collection(collection)
-    (receipts,) = dask.compute(collection)
-    assert sum(receipt.read for receipt in receipts) == made.stats.bytes_read
+    (report,) = dask.compute(collection)
+    assert isinstance(report, reshard.Report)
+    assert (report.bytes_read, report.bytes_written) == (made.stats.bytes_read, made.stats.bytes_written)
+    assert collection.compute().files == report.files
     assert_rank_files(tmp_path / "out", FULL, TARGET)
 
 
