@@ -31,23 +31,33 @@ PYTHON: Words = {
     "against": ("against=...",),
     "allow_missing": ("allow_missing={!r}",),
     "cast": ("cast={{{!r}: {!r}}}",),
+    "chunk_size": ("chunk_size=...",),
     "client": ("client=...",),
+    "compression": ("compression=...",),
     "deduplicated": ("deduplicated=True",),
     "drop": ("drop={!r}",),
     "exclude": ("exclude", "exclude={!r}"),
     "include": ("include", "include={!r}"),
     "iteration": ("iteration=...", "iteration={}"),
     "key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
-    "layout": ("layouts={{{!r}: {!r}}}",),
+    "layout": ("layout={{{!r}: {!r}}}",),
+    "layouts_of": ("target=reshard.read_layouts(...)",),
+    "link": ("files=reshard.LinkedDCP()",),
+    "link_replicas": ("link_replicas=True",),
     "lora_alpha": ("alpha=... to reshard.LoRA",),
     "lora_tied": ("tied={!r} to reshard.LoRA",),
+    "max_shard_size": ("max_shard_size=...",),
     "memory": ("memory=...", "memory={:_}"),
-    "name_map": ("names=...",),
+    "name_map": ("name_map=...",),
     "overwrite": ("overwrite=True",),
     "partial": ("partial=True",),
+    "prefix": ("prefix=...",),
     "rank_pattern": ("rank_pattern=...",),
+    "ranks": ("ranks=...",),
+    "remove_redundancy": ("remove_redundancy=True",),
     "restart": ("restart=True",),
     "seed": ("seed={}",),
+    "shard_size": ("shard_size=...",),
     "source": ("source=...",),
     "source_key": ("source_cipher=...", "source_cipher=reshard.Cipher({!r}, key)"),
     "source_strategy": ("source_strategy=...", "source_strategy={!r}"),
@@ -57,13 +67,14 @@ PYTHON: Words = {
     "target_cipher": ("target_cipher=...", "target_cipher=reshard.Cipher({!r}, key)"),
     "target_key": ("cipher=...", "cipher=reshard.Cipher({!r}, key)"),
     "target_iteration": ("iteration=...", "iteration={}"),
-    "target_layout": ("layouts={{{!r}: {!r}}}",),
+    "target_layout": ("layout={{{!r}: {!r}}}",),
     "target_partial": ("partial=True",),
     "target_rank_pattern": ("rank_pattern=...",),
     "target_stage": ("stage={}",),
     "target_step": ("step=... to reshard.Checkpoint2",),
     "target_strategy": ("strategy=...", "strategy={!r}"),
     "target_suffix": ("suffix=...", "suffix={!r}"),
+    "to": ("to=...", "to={!r}"),
     "weights_only": ("weights_only",),
 }
 """As arguments of the public functions; those of the target, and of the source next to one, are `verify`'s."""
@@ -99,7 +110,7 @@ class Text(str):
 
     >>> text = Text("w: differs; give ", Option("layout", "w", "whole"))
     >>> str(text), spelled(text, {"layout": ("{1} as the layout of {0}",)})
-    ("w: differs; give layouts={'w': 'whole'}", 'w: differs; give whole as the layout of w')
+    ("w: differs; give layout={'w': 'whole'}", 'w: differs; give whole as the layout of w')
     """
 
     __slots__ = ("parts",)

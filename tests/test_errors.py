@@ -18,6 +18,7 @@ from reshard.cli.main import cli
 from reshard.cli.terminal import OPTIONS, say
 from reshard.errors import PYTHON, Faults, Option, ReshardError, SourceError, Text, joined, spelled
 from reshard.mindspore.arguments import WORDS
+from reshard.targets.kinds import TAKEN_BY
 
 
 def test_every_kind_has_its_exit_code() -> None:
@@ -92,10 +93,10 @@ def test_names_are_listed_as_far_as_one_reads() -> None:
 
 def test_a_text_is_in_the_words_of_whoever_reads_it() -> None:
     text = Text("w: differs; give ", Option("layout", "w", "RULE"), ", or ", Option("partial"))
-    assert text == "w: differs; give layouts={'w': 'RULE'}, or partial=True"
+    assert text == "w: differs; give layout={'w': 'RULE'}, or partial=True"
     assert spelled(text, OPTIONS) == "w: differs; give --layout 'w=RULE', or --partial"
     assert spelled(text, WORDS) == (
-        "w: differs; give layouts={'w': 'RULE'} to reshard.open, or partial=True to reshard.open"
+        "w: differs; give layout={'w': 'RULE'} to reshard.open, or partial=True to reshard.open"
     )
     assert spelled("a text that names none", OPTIONS) == "a text that names none"
     assert Text("choose with ", Option("suffix")) == "choose with suffix=..."
@@ -165,7 +166,7 @@ def arguments_of(module: object, names: list[str]) -> set[str]:
 
 
 def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> None:
-    assert referred_to() == set(PYTHON) == set(OPTIONS) == set(WORDS)
+    assert referred_to() | set(TAKEN_BY) == set(PYTHON) == set(OPTIONS) == set(WORDS)
     known = options_of(cli)
     assert {form.split()[0] for forms in OPTIONS.values() for form in forms} <= known
     arguments = arguments_of(reshard, [name for name in reshard.__all__ if not name.endswith("Error")])

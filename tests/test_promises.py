@@ -169,10 +169,12 @@ def test_nothing_is_held_that_is_larger_than_a_band(folder: Path, faults: Faults
     assert max(nbytes for _, _, nbytes in seen.read) <= 128
     begin = {
         str(folder / "out" / file.path): min(offset for content in file.layout.contents for offset, _ in content.runs)
-        for file in plan.files
+        for file in plan._record.files
         if file.layout.contents
     }
-    own = {(str(folder / "out" / file.path), offset) for file in plan.files for offset, _ in file.layout.literals}
+    own = {
+        (str(folder / "out" / file.path), offset) for file in plan._record.files for offset, _ in file.layout.literals
+    }
     contents = [
         nbytes
         for path, offset, nbytes in seen.written
@@ -212,7 +214,7 @@ def test_every_dtype_of_a_format_moves_bit_for_bit(tmp_path: Path, format: str) 
     four = reshard.open(tmp_path / "four", strategy=Strategy.of({name: Layout.of([4], [0]) for name in names}))
     reshard.plan(four).run(tmp_path / "whole")
     (path,) = (tmp_path / "whole" / "rank_0").iterdir()
-    found = contents_of(path, reshard.open(path).files[0].index)
+    found = contents_of(path, reshard.open(path)._record.files[0].index)
     assert found == {dtype.name: (dtype.name, (256,), every[dtype.name]) for dtype in kinds}
 
 
@@ -343,7 +345,9 @@ def test_the_key_of_encrypted_files_is_in_no_file_that_is_written(tmp_path: Path
         content = path.read_bytes()
         assert not any(text in content for text in spelled), path
     graph = dict(encrypting.graph(made / "never").dask)
-    told = f"{plan!r} {report!r} {source!r} {cipher!r} {encrypting!r} {encrypting.request!r} {written!r} {graph!r}"
+    told = (
+        f"{plan!r} {report!r} {source!r} {cipher!r} {encrypting!r} {encrypting._record.request!r} {written!r} {graph!r}"
+    )
     told += f"{encrypting._repr_html_()} {written._repr_html_()} {encrypting.picture()._repr_html_()} {said}"
     assert "Cipher" in told
     assert len(said) > 10_000

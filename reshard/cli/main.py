@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-import reshard
 from reshard.cli.commands import Border, option
 from reshard.cli.options import OPENING, json_option, raw_option, source_options
 from reshard.cli.selection import rules_options
 from reshard.cli.terminal import called_as, print_csv, print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE, TARGET
 from reshard.errors import UsageError
+from reshard.readers.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -188,7 +188,7 @@ def inspect(
         warnings.append("shapes are those in the files of each rank; --source-strategy shows whole tensors")
         parts, whole = rank_parts(str(source), files, ranks, step), False
     else:
-        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+        checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
         checkpoint = checkpoint.derive(rules) if rules else checkpoint
         warnings, whole = list(checkpoint.warnings), not checkpoint.lone_rank
         place = None if whole else rank_of(source)

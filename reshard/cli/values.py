@@ -19,6 +19,8 @@ from reshard.dtypes import by_name
 from reshard.errors import Faults, ReshardError, SourceError, UsageError
 from reshard.formats.sets import DCP_NAME
 from reshard.layout.block import LONGEST_NAME
+from reshard.readers.open import open as open_checkpoint
+from reshard.sizes import parse_size
 from reshard.storage.cipher import Cipher, read_key
 from reshard.storage.places import as_place, is_url
 from reshard.storage.small import is_text, parse_json, pointed, read_small
@@ -32,7 +34,6 @@ _MOST_RANKS = 1 << 20
 _LARGEST_NAME_MAP = 1 << 26
 _MOST_KEY = 1 << 20
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?", re.IGNORECASE)
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)")
 
 
@@ -92,13 +93,10 @@ def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     """Return the bytes that a text such as `4GB` (decimal) or `512MiB` (binary) means; only 0 needs no unit."""
     if value is None:
         return None
-    match = _SIZE.fullmatch(value.strip())
-    if not match:
-        raise click.BadParameter(f"{value!r} is not a size, such as 4GB or 512MiB", param=param)
-    if match["number"] == match[0] and float(match[0]):
-        raise click.BadParameter(f"{match[0]} has no unit; write {match[0]}GB or {match[0]}MB", param=param)
-    power = "kmgtp".index(match[2].lower()) + 1 if match[2] else 0
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    try:
+        return parse_size(value)
+    except UsageError as error:
+        raise click.BadParameter(str(error), param=param) from None
 
 
 def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:
@@ -272,6 +270,6 @@ def _fits_other(path: AnyName, strategy: AnyName, other: AnyName, reading: dict[
     """Return whether a checkpoint opens with another strategy than its own, which can be read."""
     with suppress(ReshardError, OSError):
         reshard.read_strategy(strategy)
-        reshard.open(path, strategy=other, **reading)
+        open_checkpoint(path, strategy=other, **reading)
         return True
     return False

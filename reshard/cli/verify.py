@@ -95,7 +95,8 @@ equal, changes (in what the target is not its source: kind, which is lora,
 rules, names, cast or selection; text, tensors: how many, detail: such as the
 adapter), note (why the two are compared so), absent (blocks that no file has),
 ranks, files, tensors, copies, bytes_read, total_bytes, sample, seed, seconds,
-dropped, left_out, warnings, unchecked (what was not looked at), and
+dropped, left_out, warnings, unchecked (what was not looked at),
+independent (how many files of TARGET the safetensors library read), and
 differences: kind (values, missing, extra, dtype, shape, text, note; file, size,
 checksum), text, tensor, side, rank, path, block (start, stop), index (in the
 whole tensor), index_in_block, count, found, expected, reference.
@@ -119,6 +120,12 @@ whole tensor), index_in_block, count, found, expected, reference.
     under="Target",
     is_flag=True,
     help="TARGET stores each replica once, on one of the ranks that share it; safetensors files say so themselves.",
+)
+@option(
+    "--independent",
+    under="Target",
+    is_flag=True,
+    help="Read the safetensors files of TARGET with Hugging Face's library, in place of reshard's own reader.",
 )
 @source_options
 @selection_options
@@ -170,6 +177,7 @@ def verify(
     cipher: Cipher | None,
     target_cipher: Cipher | None,
     deduplicated: bool,
+    independent: bool,
     selection: Selection,
     sample: float | None,
     seed: int | None,
@@ -211,13 +219,13 @@ def verify(
         if manifest is not None:
             partial = target_reading["partial"]
             found = verified(
-                target, cipher=target_cipher, source_cipher=cipher, manifest=manifest, partial=partial, memory=memory,
-                threads=threads, progress=shown,
+                target, cipher=target_cipher, source_cipher=cipher, manifest=manifest, partial=partial,
+                independent=independent, memory=memory, threads=threads, progress=shown,
             )  # fmt: skip
         elif not given:
             found = verified(
-                target, cipher=target_cipher, source_cipher=cipher, memory=memory, threads=threads, client=client,
-                progress=shown,
+                target, cipher=target_cipher, source_cipher=cipher, independent=independent, memory=memory,
+                threads=threads, client=client, progress=shown,
             )  # fmt: skip
         else:
             strategies = {"target": target_strategy, "source": source_strategy}
@@ -230,6 +238,7 @@ def verify(
                 source_cipher=cipher,
                 selection=None if selection == Selection() else selection,
                 deduplicated=deduplicated,
+                independent=independent,
                 sample=sample,
                 seed=seed,
                 memory=memory,

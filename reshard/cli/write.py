@@ -14,7 +14,9 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
 from reshard.cli.values import READ_PLACE, TARGET_PLACE
 from reshard.errors import TargetError, UsageError
+from reshard.plan.make import plan as make_plan
 from reshard.plan.select import Selection
+from reshard.readers.open import open as open_checkpoint
 from reshard.storage.small import is_within
 
 if TYPE_CHECKING:
@@ -202,7 +204,7 @@ def _make_store(
     if noted is not None and not (source.is_dir() or source.is_file()):
         say_warnings([f"{source} does not exist; {store} is finished, and is used"])
         return True
-    checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+    checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
     if checkpoint.cipher and not running.quiet:
         say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
     if noted is not None:
@@ -216,7 +218,7 @@ def _make_store(
             say_warnings([f"{store} is finished and of this source; it is used as it is"])
         return True
     selection = Selection(drop=selection.drop, allow_missing=selection.allow_missing)
-    plan = reshard.plan(
+    plan = make_plan(
         checkpoint, files=reshard.ZarrGroup(times=True), selection=selection, memory=memory, threads=running.threads
     )
     # The report is that of the second step.

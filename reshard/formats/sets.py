@@ -64,13 +64,13 @@ class MindSporeSet:
     The parts are filled evenly, the largest tensors first, as MindSpore does; the map names what is in them.
 
     Attributes:
-        max_shard_bytes: how many bytes of tensors a part may hold, unless one tensor has more.
+        max_shard_size: how many bytes of tensors a part may hold, unless one tensor has more.
     """
 
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    max_shard_size: int = MAX_SHARD_BYTES
 
     def __post_init__(self) -> None:
-        check_size(self.max_shard_bytes)
+        check_size(self.max_shard_size)
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Share the tensors out to parts."""
@@ -78,11 +78,11 @@ class MindSporeSet:
         listed = [tensor for tensor in stored if tensor.listed] or stored
         parts = sorted(listed, key=lambda tensor: -tensor.nbytes)
         total = sum(tensor.nbytes for tensor in parts)
-        held = [0] * max(1, min(-(-total // self.max_shard_bytes), sum(tensor.nbytes > 0 for tensor in parts)))
+        held = [0] * max(1, min(-(-total // self.max_shard_size), sum(tensor.nbytes > 0 for tensor in parts)))
         of: dict[str, int] = {}
         for tensor in parts:
             least = held.index(min(held))
-            if tensor.nbytes and held[least] and held[least] + tensor.nbytes > self.max_shard_bytes:
+            if tensor.nbytes and held[least] and held[least] + tensor.nbytes > self.max_shard_size:
                 least = len(held)
                 held.append(0)
             of[tensor.name] = least
@@ -105,18 +105,18 @@ class HuggingFaceSet:
     """`model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`.
 
     Attributes:
-        max_shard_bytes: how many bytes of tensors a file may hold, unless one tensor has more.
+        max_shard_size: how many bytes of tensors a file may hold, unless one tensor has more.
     """
 
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    max_shard_size: int = MAX_SHARD_BYTES
 
     def __post_init__(self) -> None:
-        check_size(self.max_shard_bytes)
+        check_size(self.max_shard_size)
 
     def shard_files(self, tensors: Sequence[Stored], extension: str) -> ShardFiles:
         """Fill one file after the other."""
         # Text is among a file's notes, where no other reader looks for what the index names.
-        of = one_after_the_other([tensor for tensor in tensors if not tensor.is_text], self.max_shard_bytes)
+        of = one_after_the_other([tensor for tensor in tensors if not tensor.is_text], self.max_shard_size)
         count = max(of.values(), default=0) + 1
         paths = tuple(f"model-{k + 1:05d}-of-{count:05d}{extension}" for k in range(count))
         content = {
@@ -134,7 +134,7 @@ class DCP:
     """A distributed checkpoint of PyTorch: `__RANK_NUMBER.distcp`, in the tensors' order, and `.metadata`.
 
     Attributes:
-        max_shard_bytes: how many bytes of tensors a file may hold, unless one block has more.
+        max_shard_size: how many bytes of tensors a file may hold, unless one block has more.
         step: how many steps a training has done, to have the files where Megatron-Core looks for them: in `iter_STEP`
             of the directory of a run, whose tracker names it. By default they are in the directory itself.
 
@@ -142,11 +142,11 @@ class DCP:
         UsageError: a size below 1, or a number of steps below 0.
     """
 
-    max_shard_bytes: int = DCP_FILE_BYTES
+    max_shard_size: int = DCP_FILE_BYTES
     step: int | None = None
 
     def __post_init__(self) -> None:
-        check_size(self.max_shard_bytes)
+        check_size(self.max_shard_size)
         check_step(self.step)
 
 
@@ -158,7 +158,7 @@ class LinkedDCP:
     """
 
 
-def one_after_the_other(tensors: Iterable[Stored], max_shard_bytes: int) -> dict[str, int]:
+def one_after_the_other(tensors: Iterable[Stored], max_shard_size: int) -> dict[str, int]:
     """Return the number of each tensor's file, where one is filled after the other.
 
     >>> from reshard.formats.entries import Stored
@@ -168,8 +168,8 @@ def one_after_the_other(tensors: Iterable[Stored], max_shard_bytes: int) -> dict
     of: dict[str, int] = {}
     count = room = 0
     for tensor in tensors:
-        if not count or (max(room, 0) < tensor.nbytes and room < max_shard_bytes):
-            count, room = count + 1, max_shard_bytes
+        if not count or (max(room, 0) < tensor.nbytes and room < max_shard_size):
+            count, room = count + 1, max_shard_size
         of[tensor.name] = count - 1
         room -= tensor.nbytes
     return of
@@ -198,11 +198,11 @@ def share_of(every: ShardFiles, process: int, processes: int) -> SomeFiles:
     return SomeFiles(every, tuple(numbers), with_index=process == 1)
 
 
-def check_size(max_shard_bytes: int) -> None:
+def check_size(max_shard_size: int) -> None:
     """Raise `UsageError` if files would have no room for anything."""
-    if max_shard_bytes < 1:
+    if max_shard_size < 1:
         raise UsageError(
-            f"a file of a set cannot have at most {max_shard_bytes} bytes; expected at least 1", code="out-of-range"
+            f"a file of a set cannot have at most {max_shard_size} bytes; expected at least 1", code="out-of-range"
         )
 
 

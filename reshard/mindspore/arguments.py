@@ -52,7 +52,7 @@ WORDS: Words = {
     **PYTHON,
     "iteration": ("iteration to reshard.open", "iteration={} to reshard.open"),
     "key": ("dec_key", "dec_key=key, dec_mode={!r}"),
-    "layout": ("layouts={{{!r}: {!r}}} to reshard.open",),
+    "layout": ("layout={{{!r}: {!r}}} to reshard.open",),
     "partial": ("partial=True to reshard.open",),
     "rank_pattern": ("rank_pattern to reshard.open",),
     "strategy": ("src_strategy_file",),

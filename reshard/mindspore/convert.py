@@ -137,7 +137,7 @@ def _in_order(file: SourceFile) -> SourceFile:
 def _selection(file: SourceFile, name_map: Mapping[str, str]) -> Selection:
     """Return everything in a file, under new names; the map names each, as optimizer states do not follow weights."""
     new_names = {old: name_map.get(old, old) for old in file.index.entries} if name_map else {}
-    return Selection(names=new_names, drop=("*",))
+    return Selection(name_map=new_names, drop=("*",))
 
 
 def _check(source: Path, save_path: object, name_map: object, processes_num: object) -> None:

@@ -141,7 +141,7 @@ def unified_safetensors(
         replace(opened, tensors={name: opened.tensors[name] for name in mine}),
         format="safetensors",
         files=files,
-        selection=Selection(names=mine),
+        selection=Selection(name_map=mine),
         drop=["*"],
         allow_missing=["*"],
     )
@@ -305,7 +305,7 @@ def _chosen(source: Checkpoint, choice_func: Callable[[str], bool | str] | None)
         _log.info("%s: accumulated gradients are left out: %s", source.root, names(accumulated))
     if not found:
         raise UsageError(f"{source.root}: choice_func keeps none of {len(source.tensors)} tensors")
-    return Selection(names=found).renamed(list(found))
+    return Selection(name_map=found).renamed(list(found))
 
 
 def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
@@ -331,7 +331,7 @@ def _renamed(source: Checkpoint, name_map: object) -> dict[str, str]:
     if unknown:
         _log.warning("name_map: no file has %s", names(map(repr, unknown)))
     known = {old: found[0] for old, found in in_network.items() if old in source.tensors}
-    return Selection(names=known).renamed(list(source.tensors))
+    return Selection(name_map=known).renamed(list(source.tensors))
 
 
 def _named(source: Checkpoint, after: Strategy, new_names: Mapping[str, str]) -> dict[str, str]:
@@ -370,7 +370,7 @@ def _planned(source: Checkpoint, after: Strategy | None, new_names: Mapping[str,
     if not new_names:
         raise SourceError(f"{source.root}: the network has no place for any of {names(source.tensors)}")
     some = replace(source, tensors={name: source.tensors[name] for name in new_names})
-    selection = Selection(names=new_names, drop=("*",), allow_missing=("*",))
+    selection = Selection(name_map=new_names, drop=("*",), allow_missing=("*",))
     planned = plan(some, after, stage=own_stage(after), selection=selection, **options)
     return replace(planned, missing=tuple(name for name in planned.missing if name not in source.tensors))
 

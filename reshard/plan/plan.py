@@ -368,7 +368,7 @@ class Plan:
         directory: AnyName,
         *,
         client: Any = None,
-        scheduler: str | None = None,
+        scheduler: str | Callable[..., Any] | None = None,
         threads: int | None = None,
         fsync: bool = True,
         drop_cache: bool | None = None,

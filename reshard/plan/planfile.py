@@ -371,7 +371,11 @@ def read_selection(content: Json) -> Selection:
     """Return the selection that `selection_data` wrote, or raise `ValueError` where it is not valid."""
     check(content, SELECTION)
     _check_names(content["names"])
-    return Selection(**content)
+    return _selection(content)
+
+
+def _selection(content: Json) -> Selection:
+    return Selection(**{"name_map" if key == "names" else key: value for key, value in content.items()})
 
 
 def _source_data(source: Checkpoint) -> Json:
@@ -522,7 +526,7 @@ def _request(content: Json) -> Request:
         target["format"],
         _WAYS[files["way"]][0](*files["fields"]),
         target["ranks"],
-        Selection(**content["selection"]),
+        _selection(content["selection"]),
         target["remove_redundancy"],
         target["link_replicas"],
         target["memory"],

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Selection:
     """Which tensors are selected, under which names, as which dtypes.
 
@@ -61,7 +62,7 @@ class Selection:
         include: only tensors that one of these matches; all where there is none.
         exclude: no tensors that one of these matches.
         weights_only: no optimizer states, nor what else only training needs (`global_step`, `learning_rate`, text).
-        names: old name to new name, applied at once, so that two may be swapped. An old name may be a glob, whose
+        name_map: old name to new name, applied at once, so that two may be swapped. An old name may be a glob, whose
             stars stand in the new name too, in order; the first that matches counts, exact names before globs.
             Optimizer states follow their weights, unless a name or the beginning of a glob is the state's own.
         cast: source dtype to target dtype, by name (`bfloat16` or `bf16`), as numpy's and ml_dtypes' `astype`: to
@@ -76,44 +77,60 @@ class Selection:
     Raises:
         UsageError: an unknown dtype, a cast or a map of names that contradicts itself; all at once.
 
-    >>> Selection(names={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
+    >>> Selection(name_map={"layers.*.wq": "model.*.q_proj"}).renamed(["layers.3.wq", "adam_m.layers.3.wq"])
     {'layers.3.wq': 'model.3.q_proj', 'adam_m.layers.3.wq': 'adam_m.model.3.q_proj'}
-    >>> Selection(names={"model.wq": "model.q_proj"}).renamed(["model.wq", "optim.state.wq.exp_avg"])
+    >>> Selection(name_map={"model.wq": "model.q_proj"}).renamed(["model.wq", "optim.state.wq.exp_avg"])
     {'model.wq': 'model.q_proj', 'optim.state.wq.exp_avg': 'optim.state.q_proj.exp_avg'}
     """
 
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    weights_only: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
-    cast: Mapping[str, str] = field(default_factory=dict)
-    drop: tuple[str, ...] = ()
-    allow_missing: tuple[str, ...] = ()
-    rules: Rules | None = None
-    lora: LoRA | None = None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    weights_only: bool
+    name_map: Mapping[str, str]
+    cast: Mapping[str, str]
+    drop: tuple[str, ...]
+    allow_missing: tuple[str, ...]
+    rules: Rules | None
+    lora: LoRA | None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.rules, Mapping):
+    def __init__(
+        self,
+        include: str | Iterable[str] = (),
+        exclude: str | Iterable[str] = (),
+        weights_only: bool = False,
+        name_map: Mapping[str, str] = MappingProxyType({}),
+        cast: Mapping[str, str] = MappingProxyType({}),
+        drop: str | Iterable[str] = (),
+        allow_missing: str | Iterable[str] = (),
+        rules: Rules | Mapping[str, Any] | None = None,
+        lora: LoRA | Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(rules, Mapping):
             from reshard.rules.rules import Rules  # seldom
 
-            object.__setattr__(self, "rules", Rules.of(self.rules))
-        if isinstance(self.lora, Mapping):
+            rules = Rules.of(rules)
+        if isinstance(lora, Mapping):
             from reshard.rules.lora import LoRA  # likewise
 
-            object.__setattr__(self, "lora", LoRA(**self.lora))
-        for attribute in ("include", "exclude", "drop", "allow_missing"):
-            object.__setattr__(self, attribute, globs(getattr(self, attribute)))
+            lora = LoRA(**lora)
+        given = {
+            "include": globs(include), "exclude": globs(exclude), "weights_only": weights_only,
+            "name_map": dict(name_map), "drop": globs(drop), "allow_missing": globs(allow_missing), "rules": rules,
+            "lora": lora,
+        }  # fmt: skip
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
         faults = Faults("selection")
-        cast: dict[str, str] = {}
-        for old, new in self.cast.items():
+        casts: dict[str, str] = {}
+        for old, new in cast.items():
             before, after = by_name(old, UsageError), by_name(new, UsageError)
             if fault := cast_fault(before, after):
                 faults.add(f"cast {old}={new}", fault, code="unsupported-cast")
-            if (first := cast.setdefault(before.name, after.name)) != after.name:
+            if (first := casts.setdefault(before.name, after.name)) != after.name:
                 both = f"{before} cannot become both {first} and {after}"
                 faults.add(f"cast {old}={new}", both, code="conflicting-options")
-        object.__setattr__(self, "cast", cast)
-        for old, new in self.names.items():
+        object.__setattr__(self, "cast", casts)
+        for old, new in self.name_map.items():
             if new.count("*") > old.count("*"):
                 more = f"becomes {new!r}, which has more stars than the old name"
                 faults.add(f"name {old!r}", more, code="bad-pattern")
@@ -140,7 +157,7 @@ class Selection:
         Raises:
             UsageError: two tensors would have one name, or an old name is not there; all at once.
         """
-        rename = _Renaming(self.names, set(known or chosen))
+        rename = _Renaming(self.name_map, set(known or chosen))
         pairs = [(name, rename(name)) for name in chosen]
         faults = Faults("name map")
         for old in rename.unused():
@@ -160,6 +177,7 @@ def selection_data(selection: Selection) -> dict[str, object]:
     """Return a selection as JSON has it; `planfile.read_selection` reads it."""
     pairs = ((field.name, getattr(selection, field.name)) for field in fields(selection))
     values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in pairs}
+    values["names"] = values.pop("name_map")  # as ledgers and plan files have it
     return {
         **values,
         "rules": selection.rules and selection.rules.data(),
@@ -300,7 +318,7 @@ def select(
                 hint = Text("to leave it out, give ", Option("drop", name))
                 faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=hint)
     if target is not None:
-        rename = _Renaming(selection.names, set(source.every))
+        rename = _Renaming(selection.name_map, set(source.every))
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
         had = {*renamed.values(), *(rename(name) for name in unchosen)}
     else:

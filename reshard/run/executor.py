@@ -296,6 +296,24 @@ def work_on(client: Any, graph: Graph, on_event: Callable[[Receipt], None]) -> l
     return _on_cluster(work, on_event, give_up, settle)
 
 
+def work_by(get: Callable[..., Any], graph: Graph, on_event: Callable[[Receipt], None]) -> list[Receipt]:
+    """Have the work of a graph done by a dask scheduler, which may use other processes; return its receipts.
+
+    Args:
+        get: called with the tasks and a key, such as `dask.threaded.get`.
+        graph: what to do; the files are not given their names.
+        on_event: called with each task's receipt, when all are done.
+    """
+    try:
+        receipts: list[Receipt] = list(get(graph.work(), graph.ready))
+    except BaseException:
+        live_runs.stopped.add(graph.run)
+        raise
+    for receipt in receipts:
+        on_event(receipt)
+    return receipts
+
+
 async def settled(run: str) -> None:
     """On a worker: give a run up, and wait until none of its tasks writes, since the files are to be removed."""
     import asyncio

@@ -439,8 +439,8 @@ class Checkpoint(Mapping[str, Any]):
         self,
         store: AnyName,
         *,
-        chunk_bytes: int | None = None,
-        shard_bytes: int | None = None,
+        chunk_size: int | None = None,
+        shard_size: int | None = None,
         compression: str | None = None,
         selection: Selection | None = None,
         memory: int | None = None,
@@ -450,8 +450,8 @@ class Checkpoint(Mapping[str, Any]):
 
         Args:
             store: the directory, made if it is not there; a local path, or a URL that fsspec knows.
-            chunk_bytes: the most bytes in a chunk; by default chunks are the source's blocks.
-            shard_bytes: the most bytes of chunks in a file; by default small chunks share files.
+            chunk_size: the most bytes in a chunk; by default chunks are the source's blocks.
+            shard_size: the most bytes of chunks in a file; by default small chunks share files.
             compression: `zstd`, `zstd:3` and so on; by default none.
             selection: which tensors, under which names, as which dtypes.
             memory: resident memory in bytes that it may use at its peak.
@@ -462,7 +462,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         from reshard.formats.zarr import ZarrGroup  # not on every start
 
-        files = ZarrGroup(chunk_bytes, shard_bytes, compression)
+        files = ZarrGroup(chunk_size, shard_size, compression)
         plan: Plan = upward("plan")(self, files=files, selection=selection, memory=memory)
         return plan.run(store, **running)
 

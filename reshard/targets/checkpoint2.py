@@ -76,18 +76,18 @@ class Checkpoint2:
     Attributes:
         step: N, how many steps were done; by default what the source says.
         prefix: what names of files begin with, `""` for nothing; by default as in the source, else `checkpoint`.
-        max_shard_bytes: how many bytes of whole tensors a file may hold, unless one tensor has more. Of blocks there is
+        max_shard_size: how many bytes of whole tensors a file may hold, unless one tensor has more. Of blocks there is
             a file of weights and one of states for each rank.
         common: the contents of `common.json`; by default that of the source, or made of what the source says.
     """
 
     step: int | None = None
     prefix: str | None = None
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    max_shard_size: int = MAX_SHARD_BYTES
     common: str | None = None
 
     def __post_init__(self) -> None:
-        check_size(self.max_shard_bytes)
+        check_size(self.max_shard_size)
         check_step(self.step)
         try:
             _said(self.common or "{}")
@@ -140,7 +140,7 @@ class Checkpoint2:
         paths: list[str] = []
         of: dict[str, int] = {}
         for kind, some in _kinds(tensors):
-            numbers = one_after_the_other(some, self.max_shard_bytes)
+            numbers = one_after_the_other(some, self.max_shard_size)
             of |= {name: len(paths) + number for name, number in numbers.items()}
             count = max(numbers.values()) + 1
             paths += [self.path(kind, extension).format(number=number, count=count) for number in range(count)]

@@ -80,7 +80,7 @@ class _Change(NamedTuple):
     def only_leaves_out(self) -> bool:
         """Return whether names and values stay what they were."""
         asked = self.selection
-        return not (asked.names or asked.cast or asked.rules or asked.lora)
+        return not (asked.name_map or asked.cast or asked.rules or asked.lora)
 
 
 def opened(

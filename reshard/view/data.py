@@ -209,6 +209,7 @@ def verdict_data(found: Verification) -> dict[str, object]:
         "left_out": list(found.left_out),
         "warnings": list(found.warnings),
         "unchecked": list(found.unchecked),
+        "independent": found.independent,
         "differences": [_difference_data(one) for one in found.differences],
     }
 

@@ -542,13 +542,13 @@ def test_verify_by_the_ledger_with_an_exported_key_that_is_wrong_or_of_no_use(
 def test_a_key_that_is_not_required_in_python(case: Case, sealed: Path, plain: Path) -> None:
     given, exported = Cipher(None, KEY), Cipher(None, KEY, required=False)
     strategy = case.target_strategy
-    assert reshard.open(plain, strategy=strategy, cipher=exported).cipher is None
-    assert reshard.open(sealed, strategy=strategy, cipher=exported).cipher == given
-    assert reshard.open(sealed, strategy=strategy, cipher=given).cipher == given
+    assert reshard.open(plain, strategy=strategy, cipher=exported)._record.cipher is None
+    assert reshard.open(sealed, strategy=strategy, cipher=exported)._record.cipher == given
+    assert reshard.open(sealed, strategy=strategy, cipher=given)._record.cipher == given
     with pytest.raises(SourceError, match="is not encrypted; leave the key out"):
         reshard.open(plain, strategy=strategy, cipher=given)
     planned = reshard.plan(reshard.open(plain, strategy=strategy), target_cipher=exported)
-    assert planned.cipher == Cipher("AES-GCM", KEY)
+    assert planned._record.cipher == Cipher("AES-GCM", KEY)
 
 
 def test_ranks_without_tensors_are_neither_plain_nor_encrypted(tmp_path: Path, sealed: Path, plain: Path) -> None:

@@ -202,7 +202,7 @@ IN_PYTHON = {
     "one": (["{first}"], Selection(), None),
     "all but one": (["*layer*"], Selection(exclude=("*layer1.weight",)), None),
     "included": (["*layer*"], Selection(include=("*.weight*",)), None),
-    "renamed and cast": (["*layer*"], Selection(names={"net.*": "model.*"}, cast={"float32": "bfloat16"}), None),
+    "renamed and cast": (["*layer*"], Selection(name_map={"net.*": "model.*"}, cast={"float32": "bfloat16"}), None),
     "a set": (["*layer*"], Selection(), reshard.HuggingFaceSet()),
     "zarr": (["*layer*"], Selection(), reshard.ZarrGroup()),
     "everything": (["*"], Selection(), None),
@@ -224,7 +224,7 @@ def test_the_command_verifies_what_was_planned_in_python(
     assert verified(line) == 0
     name = next(name for name, tensor in some.tensors.items() if tensor.spec.nbytes > 100)
     extent = source.tensors[name].shards[0].replicas[0]
-    path, offset = Path(source.files[extent.file].path), extent.runs[0][0]
+    path, offset = Path(source._record.files[extent.file].path), extent.runs[0][0]
     content = path.read_bytes()
     try:  # the command looks at what was converted
         path.write_bytes(content[:offset] + bytes(64) + content[offset + 64 :])
@@ -234,7 +234,7 @@ def test_the_command_verifies_what_was_planned_in_python(
 
 
 def selected_names(source: reshard.Checkpoint, selection: Selection) -> set[str]:
-    return {label.source_name for label in reshard.plan(source, selection=selection).labels}
+    return {label.source_name for label in reshard.plan(source, selection=selection)._record.labels}
 
 
 def test_the_command_verifies_what_no_options_say(case: Case, tmp_path: Path) -> None:

@@ -388,11 +388,11 @@ def test_check_tells_of_shapes_and_optimizer_states(real: Path, tmp_path: Path) 
     opened = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
     shapes = {name: t.spec.shape for name, t in opened.tensors.items() if t.listed}
     weights = {name: shape for name, shape in shapes.items() if not name.startswith("moments")}
-    warnings = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened)
+    warnings = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened._record)
     assert warnings[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy and not in the files"
     assert "tensor 'moments.net.layer1.bias' is in the files and not in the strategy" in warnings
     with pytest.raises(reshard.ReshardError, match=r"'net.layer1.bias': is of shape \[32\]; the strategy says \[64\]"):
-        check(Strategy.from_rules({**shapes, "net.layer1.bias": (64,)}, {"dp": 2}, {}), opened)
+        check(Strategy.from_rules({**shapes, "net.layer1.bias": (64,)}, {"dp": 2}, {}), opened._record)
 
 
 def test_check_against_one_file_of_whole_tensors(real: Path, tmp_path: Path) -> None:

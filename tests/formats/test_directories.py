@@ -407,7 +407,7 @@ def test_a_deduplicated_file_alone_is_not_the_whole_model(tmp_path: Path) -> Non
             reshard.plan(opened)
     assert "is de-duplicated" in done("inspect", path).stderr
     done("convert", path, tmp_path / "alone.ckpt", "--format", "ckpt")
-    reshard.plan(reshard.open(path, layouts={"*": "whole"}))
+    reshard.plan(reshard.open(path, layout={"*": "whole"}))
 
 
 def test_rank_directories_in_a_bucket(ranks: Path) -> None:

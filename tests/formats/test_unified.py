@@ -151,7 +151,7 @@ def test_a_set_is_a_source_like_any_other(source: reshard.Checkpoint, tmp_path: 
 
 
 def test_selected_and_cast_tensors_make_smaller_sets(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    selection = Selection(weights_only=True, names={"*": "model.*"}, cast={"float32": "float16"})
+    selection = Selection(weights_only=True, name_map={"*": "model.*"}, cast={"float32": "float16"})
     root = unified(source, tmp_path / "set", "huggingface", 256, selection=selection)
     assert set(index_of(root, "huggingface")) == {"model.a", "model.b", "model.c"}
     assert len(list(root.glob("*.safetensors"))) == 3  # 128, 256 and 32 bytes, in this order

@@ -120,7 +120,7 @@ def test_via_zarr_refuses_the_store_of_another_source(
 ) -> None:
     common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", tmp_path / "m.zarr"]
     assert invoke("transform", source.root, tmp_path / "one", *common).exit_code == 0
-    Path(source.files[0].path).touch()
+    Path(source._record.files[0].path).touch()
     done = invoke("transform", source.root, tmp_path / "two", *common)
     assert done.exit_code == 6
     assert "is finished, and of another source" in done.output

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 @pytest.fixture
 def lying(tmp_path: Path) -> Path:
     path = write_file(tmp_path / "w.safetensors", {"w": np.arange(48, dtype=np.float32).reshape(8, 6)})
-    reshard.open(path).to_zarr(tmp_path / "plain", chunk_bytes=48, shard_bytes=0)
-    reshard.open(path).to_zarr(tmp_path / "sharded", chunk_bytes=48, shard_bytes=96)
-    reshard.open(path).to_zarr(tmp_path / "zstd", chunk_bytes=48, shard_bytes=0, compression="zstd")
+    reshard.open(path).to_zarr(tmp_path / "plain", chunk_size=48, shard_size=0)
+    reshard.open(path).to_zarr(tmp_path / "sharded", chunk_size=48, shard_size=96)
+    reshard.open(path).to_zarr(tmp_path / "zstd", chunk_size=48, shard_size=0, compression="zstd")
     return tmp_path
 
 

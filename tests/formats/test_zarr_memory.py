@@ -36,7 +36,7 @@ def test_memory_that_is_too_little_is_reported(source: reshard.Checkpoint) -> No
     with pytest.raises(BudgetError, match="are too little") as caught:
         reshard.plan(source, files=ZarrGroup(compression="zstd"), memory=60 << 20)
     least = least_memory(caught.value)
-    assert reshard.plan(source, files=ZarrGroup(compression="zstd"), memory=least).threads == 1
+    assert reshard.plan(source, files=ZarrGroup(compression="zstd"), memory=least)._record.threads == 1
 
 
 CAP = 512 << 20

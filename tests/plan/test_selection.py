@@ -40,7 +40,7 @@ def source(tmp_path: Path) -> reshard.Checkpoint:
 
 def kept(source: reshard.Checkpoint, selection: Selection, target: Strategy | None = None) -> set[str]:
     plan = reshard.plan(source, target, selection=selection)
-    return {*plan.blocks(0), *plan.texts}
+    return {*plan._record.blocks(0), *plan._record.texts}
 
 
 # --- which ---
@@ -73,7 +73,7 @@ def test_weights_only_leaves_out_all_that_only_training_needs(source: reshard.Ch
     assert kept(source, Selection(weights_only=True)) == set(WEIGHTS)
     target = Strategy.of(dict.fromkeys(NAMES, ROWS))
     plan = reshard.plan(source, target, selection=Selection(weights_only=True))
-    assert set(plan.blocks(1)) == set(WEIGHTS)
+    assert set(plan._record.blocks(1)) == set(WEIGHTS)
     assert (plan.dropped, plan.missing) == ((), ())  # asked for, so nothing to report
 
 
@@ -120,7 +120,7 @@ def test_drop_and_allow_missing_are_part_of_it(source: reshard.Checkpoint) -> No
 
 
 def renamed(new_names: dict[str, str], names: Iterable[str] = NAMES) -> dict[str, str]:
-    found = Selection(names=new_names).renamed(list(names))
+    found = Selection(name_map=new_names).renamed(list(names))
     return {old: new for old, new in found.items() if old != new}
 
 
@@ -162,7 +162,7 @@ def test_exact_names_come_before_globs_and_the_first_glob_counts() -> None:
 
 def test_maps_apply_at_once_so_that_a_swap_is_legal(source: reshard.Checkpoint, tmp_path: Path) -> None:
     swap = {"layers.0.wq": "layers.1.wq", "layers.1.wq": "layers.0.wq"}
-    plan = reshard.plan(source, STRATEGY, selection=Selection(names=swap, include=("*layers.*.wq",)))
+    plan = reshard.plan(source, STRATEGY, selection=Selection(name_map=swap, include=("*layers.*.wq",)))
     plan.run(tmp_path / "out")
     found = reshard.open(tmp_path / "out", strategy=STRATEGY, partial=True)
     for old, new in swap.items():
@@ -177,7 +177,7 @@ def test_collisions_are_told_all_at_once() -> None:
 
 
 def test_a_collision_with_a_tensor_that_is_left_out_is_none(source: reshard.Checkpoint) -> None:
-    selection = Selection(names={"layers.0.wo": "embed"}, include=("layers.0.wo",))
+    selection = Selection(name_map={"layers.0.wo": "embed"}, include=("layers.0.wo",))
     assert kept(source, selection) == {"embed"}
 
 
@@ -197,7 +197,7 @@ def test_names_that_are_not_there_are_reported() -> None:
 )
 def test_maps_that_cannot_be_meant(names: dict[str, str], told: tuple[str, ...]) -> None:
     with refused(UsageError, *told):
-        Selection(names=names)
+        Selection(name_map=names)
 
 
 def test_names_are_no_patterns_but_for_the_star() -> None:
@@ -209,15 +209,15 @@ def test_names_are_no_patterns_but_for_the_star() -> None:
 def test_any_permutation_is_a_map_and_back(order: list[str]) -> None:
     there = dict(zip(WEIGHTS, order, strict=True))
     back = {new: old for old, new in there.items()}
-    first = Selection(names=there).renamed(NAMES)
-    second = Selection(names=back).renamed(list(first.values()))
+    first = Selection(name_map=there).renamed(NAMES)
+    second = Selection(name_map=back).renamed(list(first.values()))
     assert {old: second[new] for old, new in first.items()} == {name: name for name in NAMES}
 
 
 def test_the_target_strategy_goes_by_the_new_names(source: reshard.Checkpoint, tmp_path: Path) -> None:
     columns = Layout.of([2], [-1, 0])
     target = Strategy.of({f"model.{name}": columns for name in WEIGHTS})
-    selection = Selection(weights_only=True, names={name: f"model.{name}" for name in WEIGHTS})
+    selection = Selection(weights_only=True, name_map={name: f"model.{name}" for name in WEIGHTS})
     reshard.plan(source, target, selection=selection).run(tmp_path / "out")
     assert_rank_files(tmp_path / "out", {f"model.{name}": FULL[name] for name in WEIGHTS}, target)
 
@@ -348,7 +348,7 @@ def test_all_casts_that_cannot_be_meant_are_told_at_once() -> None:
 def test_a_selection_is_a_value() -> None:
     import pickle
 
-    one = Selection(include=("a",), names={"a": "b"}, cast={"float32": "bfloat16"})
+    one = Selection(include=("a",), name_map={"a": "b"}, cast={"float32": "bfloat16"})
     assert pickle.loads(pickle.dumps(one)) == one  # noqa: S301 -- our own bytes
     assert Selection(include=["a"]) == Selection(include=("a",))  # type: ignore[arg-type]
 

@@ -122,7 +122,7 @@ def test_each_becomes_rank_files_of_the_same_blocks(mindspore_data: Path, tmp_pa
     done("convert", root / "checkpoint", tmp_path / "out", "--format", "ckpt")
     made = reshard.open(tmp_path / "out", strategy=reshard.strategy_of(source))
     assert_equal(made, full)
-    assert {file.index.format for file in made.files} == {"ckpt"}
+    assert {file.index.format for file in made._record.files} == {"ckpt"}
     assert made.ranks == tuple(sorted(set(source.ranks)))
     assert reshard.verify(tmp_path / "out").equal
 
@@ -258,7 +258,7 @@ def test_numbers_that_contradict_the_layout(case: Callable[[str], Path]) -> None
     place = case(SUBMESH)
     found = reshard.open(place)
     assert_equal(found, full_of(place))
-    (defect,) = found.defects
+    (defect,) = found._record.defects
     assert "numbers the blocks of" in defect
     assert NORM in defect
     assert defect in found.warnings
@@ -351,7 +351,7 @@ def test_states_that_the_metadata_leave_out(case: Callable[[str], Path]) -> None
             for key in [key for key in places if f"'{name}'" in key]:
                 del places[key]
 
-    assert not reshard.open(place).defects  # global_step is not listed there either
+    assert not reshard.open(place)._record.defects  # global_step is not listed there either
     change(place, left_out)
     assert_equal(reshard.open(place), full_of(place))
     result = call("verify", place)
@@ -496,7 +496,7 @@ def test_whole_tensors_in_several_files_need_no_metadata(case: Callable[[str], P
     (place / "common.json").unlink()
     found = reshard.open(place)
     assert_equal(found, held)
-    assert found.described_by == "Checkpoint 2.0"
+    assert found._record.described_by == "Checkpoint 2.0"
 
 
 @pytest.mark.parametrize(

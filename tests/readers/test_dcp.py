@@ -69,7 +69,7 @@ def test_real_ones_are_their_whole_tensors(case: Callable[[str], Path], name: st
         assert_equal(found, full_of(root))
         assert not found.warnings
         assert not found.unreadable
-        assert set(found.objects) == {"extra.step"}
+        assert set(found._record.objects) == {"extra.step"}
     ranks = 4 if name == "dcp_fsdp2_tp2" else 2
     assert found.ranks == tuple(range(ranks))
 
@@ -154,7 +154,7 @@ def test_objects_are_listed(case: Callable[[str], Path]) -> None:
         "extra.step": "is an object that is not read"
     }
     assert "is an object that is not read" in reshard.open(root)._repr_html_()
-    assert not reshard.open(root).sel("model.*").objects
+    assert not reshard.open(root).sel("model.*")._record.objects
     with pytest.raises(UsageError, match="leaves no tensor"):
         reshard.plan(reshard.open(root), selection=Selection(include=("extra.*",)))
 
@@ -170,7 +170,7 @@ def test_boxes_of_any_kind(tmp_path: Path, package: str, by_rank: bool) -> None:
     assert_equal(found, FULL)
     assert len(found.tensors["w"].shards) == 4
     assert [len(shard.replicas) for shard in found.tensors["n"].shards] == [3]
-    assert set(found.objects) == {"lr"}
+    assert set(found._record.objects) == {"lr"}
     columns = Strategy.of({"w": Layout.of([3], [-1, 0]), "n": Layout.of([3], [-1])})
     kept = Selection(drop=("b",))
     reshard.plan(found, columns, selection=kept).run(tmp_path / "columns", fsync=False)
@@ -326,7 +326,7 @@ def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Pa
 def test_headers_are_what_the_safetensors_library_says(case: Callable[[str], Path]) -> None:
     root = case(CASES[0])
     checkpoint = reshard.open(root)
-    for file in checkpoint.files:
+    for file in checkpoint._record.files:
         held = helpers.read_rank_file(Path(file.path))
         assert {name: entry.shape for name, entry in file.index.entries.items()} == {
             name: shape for name, (_, shape, _) in held.items()

@@ -45,37 +45,37 @@ def out(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("rules", [{"*": "split:0"}, {"*": "whole", "w": "split:0"}, {"*": "whole", "w": "split:1"}])
 def test_blocks_that_are_replicas_are_not_joined(replicas: Path, tmp_path: Path, rules: dict[str, str]) -> None:
     with pytest.raises(SourceError, match="'w'[^$]*'split:.'"):
-        reshard.open(replicas, layouts=rules)
+        reshard.open(replicas, layout=rules)
     typed = [word for name, rule in rules.items() for word in ("--layout", f"{name}={rule}")]
     result = call("unify", replicas, tmp_path / "whole", *typed)
     assert result.exit_code == 4
     assert "--layout '*=whole'" in result.stderr
     assert not (tmp_path / "whole").exists()
-    assert_equal(reshard.open(replicas, layouts={"*": "whole"}), FULL)
+    assert_equal(reshard.open(replicas, layout={"*": "whole"}), FULL)
 
 
 def test_with_a_strategy_too(replicas: Path) -> None:
     whole = Strategy.of({name: Layout.of([8], [-1] * value.ndim) for name, value in FULL.items()})
     with pytest.raises(SourceError, match="'w'"):
-        reshard.open(replicas, strategy=whole, layouts={"w": "split:0"})
+        reshard.open(replicas, strategy=whole, layout={"w": "split:0"})
 
 
 def test_what_differs_is_not_whole(tmp_path: Path) -> None:
     root = write_ranks(tmp_path, FULL, ROWS)
     with pytest.raises(SourceError, match="'whole'"):
-        reshard.open(root, layouts={"*": "whole"})
-    assert_equal(reshard.open(root, layouts={"*": "split:0"}), FULL)
+        reshard.open(root, layout={"*": "whole"})
+    assert_equal(reshard.open(root, layout={"*": "split:0"}), FULL)
 
 
 @pytest.mark.parametrize("rules", [{"w": "split:1"}, {"b": "split:0"}, {"v": "whole"}, {"w": "4:-1,0", "b": "4:0"}])
 def test_one_layout_is_added_to_those_of_the_ledger(out: Path, tmp_path: Path, rules: dict[str, str]) -> None:
-    assert_equal(reshard.open(out, layouts=rules), FULL)
+    assert_equal(reshard.open(out, layout=rules), FULL)
     typed = [word for name, rule in rules.items() for word in ("--layout", f"{name}={rule}")]
     done("unify", out, tmp_path / "whole", *typed)
     assert_equal(reshard.open(tmp_path / "whole"), FULL)
     for path in out.rglob("*"):  # of a copy, too
         os.utime(path, (1, 1))
-    assert_equal(reshard.open(out, layouts=rules), FULL)
+    assert_equal(reshard.open(out, layout=rules), FULL)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def test_one_layout_is_added_to_those_of_the_ledger(out: Path, tmp_path: Path, r
 @pytest.mark.parametrize("given", [None, COLUMNS])
 def test_what_the_ledger_knows_is_not_contradicted(out: Path, rules: dict[str, str], given: Strategy | None) -> None:
     with pytest.raises(SourceError):
-        reshard.open(out, strategy=given, layouts=rules)
-    with refused(SourceError, "strategy-mismatch", out, "layouts="):
-        reshard.open(out, strategy=given, layouts=rules, contents=False)
+        reshard.open(out, strategy=given, layout=rules)
+    with refused(SourceError, "strategy-mismatch", out, "layout="):
+        reshard.open(out, strategy=given, layout=rules, contents=False)
     shutil.rmtree(out / ".reshard")
-    reshard.open(out, strategy=COLUMNS, layouts=rules, contents=False)
+    reshard.open(out, strategy=COLUMNS, layout=rules, contents=False)
 
 
 def test_a_tensor_that_the_ledger_does_not_list(tmp_path: Path) -> None:
@@ -104,13 +104,13 @@ def test_a_tensor_that_the_ledger_does_not_list(tmp_path: Path) -> None:
     for rank in range(8):
         tensors = {**blocks(FULL, ROWS, rank), "rng": np.array([rank, 1], np.int64)}
         write_file(tmp_path / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt", tensors, "ckpt")
-    source = reshard.open(tmp_path / "src", strategy=ROWS, layouts={"rng": "copy"})
+    source = reshard.open(tmp_path / "src", strategy=ROWS, layout={"rng": "copy"})
     reshard.plan(source, COLUMNS).run(tmp_path / "out")
     with pytest.raises(SourceError, match="'rng'"):
         reshard.open(tmp_path / "out")
-    opened = reshard.open(tmp_path / "out", layouts={"rng": "copy"})
+    opened = reshard.open(tmp_path / "out", layout={"rng": "copy"})
     assert opened.tensors["rng"].varies
-    assert_equal(opened.without(["rng"]), FULL)
+    assert_equal(opened._record.without(["rng"]), FULL)
 
 
 # --- the strategy that lies beside a source ---

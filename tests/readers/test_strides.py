@@ -162,7 +162,7 @@ def test_transposed_by_rules_it_lies_row_by_row(tmp_path: Path) -> None:
 
 def test_links(tmp_path: Path) -> None:
     root = write_dcp(tmp_path / "dcp")
-    selection = Selection(names={"*": "net.*"})
+    selection = Selection(name_map={"*": "net.*"})
     reshard.plan(reshard.open(root), files=LinkedDCP(), selection=selection).run(tmp_path / "out")
     found = reshard.open(tmp_path / "out")
     assert_equal(found, {f"net.{name}": array for name, array in FULL.items()})

@@ -240,7 +240,7 @@ def test_rules_come_after(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) 
     rules = Rules.of(RULES)
     both = base.merge_lora(lora).derive(rules)
     assert_arrays(both, expected)
-    assert both.opened.tensors == base.tensors
+    assert both._record.opened.tensors == base.tensors
     target = cut(expected, "rows")
     plan = reshard.plan(base, target, selection=Selection(rules=rules, lora=lora))
     plan.run(tmp_path / "out", fsync=False)
@@ -265,14 +265,14 @@ def test_layers_that_were_left_out_before(base: reshard.Checkpoint, lora: LoRA) 
 
 def test_zarr_encrypted_and_dcp_sources(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     """The store is around that which decodes or decrypts; and what comes may be a zarr store."""
-    files = ZarrGroup(chunk_bytes=512, compression="zstd")
+    files = ZarrGroup(chunk_size=512, compression="zstd")
     reshard.plan(base, files=files).run(tmp_path / "base.zarr", fsync=False)
     assert_arrays(reshard.open(tmp_path / "base.zarr").merge_lora(lora), EXPECTED)
     cipher = Cipher("AES-GCM", bytes(16))
     reshard.plan(base, format="ckpt", target_cipher=cipher).run(tmp_path / "sealed", fsync=False)
     sealed = reshard.open(tmp_path / "sealed", cipher=cipher)
     assert_arrays(sealed.merge_lora(lora), EXPECTED)
-    assert sealed.merge_lora(lora).cipher is not None
+    assert sealed.merge_lora(lora)._record.cipher is not None
     reshard.plan(base, format="dcp").run(tmp_path / "dcp", fsync=False)
     saved = reshard.open(tmp_path / "dcp")
     assert_arrays(saved.merge_lora(lora), EXPECTED)
@@ -385,12 +385,12 @@ def travelled(what: Any) -> Any:
 def test_a_store_travels(base: reshard.Checkpoint, lora: LoRA) -> None:
     """Without matrices: to the workers of a cluster."""
     found = base.merge_lora(lora)
-    coding = travelled(found.coding)
+    coding = travelled(found._record.coding)
     name = "model.layers.0.q_proj.weight"
     ((at,),) = [shard.replicas for shard in found.tensors[name].shards]
     for store in (store_of(coding), travelled(coding.store())):
         content = bytearray(EXPECTED[name].nbytes)
-        store.read_into(found.files[0].path, at.runs[0][0], memoryview(content))
+        store.read_into(found._record.files[0].path, at.runs[0][0], memoryview(content))
         assert content == EXPECTED[name].tobytes()
 
 

@@ -43,7 +43,7 @@ def test_a_changed_plan_is_refused(command: list[str | Path], tmp_path: Path) ->
 
 
 def test_a_begun_target_of_another_plan_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    stopped(reshard.plan(source, TARGET), tmp_path / "out")
+    stopped(reshard.plan(source, TARGET)._record, tmp_path / "out")
     other = reshard.plan(source, TARGET, selection=reshard.Selection(cast={"float32": "float64"}))
     with pytest.raises(TargetError, match="another plan"):
         other.run(tmp_path / "out")
@@ -72,7 +72,7 @@ def test_a_finished_file_that_was_changed_is_somebody_elses(
     target = Strategy.of({name: Layout.of([2], [-1] * array.ndim) for name, array in FULL.items()})
     plan = reshard.plan(source, target, link_replicas=True)
     plan.run(tmp_path / "out")
-    path = tmp_path / "out" / plan.files[link].path
+    path = tmp_path / "out" / plan._record.files[link].path
     path.unlink()
     path.write_bytes(b"edited")
     with pytest.raises(TargetError, match="with overwrite=True"):
@@ -86,7 +86,7 @@ def test_a_restart_that_is_stopped_may_be_typed_again(source: reshard.Checkpoint
     old.run(tmp_path / "out")
     plan = reshard.plan(source, TARGET)
     for tasks in (0, 6):
-        stopped(plan, tmp_path / "out", tasks, restart=True)
+        stopped(plan._record, tmp_path / "out", tasks, restart=True)
         assert len(times(tmp_path / "out")) == 2
     report = plan.run(tmp_path / "out")
     assert report.resumed > 0

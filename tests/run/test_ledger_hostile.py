@@ -53,7 +53,7 @@ def test_a_ledger_that_lies(source: reshard.Checkpoint, tmp_path: Path, content:
     plan.run(tmp_path / "undisturbed")
     directory = tmp_path / "out" / DIRECTORY
     directory.mkdir(parents=True)
-    for number, (file, digest) in enumerate(zip(plan.files, file_digests(plan), strict=True)):
+    for number, (file, digest) in enumerate(zip(plan._record.files, file_digests(plan._record), strict=True)):
         size = str(file.layout.size).encode()
         lines = content.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size).replace(b"FILE", file.path.encode())
         (directory / f"0000000{number}-0123abcd.jsonl").write_bytes(lines)
@@ -74,11 +74,11 @@ def test_other_things_in_the_place_of_files(source: reshard.Checkpoint, tmp_path
     """Nothing is written through them; the run succeeds, or says in a sentence what is in its way."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan, tmp_path / "out")
-    file = plan.files[0].path
+    stopped(plan._record, tmp_path / "out")
+    file = plan._record.files[0].path
     path = {
         "log": next((tmp_path / "out" / DIRECTORY).glob("*.jsonl")),
-        "partial": tmp_path / "out" / unfinished_path(file, file_digests(plan)[0]),
+        "partial": tmp_path / "out" / unfinished_path(file, file_digests(plan._record)[0]),
         "lock": tmp_path / "out" / DIRECTORY / "lock",
         "the directory": tmp_path / "out" / DIRECTORY,
     }[place]

@@ -53,7 +53,7 @@ def other_process(tmp_path: Path) -> Iterator[Callable[[list[str]], subprocess.P
 def test_locks_of_another_process(
     source: reshard.Checkpoint, tmp_path: Path, other_process: Callable[[list[str]], subprocess.Popen[str]]
 ) -> None:
-    paths = [file.path for file in reshard.plan(source, TARGET).files]
+    paths = [file.path for file in reshard.plan(source, TARGET)._record.files]
     process = other_process(paths[:1])
     with pytest.raises(TargetError, match=f"another run writes {paths[0]}; wait for its end"):
         reshard.plan(source, TARGET).run(tmp_path / "out")

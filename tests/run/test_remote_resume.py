@@ -160,7 +160,7 @@ def test_over_a_finished_target_nothing_is_left_to_do(
     for _ in range(2):
         report = plan.run(f"{root}/out")
         assert (report.finished, report.bytes_read, report.bytes_written) == (3, 0, 0)
-        assert "nothing is left to do" in report_text(plan, report)
+        assert "nothing is left to do" in report_text(plan._record, report)
     reshard.plan(source, COLUMNS, ranks=[1]).run(f"{root}/out")
     assert not streamed
     plan.run(f"{root}/out", restart=True)
@@ -177,7 +177,7 @@ def test_a_changed_plan_or_source_is_refused(
     other = reshard.plan(source, COLUMNS, selection=reshard.Selection(cast={"float32": "float16"}))
     with pytest.raises(TargetError, match="by a run of another plan, or from sources .*; start over with restart=True"):
         other.run(f"{root}/out")
-    fs, path = fsspec.core.url_to_fs(source.files[0].path)
+    fs, path = fsspec.core.url_to_fs(source._record.files[0].path)
     fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
     changed = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
     with pytest.raises(TargetError, match="from sources that changed since; start over with restart=True"):
@@ -199,7 +199,7 @@ def test_somebody_elses_file_is_refused(
 ) -> None:
     """One that was there, and one that was ours and is another now, though as long."""
     plan = reshard.plan(source, COLUMNS)
-    name = plan.files[1].path
+    name = plan._record.files[1].path
     fs, path = fsspec.core.url_to_fs(f"{root}/out/{name}")
     for theirs in (b"theirs", undisturbed[name][:-1] + b"x"):
         fs.pipe_file(path, theirs)
@@ -227,12 +227,12 @@ def test_a_ledger_that_lies(root: str, source: reshard.Checkpoint, undisturbed: 
     """A file that is there and of which no record says is anybody's."""
     plan = reshard.plan(source, COLUMNS)
     fs, place = fsspec.core.url_to_fs(f"{root}/out")
-    for number, (file, digest) in enumerate(zip(plan.files, file_digests(plan), strict=True)):
+    for number, (file, digest) in enumerate(zip(plan._record.files, file_digests(plan._record), strict=True)):
         size = str(file.layout.size).encode()
         content = lines.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)
         content = content.replace(b"FILE", file.path.encode())
         fs.pipe_file(f"{place}/{DIRECTORY}/0000000{number}-0123abcd.000000.jsonl", content)
-    name = plan.files[0].path
+    name = plan._record.files[0].path
     fs.pipe_file(f"{place}/{name}", bytes(len(undisturbed[name])))
     with pytest.raises(TargetError, match="with overwrite=True"):
         plan.run(f"{root}/out")
@@ -245,7 +245,7 @@ def test_checksums_are_those_of_a_local_run(root: str, source: reshard.Checkpoin
     plan = reshard.plan(source, COLUMNS)
     local = plan.run(tmp_path / "out").checksums
     assert local is not None
-    assert all(local[file.path] for file in plan.files)
+    assert all(local[file.path] for file in plan._record.files)
     assert plan.run(f"{root}/out").checksums == local
     assert plan.run(f"{root}/out").checksums == local
     assert plan.run(f"{root}/other", fsync=False).checksums is None
@@ -268,7 +268,7 @@ def test_the_index_of_a_set_is_there_when_all_is(
     files, finished = case
     plan = reshard.plan(source, files=files, format="safetensors")
     plan.run(tmp_path / "out")
-    (index,) = (file.path for file in plan.files if file.last)
+    (index,) = (file.path for file in plan._record.files if file.last)
     for options in ({}, {"restart": True}):
         with pytest.raises(KeyboardInterrupt):
             plan.run(f"{root}/out", scheduler="synchronous", progress=stop_after(finished), **options)
@@ -282,7 +282,7 @@ def test_an_older_index_goes_first_without_a_journal_too(
 ) -> None:
     plan = reshard.plan(source, files=reshard.HuggingFaceSet(9000), format="safetensors")
     plan.run(f"{root}/out", ledger=False)
-    (index,) = (file.path for file in plan.files if file.last)
+    (index,) = (file.path for file in plan._record.files if file.last)
     with pytest.raises(KeyboardInterrupt):
         plan.run(f"{root}/out", scheduler="synchronous", ledger=False, overwrite=True, progress=stop_after(1))
     assert index not in get(f"{root}/out")
@@ -314,7 +314,7 @@ def test_links_are_gone_on_with(root: str, source: reshard.Checkpoint, tmp_path:
 
 def test_what_a_changed_source_leaves(root: str, source: reshard.Checkpoint, several_groups: None) -> None:
     """Of the run in which it changes nothing, so that the same command begins again; of an earlier one what it made."""
-    fs, path = fsspec.core.url_to_fs(source.files[1].path)
+    fs, path = fsspec.core.url_to_fs(source._record.files[1].path)
 
     def change(event: Any) -> None:
         if event.written:

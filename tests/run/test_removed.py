@@ -202,7 +202,7 @@ def test_other_ranks_of_the_same_target_stay(source: reshard.Checkpoint, eight: 
     assert len(reshard.plan(source, four, ranks=[0, 2, 3]).run(eight, overwrite=True).removed) == 5
     assert reshard.plan(source, four, ranks=[1]).run(eight, overwrite=True).removed == ()
     assert reshard.open(eight).strategy == four
-    assert not reshard.open(eight).partial
+    assert not reshard.open(eight)._record.partial
     assert reshard.plan(source, four, ranks=[3]).run(eight, restart=True).removed == ()
     assert_rank_files(eight, FULL, four)
 
@@ -255,7 +255,7 @@ def test_the_source_stays(source: reshard.Checkpoint, eight: Path) -> None:
     for path in eight.glob("rank_*/*.ckpt"):
         path.unlink()
     one = eight / "rank_5" / "checkpoint_5.safetensors"
-    reshard.plan(reshard.open(one, layouts={"*": "whole"}), prefix="one_").run(eight, overwrite=True)
+    reshard.plan(reshard.open(one, layout={"*": "whole"}), prefix="one_").run(eight, overwrite=True)
     assert one.read_bytes() == before["rank_5/checkpoint_5.safetensors"]
 
 
@@ -296,7 +296,7 @@ def test_a_dcp_and_an_iteration_of_fewer_files(source: reshard.Checkpoint, tmp_p
     kinds = {"dcp": reshard.DCP, "run": reshard.Checkpoint2}
     for name, kind in kinds.items():
         more = {"step": 5} if kind is reshard.Checkpoint2 else {}
-        small, large = (reshard.plan(source, files=kind(max_shard_bytes=size, **more)) for size in (100, 1 << 20))
+        small, large = (reshard.plan(source, files=kind(max_shard_size=size, **more)) for size in (100, 1 << 20))
         small.run(tmp_path / name)
         large.run(tmp_path / "expected" / name)
         assert large.run(tmp_path / name, overwrite=True).removed

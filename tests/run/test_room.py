@@ -56,7 +56,7 @@ def test_what_an_earlier_run_took_counts(
     """Unfinished files have all their space: resumed or made again, they need no more of it."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    for file, own in zip(plan.files, file_digests(plan), strict=True):
+    for file, own in zip(plan._record.files, file_digests(plan._record), strict=True):
         path = tmp_path / "out" / unfinished_path(file.path, own if digest == "its own" else digest)
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(file.layout.size))
@@ -89,7 +89,7 @@ def test_a_full_disk_keeps_what_was_written(
     """And when it is full still at the next run, that loses nothing either."""
     plan = reshard.plan(source, TARGET)
     plan.run(tmp_path / "undisturbed")
-    stopped(plan, tmp_path / "out")
+    stopped(plan._record, tmp_path / "out")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -68,8 +68,8 @@ def test_a_set_that_is_replaced_is_without_its_index_until_all_is_new(
     target = tmp_path / "out"
     reshard.plan(source, files=files, format="safetensors").run(target)
     plan = reshard.plan(later, files=files, format="safetensors")
-    (index,) = (file.path for file in plan.files if file.last)
-    parts = [file.path for file in plan.files if not file.last]
+    (index,) = (file.path for file in plan._record.files if file.last)
+    parts = [file.path for file in plan._record.files if not file.last]
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail_once(os.replace, lambda _, new: new.endswith(parts[1]), errno.EIO))
         with pytest.raises(TargetError, match="cannot rename"):
@@ -142,7 +142,7 @@ def test_without_a_journal_there_are_locks(
     plan.run(tmp_path / "out", progress=disturb)
     assert refused
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
-    stopped(plan, tmp_path / "begun")
+    stopped(plan._record, tmp_path / "begun")
     other.run(tmp_path / "begun", ledger=False)
     other.run(tmp_path / "second")
     assert tree(tmp_path / "begun") == tree(tmp_path / "second")

@@ -66,7 +66,7 @@ def test_several_ranks_need_a_strategy(root: Path) -> None:
 
 
 def names_in(source: reshard.Checkpoint) -> set[str]:
-    return {Path(file.path).name for file in source.files}
+    return {Path(file.path).name for file in source._record.files}
 
 
 def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
@@ -76,11 +76,11 @@ def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
     source = reshard.open(tmp_path, strategy=STRATEGY)
     assert names_in(source) == {"net-2_5.safetensors"}
     assert source.warnings == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
-    assert source.step == Step("2_5", ("1_10",))
+    assert source._record.step == Step("2_5", ("1_10",))
     assert "step 2_5 (the newest of 2; suffix=... takes another)" in repr(source)
     older = reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")
     assert names_in(older) == {"net-1_10.safetensors"}
-    assert older.step == Step("1_10")
+    assert older._record.step == Step("1_10")
 
 
 def test_steps_are_numbers_and_only_those_that_every_rank_has_count(tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_steps_are_numbers_and_only_those_that_every_rank_has_count(tmp_path: Pa
         write_ranks(tmp_path / "src", FULL, STRATEGY, name=name)
     (tmp_path / "src" / "rank_2" / "net-1_20.safetensors").unlink()
     source = reshard.open(tmp_path / "src", strategy=STRATEGY)
-    assert source.step == Step("1_100", ("1_10", "1_9"))
-    data = checkpoint_data(source)
+    assert source._record.step == Step("1_100", ("1_10", "1_9"))
+    data = checkpoint_data(source._record)
     assert data["step"] == {"name": "1_100", "older": ("1_10", "1_9")}
     report = reshard.plan(source).run(tmp_path / "out")
-    assert reshard.open(report.directory).step is None
+    assert reshard.open(report.directory)._record.step is None
 
 
 def test_a_plan_file_and_a_ledger_know_the_step(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_plan_file_and_a_ledger_know_the_step(tmp_path: Path) -> None:
         write_ranks(tmp_path / "src", FULL, STRATEGY, name=name)
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=STRATEGY))
     plan.save(tmp_path / "plan.json")
-    assert reshard.read_plan(tmp_path / "plan.json").source.step == Step("2_5")
+    assert reshard.read_plan(tmp_path / "plan.json")._record.source.step == Step("2_5")
     plan.run(tmp_path / "out")
     assert reshard.verify(tmp_path / "out").against_step == Step("2_5")
 
@@ -108,7 +108,7 @@ def test_a_plan_file_and_a_ledger_know_the_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["net_rank_{rank}-1_10", "src{rank}", "checkpoint_{rank}", "net"])
 def test_names_may_carry_the_rank(tmp_path: Path, name: str) -> None:
     write_ranks(tmp_path, FULL, STRATEGY, name=name)
-    assert len(reshard.open(tmp_path, strategy=STRATEGY).files) == 4
+    assert len(reshard.open(tmp_path, strategy=STRATEGY)._record.files) == 4
 
 
 def test_a_restarted_run_beside_the_first_must_be_chosen(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_ranks_without_a_step_in_common(tmp_path: Path) -> None:
 def test_what_is_not_a_checkpoint_is_passed_over(root: Path) -> None:
     for name in ("net-graph.meta", "meta.json", "net.tmp", "x_breakpoint.ckpt", ".hidden.ckpt", "y.ckpt.partial"):
         (root / "rank_0" / name).write_bytes(b"no")
-    assert len(reshard.open(root, strategy=STRATEGY).files) == 4
+    assert len(reshard.open(root, strategy=STRATEGY)._record.files) == 4
 
 
 def test_formats_are_told_by_content(root: Path) -> None:
@@ -151,7 +151,7 @@ def test_rank_pattern(root: Path) -> None:
         (root / f"rank_{rank}").rename(root / f"node{rank}")
     with refused(SourceError, "no-checkpoint", "rank_pattern"):
         reshard.open(root, strategy=STRATEGY)
-    assert len(reshard.open(root, strategy=STRATEGY, rank_pattern="node{rank}/*.safetensors").files) == 4
+    assert len(reshard.open(root, strategy=STRATEGY, rank_pattern="node{rank}/*.safetensors")._record.files) == 4
     with refused(SourceError, "bad-rank-pattern"):
         reshard.open(root, rank_pattern="node/*")
 
@@ -164,7 +164,7 @@ def test_parts_of_a_rank_are_read_together(tmp_path: Path) -> None:
                 tmp_path / f"rank_{rank}" / f"checkpoint_{rank}_part{part}.ckpt", blocks(FULL, some, rank), "ckpt"
             )
     source = reshard.open(tmp_path, strategy=STRATEGY)
-    assert len(source.files) == 8
+    assert len(source._record.files) == 8
     assert set(source) == {"w", "b"}
 
 
@@ -196,7 +196,7 @@ def test_a_missing_rank_is_refused_though_replicas_have_all_it_held(tmp_path: Pa
 def test_some_ranks_may_be_enough_for_some(root: Path) -> None:
     files = {rank: root / f"rank_{rank}" / f"checkpoint_{rank}.safetensors" for rank in (1, 3)}
     source = reshard.open(files, strategy=STRATEGY, partial=True)
-    assert reshard.plan(source, STRATEGY, ranks=[1]).source_ranks() == (1,)
+    assert reshard.plan(source, STRATEGY, ranks=[1])._record.source_ranks() == (1,)
     with pytest.raises(
         SourceError, match=r"tensor 'w': block \[0:2, 0:4\] is in no file that is there; expected in that of rank 0"
     ):
@@ -261,10 +261,10 @@ def test_a_frozen_weight_that_is_split_but_not_listed_is_refused(root: Path) -> 
     trainable = Strategy.of({"b": STRATEGY.tensors["b"][0].layout})
     with refused(SourceError, "unlisted-tensor", "'w'"):
         reshard.open(root, strategy=trainable)
-    given = reshard.open(root, strategy=trainable, layouts={"w": "split:0"})
+    given = reshard.open(root, strategy=trainable, layout={"w": "split:0"})
     assert given.tensors["w"].spec.shape == (8, 4)
     assert (
-        reshard.open(root, strategy=trainable, layouts={"w": "4:0,-1"}).tensors["w"].shards == given.tensors["w"].shards
+        reshard.open(root, strategy=trainable, layout={"w": "4:0,-1"}).tensors["w"].shards == given.tensors["w"].shards
     )
 
 
@@ -277,7 +277,7 @@ def test_also_a_large_one_of_which_only_pieces_are_compared(tmp_path: Path) -> N
 
 def test_a_rule_that_makes_replicas_of_what_differs_is_refused(root: Path) -> None:
     with refused(SourceError, "replicas-differ-by-rule", "rank 0", "rank 1", "whole"):
-        reshard.open(root, strategy=STRATEGY, layouts={"w": "whole"})
+        reshard.open(root, strategy=STRATEGY, layout={"w": "whole"})
 
 
 def test_unlisted_tensors_of_different_shapes_are_refused(root: Path) -> None:
@@ -295,9 +295,9 @@ def test_listed_tensors_that_every_rank_holds_whole_are_refused(tmp_path: Path) 
     """`integrated_save=True` stores whole tensors though the strategy splits them."""
     for rank in range(4):
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", FULL, "ckpt")
-    with refused(SourceError, "saved-whole", "layouts={'*': 'whole'}"):
+    with refused(SourceError, "saved-whole", "layout={'*': 'whole'}"):
         reshard.open(tmp_path, strategy=STRATEGY)
-    source = reshard.open(tmp_path, strategy=STRATEGY, layouts={"*": "whole"})
+    source = reshard.open(tmp_path, strategy=STRATEGY, layout={"*": "whole"})
     assert source.tensors["w"].spec.shape == (8, 4)
 
 
@@ -321,7 +321,7 @@ def test_one_tensor_that_is_whole_among_split_ones_is_refused(tmp_path: Path, sh
     write_ranks(tmp_path, full, strategy)
     with refused(SourceError, "saved-whole", "'table'", "whole"):
         reshard.open(tmp_path, strategy=strategy)
-    source = reshard.open(tmp_path, strategy=strategy, layouts={"table": "4:0,-1"})
+    source = reshard.open(tmp_path, strategy=strategy, layout={"table": "4:0,-1"})
     assert source.tensors["table"].spec.shape == shape
 
 
@@ -333,7 +333,7 @@ def test_constants_of_which_nobody_knows_whether_they_are_whole_are_warned_of(tm
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
     with refused(SourceError, "saved-whole", "'b'"):
         reshard.open(tmp_path, strategy=strategy)
-    (notice,) = reshard.open(tmp_path, strategy=strategy, layouts={"b": "whole"}).warnings
+    (notice,) = reshard.open(tmp_path, strategy=strategy, layout={"b": "whole"}).warnings
     assert notice.startswith("zero: constant, and equal on all ranks")
 
 
@@ -370,9 +370,9 @@ def test_the_number_of_reads_is_bounded_and_what_was_looked_at_is_said(
     full = numbers({f"layers.{n}.{kind}": (2, 4) for n in range(100) for kind in ("a", "b", "c", "d")})
     strategy = Strategy.of(dict.fromkeys(full, WHOLE))
     write_ranks(tmp_path, full, strategy)
-    assert reshard.open(tmp_path, strategy=strategy).looked == (400, 400, 1200, 1200, 1200)
+    assert reshard.open(tmp_path, strategy=strategy)._record.looked == (400, 400, 1200, 1200, 1200)
     monkeypatch.setattr(probe, "_MOST_READS", 300)
-    looked = reshard.open(tmp_path, strategy=strategy).looked
+    looked = reshard.open(tmp_path, strategy=strategy)._record.looked
     assert looked == (100, 400, 200, 200, 1200)
     wrong = {**full, **{name: -value for name, value in full.items() if name.endswith(".c")}}
     write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", wrong)
@@ -414,15 +414,15 @@ def test_one_stage_of_a_pipeline_says_what_is_left_out(tmp_path: Path) -> None:
     write_ranks(tmp_path, {"w": FULL["w"], "v": FULL["b"]}, strategy)
     for stage, name in ((0, "w"), (1, "v")):
         source = reshard.open(tmp_path, strategy=strategy, stage=stage)
-        assert (list(source), source.part, len(source.files)) == ([name], stage, 2)
+        assert (list(source), source._record.part, len(source._record.files)) == ([name], stage, 2)
     with pytest.raises(StrategyError, match="files of other stages are there; give the directory"):
         reshard.open(tmp_path, strategy=strategy.of_stage(0))
     first = reshard.open(tmp_path, strategy=strategy.of_stage(0), stage="own")
-    assert first.part == 0
+    assert first._record.part == 0
     (notice,) = first.warnings
     assert notice.startswith("the strategy is that of stage 0 of a pipeline: of 4 ranks only 0-1 are read")
     plan = reshard.plan(first, Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0])}))
-    assert [file.path for file in plan.files][:1] == ["rank_0/checkpoint_0_part0.safetensors"]
+    assert [file.path for file in plan._record.files][:1] == ["rank_0/checkpoint_0_part0.safetensors"]
 
 
 def test_every_stage_that_holds_a_shared_tensor_is_checked(tmp_path: Path) -> None:
@@ -442,8 +442,8 @@ def test_constants_beside_whole_tensors_are_named_with_them(tmp_path: Path) -> N
         write_file(tmp_path / f"rank_{rank}" / "net.ckpt", full, "ckpt")
     for rules in ({}, {"w": "whole"}):
         with refused(SourceError, "saved-whole", "'zero'"):
-            reshard.open(tmp_path, strategy=strategy, layouts=rules)
-    assert reshard.open(tmp_path, strategy=strategy, layouts={"*": "whole"}).tensors["zero"].spec.shape == (4,)
+            reshard.open(tmp_path, strategy=strategy, layout=rules)
+    assert reshard.open(tmp_path, strategy=strategy, layout={"*": "whole"}).tensors["zero"].spec.shape == (4,)
 
 
 def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
         write_file(tmp_path / "src" / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
     with refused(SourceError, "unlisted-tensor", "'rng'"):
         reshard.open(tmp_path / "src", strategy=STRATEGY)
-    source = reshard.open(tmp_path / "src", strategy=STRATEGY, layouts={"rng": "copy"})
+    source = reshard.open(tmp_path / "src", strategy=STRATEGY, layout={"rng": "copy"})
     plan = reshard.plan(source, STRATEGY)
     plan.run(tmp_path / "out")
     for rank in range(4):
@@ -479,7 +479,7 @@ STAGES = Strategy.of(
 
 def test_replicas_in_later_stages_are_looked_at_too(tmp_path: Path) -> None:
     write_ranks(tmp_path, PIPE, STAGES)
-    assert reshard.open(tmp_path, strategy=STAGES).looked == (3, 3, 1, 1, 1)
+    assert reshard.open(tmp_path, strategy=STAGES)._record.looked == (3, 3, 1, 1, 1)
     wrong = {**blocks(PIPE, STAGES, 3), "tied": -PIPE["tied"]}
     write_file(tmp_path / "rank_3" / "checkpoint_3.safetensors", wrong)
     with refused(SourceError, "replicas-differ", "'tied'", "rank 2", "rank 3"):

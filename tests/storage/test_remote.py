@@ -163,15 +163,15 @@ def test_a_source_that_changes_is_refused(root: str, tmp_path: Path, several_gro
     """By its entity tag or time; of two files, one of which is complete already, neither is left."""
     put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
-    fs, path = fsspec.core.url_to_fs(plan.source.files[1].path)
+    fs, path = fsspec.core.url_to_fs(plan._record.source.files[1].path)
     with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: changed since it was opened"):
-        plan.run(f"{root}/out", scheduler="synchronous", progress=changing(plan.source.files[1].path))
+        plan.run(f"{root}/out", scheduler="synchronous", progress=changing(plan._record.source.files[1].path))
     assert get(f"{root}/out") == {}
     fs.rm_file(path)
     with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors does not exist; it was"):
         plan.run(f"{root}/out")
     with refused(SourceError, "not-found", "checkpoint_1.safetensors"):
-        plan.source["w"].compute()
+        plan._record.source["w"].compute()
 
 
 def test_a_source_cut_short_names_the_byte(root: str, tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_an_encrypted_source(root: str, mindspore_data: Path) -> None:
     reshard.plan(source).run(f"{root}/out")
     assert np.array_equal(reshard.open(f"{root}/out")["w.f32"].compute(), full["w.f32"])
     exported = reshard.Cipher(None, b"0123456789ABCDEF", required=False)
-    assert reshard.open(f"{root}/a.ckpt", cipher=exported).cipher == replace(exported, required=True)
-    assert reshard.open(f"{root}/out", cipher=exported).cipher is None
+    assert reshard.open(f"{root}/a.ckpt", cipher=exported)._record.cipher == replace(exported, required=True)
+    assert reshard.open(f"{root}/out", cipher=exported)._record.cipher is None
 
 
 @at_urls("mode", ["AES-GCM", "SM4-CBC"], 2)
@@ -215,10 +215,10 @@ def test_an_encrypted_target(root: str, tmp_path: Path, mode: str, monkeypatch: 
             found = bytearray(len(content))
             cipher.store().read_into(f"{root}/out/{name}", 0, memoryview(found))
             assert found == content
-    assert plan.run(f"{root}/out").finished == len(plan.files)
+    assert plan.run(f"{root}/out").finished == len(plan._record.files)
     fs, name = fsspec.core.url_to_fs(f"{root}/out/rank_0/checkpoint_0.ckpt")
     fs.rm_file(name)
-    assert plan.run(f"{root}/out").finished == len(plan.files) - 1
+    assert plan.run(f"{root}/out").finished == len(plan._record.files) - 1
     assert reshard.verify(f"{root}/out", cipher=cipher)
     with refused(UsageError, "wrong-partition"):
         plan.run(tmp_path / "other", partition="tensor")
@@ -300,7 +300,7 @@ def test_only_what_seems_to_lack_credentials_names_their_places(url: str, error:
 def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
     write_ranks(tmp_path / "src", FULL, ROWS)
     source = reshard.open(f"file://{tmp_path}/src", strategy=ROWS)
-    assert source.files[0].path == f"{tmp_path}/src/rank_0/checkpoint_0.safetensors"
+    assert source._record.files[0].path == f"{tmp_path}/src/rank_0/checkpoint_0.safetensors"
     plan = reshard.plan(source, COLUMNS)
     plan.run(f"file://{tmp_path}/a")
     plan.run(tmp_path / "b")

@@ -140,7 +140,7 @@ def test_a_finished_run_writes_nothing_again(tmp_path: Path, faults: Faults) -> 
     plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
     plan.run(tmp_path / "run")
     faults.clear()
-    assert plan.run(tmp_path / "run").finished == len(plan.files)
+    assert plan.run(tmp_path / "run").finished == len(plan._record.files)
     assert faults.of("publish", "remove") == []
     (tmp_path / "run" / TRACKER).write_text("3")  # a training went on
     faults.clear()
@@ -169,7 +169,7 @@ def test_several_iterations_of_a_run(tmp_path: Path, mindspore_data: Path) -> No
 def test_verify_finds_what_was_changed(tmp_path: Path) -> None:
     plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
     plan.run(tmp_path / "run")
-    path = tmp_path / "run" / plan.files[3].path
+    path = tmp_path / "run" / plan._record.files[3].path
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -207,7 +207,7 @@ def test_at_a_url(tmp_path: Path, mindspore_data: Path) -> None:
         plan.run("memory://written2")
         assert_equal(reshard.open("memory://written2"), full)
         assert reshard.verify("memory://written2").equal
-        assert plan.run("memory://written2").finished == len(plan.files)
+        assert plan.run("memory://written2").finished == len(plan._record.files)
     assert fs.cat_file(f"{place}/{TRACKER}") == b"4"
     assert fs.cat_file(f"{place}/iteration_00000002/common.json") == b"{}"
 

@@ -31,15 +31,15 @@ def test_every_real_one_is_renamed_and_back(mindspore_data: Path, tmp_path: Path
     """With its objects; what is listed in the end is what was in the beginning, with the same items."""
     root = mindspore_data / "dcp" / name
     source, full = reshard.open(root / "checkpoint"), full_of(root)
-    there = {old: f"new.{old}" for old in source.every}
+    there = {old: f"new.{old}" for old in source._record.every}
     report = linked(source, tmp_path / "new", there)
     new = reshard.open(tmp_path / "new")
     assert_equal(new, {there[old]: value for old, value in full.items()})
-    assert list(new.objects) == [there[old] for old in source.every if old in source.objects]
+    assert list(new._record.objects) == [there[old] for old in source._record.every if old in source._record.objects]
     assert not new.unreadable
     assert report.bytes_read == report.bytes_written == 0
-    assert report.links == len(source.files)
-    for file in source.files:
+    assert report.links == len(source._record.files)
+    for file in source._record.files:
         other = tmp_path / "new" / Path(file.path).name
         assert shares(file.path, other)
     assert reshard.verify(tmp_path / "new").equal
@@ -161,7 +161,7 @@ def test_who_has_names_is_told(mindspore_data: Path) -> None:
     source = reshard.open(mindspore_data / "dcp" / "fsdp2_uneven" / "checkpoint")
 
     def warnings(names: Mapping[str, str]) -> list[str]:
-        plan = reshard.plan(source, files=LinkedDCP(), selection=Selection(names=names))
+        plan = reshard.plan(source, files=LinkedDCP(), selection=Selection(name_map=names))
         return [text for text in plan.warnings if not text.startswith("data files are links")]
 
     assert warnings({}) == []
@@ -185,7 +185,7 @@ def test_who_has_names_is_told(mindspore_data: Path) -> None:
     ],
 )
 def test_states_follow(states: tuple[str, ...], names: dict[str, str], expected: tuple[str, ...]) -> None:
-    assert tuple(Selection(names=names).renamed(["model.a.w", *states]).values())[1:] == expected
+    assert tuple(Selection(name_map=names).renamed(["model.a.w", *states]).values())[1:] == expected
 
 
 # --- selecting ---
@@ -209,8 +209,8 @@ def test_objects_are_chosen_as_tensors_are(mindspore_data: Path, tmp_path: Path)
     linked(root, tmp_path / "out", {"objects.int": "objects.number"}, include=("objects.*",), exclude=("*.bytes",))
     found = reshard.open(tmp_path / "out")
     assert set(found) == {"objects.rng"}
-    before = {old.replace("objects.int", "objects.number") for old in reshard.open(root).objects}
-    assert set(found.objects) == {name for name in before if name.startswith("objects.")} - {"objects.bytes"}
+    before = {old.replace("objects.int", "objects.number") for old in reshard.open(root)._record.objects}
+    assert set(found._record.objects) == {name for name in before if name.startswith("objects.")} - {"objects.bytes"}
 
 
 def test_what_is_not_read_is_carried(tmp_path: Path) -> None:
@@ -261,12 +261,12 @@ def test_directories_that_are_one_checkpoint(mindspore_data: Path, tmp_path: Pat
     full = {name: value for name, value in full_of(mindspore_data / "dcp" / "fsdp2_uneven").items() if name != "step"}
     opened = reshard.open(apart)
     assert_equal(opened, full)
-    assert opened.described_by == "optimizer_0/.metadata (and 1 more)"
-    assert "optim.param_groups.0.lr" in opened.objects
+    assert opened._record.described_by == "optimizer_0/.metadata (and 1 more)"
+    assert "optim.param_groups.0.lr" in opened._record.objects
     linked(apart, tmp_path / "one", {"optim.*": "optimizer.*"})
     one = reshard.open(tmp_path / "one")
     assert_equal(one, {name.replace("optim.", "optimizer."): value for name, value in full.items()})
-    assert "optimizer.param_groups.0.lr" in one.objects
+    assert "optimizer.param_groups.0.lr" in one._record.objects
     assert {"optimizer_0__0_0.distcp", "pytorch_model_fsdp_0__0_0.distcp"} <= set(paths_in(tmp_path / "one"))
     planned = described(tmp_path / "one")["planned"]
     assert planned["optimizer.param_groups.0.lr"] == ("optimizer", "param_groups", 0, "lr")

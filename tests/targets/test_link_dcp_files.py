@@ -63,7 +63,7 @@ def test_once_more(tmp_path: Path) -> None:
     again = plan.run(tmp_path / "out")
     assert (again.finished, again.touched) == (3, 0)
     assert plan.run(tmp_path / "out", restart=True).finished == 0
-    other = reshard.plan(reshard.open(root), files=LinkedDCP(), selection=Selection(names={"w": "v"}))
+    other = reshard.plan(reshard.open(root), files=LinkedDCP(), selection=Selection(name_map={"w": "v"}))
     with pytest.raises(TargetError, match=r"\.metadata was written by a run of another plan"):
         other.run(tmp_path / "out")
     other.run(tmp_path / "out", overwrite=True)
@@ -219,8 +219,8 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         ({"link_replicas": True}, ("needs-all-ranks", "links")),
         ({"format": "ckpt"}, ("wrong-format", "ckpt")),
         ({"selection": Selection(cast={"float32": "bfloat16"})}, ("not-linkable", "dtypes")),
-        ({"selection": Selection(names={"x": "y"})}, ("no-match", "'x'")),
-        ({"selection": Selection(names={"w": "b"})}, ("duplicate-name", "'b'")),
+        ({"selection": Selection(name_map={"x": "y"})}, ("no-match", "'x'")),
+        ({"selection": Selection(name_map={"w": "b"})}, ("duplicate-name", "'b'")),
     ):
         with refused(UsageError, *said):
             reshard.plan(checkpoint, files=LinkedDCP(), **more)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 def test_real_ones_become_whole_tensors(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     """In several files that mindformers takes on every mesh: with no metadata, and no names of Hugging Face's."""
     source, full = opened(mindspore_data, name)
-    reshard.plan(source, files=Checkpoint2(max_shard_bytes=3000)).run(tmp_path / "run", fsync=False)
+    reshard.plan(source, files=Checkpoint2(max_shard_size=3000)).run(tmp_path / "run", fsync=False)
     assert_equal(reshard.open(tmp_path / "run"), full)
     place = tmp_path / "run" / "iteration_00000004"
     files = {path.name for path in place.iterdir()}
@@ -300,7 +300,7 @@ def test_values_of_each_rank_s_own_are_kept(tmp_path: Path) -> None:
             tmp_path / f"ranks/rank_{rank}/a.safetensors",
             {**blocks(FULL | STATES, one, rank), "seed": np.array([rank])},
         )
-    source = reshard.open(tmp_path / "ranks", strategy=one, layouts={"seed": "copy"})
+    source = reshard.open(tmp_path / "ranks", strategy=one, layout={"seed": "copy"})
     reshard.plan(source, one, files=Checkpoint2(1)).run(tmp_path / "run", fsync=False)
     place = tmp_path / "run" / "iteration_00000001"
     assert "seed" not in metadata(place)["state_dict_metadata"]

@@ -180,7 +180,7 @@ def test_of_stages_that_cut_a_tensor_otherwise_the_first_counts(tmp_path: Path) 
 
 def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
     full = numbers({f"w{number}": (8, 4) for number in range(5)} | {"large": (40, 8)})
-    files = reshard.DCP(max_shard_bytes=300)
+    files = reshard.DCP(max_shard_size=300)
     reshard.plan(source(tmp_path, full), files=files).run(tmp_path / "out")
     found = assert_whole(tmp_path / "out", full)
     assert sorted(map(len, found.ranges.values())) == [1, 1, 2, 2]
@@ -208,7 +208,7 @@ def test_rows_become_columns(tmp_path: Path) -> None:
 
 def test_selected_renamed_and_cast(tmp_path: Path) -> None:
     selection = reshard.Selection(
-        include=("layer.*", "step"), names={"layer.*": "model.*.x"}, cast={"float32": "bfloat16"}
+        include=("layer.*", "step"), name_map={"layer.*": "model.*.x"}, cast={"float32": "bfloat16"}
     )
     reshard.plan(source(tmp_path), format="dcp", selection=selection).run(tmp_path / "out")
     expected = {"model.w.x": FULL["layer.w"], "model.b.x": FULL["layer.b"], "step": FULL["step"]}
@@ -293,7 +293,7 @@ def test_options_of_other_targets(options: list[str], tmp_path: Path) -> None:
 
 def test_metadata_is_last_and_withdrawn_first(tmp_path: Path) -> None:
     plan = reshard.plan(source(tmp_path), format="dcp")
-    assert [file.path for file in plan.files if file.last] == [".metadata"]
+    assert [file.path for file in plan._record.files if file.last] == [".metadata"]
     plan.run(tmp_path / "out")
     other = reshard.plan(source(tmp_path, numbers({"w": (4, 4)})), format="dcp")
     other.run(tmp_path / "out", overwrite=True)
@@ -305,7 +305,7 @@ def test_names_are_pickled_once(tmp_path: Path) -> None:
     full = numbers({"a long name of a tensor": (2000, 1)})
     rows = Strategy.of({name: Layout.of([2000], [0, -1]) for name in full})
     plan = reshard.plan(source(tmp_path, full), rows, format="dcp")
-    (metadata,) = [file for file in plan.files if file.last]
+    (metadata,) = [file for file in plan._record.files if file.last]
     content = metadata.layout.literals[0][1]
     assert len(content) < 2000 * 130
     assert len(dict(unpickled(content)[1])["storage_data"]) == 2000

@@ -54,7 +54,7 @@ def items_of(root: Path) -> list[tuple[Path, Part]]:
     """Every item of a checkpoint, and its file."""
     return [
         (root / file.path, part)
-        for file in reshard.open(root).files
+        for file in reshard.open(root)._record.files
         if isinstance(file.index.sums, Archives)
         for part in file.index.sums.parts
     ]
@@ -108,7 +108,7 @@ def test_any_bit_of_any_item_is_seen_and_its_name_said(case: Callable[[str], Pat
 def test_each_kind_of_place(case: Callable[[str], Path]) -> None:
     root = case("fsdp2_uneven")
     every = items_of(root)
-    objects = reshard.open(root).objects
+    objects = reshard.open(root)._record.objects
     assert {part.name for _, part in every} > set(objects)
     path, part = next((path, part) for path, part in every if part.name in objects)
     flip(path, part.begin + path.read_bytes()[part.begin :].index(b"\x80\x02") + 2)
@@ -172,7 +172,7 @@ def test_a_file_of_objects_alone_is_looked_at(tmp_path: Path) -> None:
     objects = {"lr": item(np.zeros(3)), "rng": item(np.ones(70))}
     root = write_torch(tmp_path / "src", FULL, {0: [("w", WHOLE["w"], item(FULL["w"]))]}, objects=objects, apart=True)
     source = reshard.open(root)
-    assert (source.warnings, set(source), set(source.objects)) == ((), {"w"}, {"lr", "rng"})
+    assert (source.warnings, set(source), set(source._record.objects)) == ((), {"w"}, {"lr", "rng"})
     assert reshard.verify(root).files == 3
     reshard.plan(source).run(tmp_path / "whole")
     assert reshard.verify(tmp_path / "whole").equal
@@ -330,10 +330,10 @@ def test_mindspores_own_crc(mindspore_data: Path, tmp_path: Path) -> None:
     )
     for file, cipher in ((path, None), (tmp_path / "encrypted.ckpt", reshard.Cipher("AES-CBC", key))):
         checkpoint = reshard.open(file, cipher=cipher, contents=False)
-        assert isinstance(checkpoint.files[0].index.sums, Trailer)
+        assert isinstance(checkpoint._record.files[0].index.sums, Trailer)
         assert reshard.verify(checkpoint).equal
         assert reshard.verify(checkpoint).bytes_read >= path.stat().st_size
-        largest = max(checkpoint.files[0].index.entries.values(), key=lambda entry: entry.nbytes)
+        largest = max(checkpoint._record.files[0].index.entries.values(), key=lambda entry: entry.nbytes)
         flip(file, largest.runs[0][0] + largest.nbytes // 2)
         (one,) = reshard.verify(checkpoint).differences
         assert (one.kind, one.name, one.path) == ("checksum", None, str(file))
@@ -364,10 +364,10 @@ def test_against_anything(mindspore_data: Path, tmp_path: Path, name: str) -> No
         assert (found.equal, found.tensors) == (True, len(source)), against
         if strategy is None:
             assert done("verify", given, "--against", copy).exit_code == 0
-        flip(copy / source.files[number].path.rpartition("/")[2], begin)
+        flip(copy / source._record.files[number].path.rpartition("/")[2], begin)
         (one,) = reshard.verify(copy, against=given, source_strategy=strategy).differences
         assert (one.kind, one.name, one.count) == ("values", victim, 1)
-        flip(copy / source.files[number].path.rpartition("/")[2], begin)
+        flip(copy / source._record.files[number].path.rpartition("/")[2], begin)
 
 
 # --- wherever it is, and whoever reads ---

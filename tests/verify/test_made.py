@@ -43,7 +43,7 @@ STAGES = Strategy.of({
 
 PLANS: dict[str, tuple[Strategy | None, dict[str, Any]]] = {
     "ranks": (TARGET, {}),
-    "cast and renamed": (TARGET, {"selection": Selection(cast={"float32": "bfloat16"}, names={})}),
+    "cast and renamed": (TARGET, {"selection": Selection(cast={"float32": "bfloat16"}, name_map={})}),
     "weights": (TARGET, {"selection": Selection(exclude=("moments.*",))}),
     "one rank": (TARGET, {"ranks": [1]}),
     "each replica once": (TARGET, {"remove_redundancy": True, "format": "ckpt"}),
@@ -83,7 +83,7 @@ def test_a_path_is_enough_to_verify(
     assert found
     assert found.against == str(tmp_path / "src")
     assert found.bytes_read > plan.stats.bytes_written
-    some = next(file for file in plan.files if file.layout.contents)
+    some = next(file for file in plan._record.files if file.layout.contents)
     spoil(tmp_path / "out", some)
     (difference, *_) = reshard.verify(tmp_path / "out").differences
     assert difference.kind == "values"
@@ -104,7 +104,7 @@ def test_ranks_that_several_runs_wrote_are_of_one_make(source: reshard.Checkpoin
         reshard.plan(source, TARGET, ranks=[rank]).run(tmp_path / "out")
     assert len(list((tmp_path / "out" / ".reshard").glob("made-*"))) == 1
     assert reshard.verify(tmp_path / "out").ranks == (0, 1)
-    assert not reshard.open(tmp_path / "out").partial
+    assert not reshard.open(tmp_path / "out")._record.partial
 
 
 def say_instead(ledger: Path, said: str, instead: str) -> None:

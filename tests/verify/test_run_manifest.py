@@ -160,7 +160,7 @@ def test_of_a_plan_file(folder: Path, read: list[Any]) -> None:
 
 def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
-    stopped(plan, folder / "dst", 8)
+    stopped(plan._record, folder / "dst", 8)
     report = plan.run("dst")
     assert 0 < report.resumed < plan.stats.bytes_written
     report.write_manifest("m.json")
@@ -170,7 +170,7 @@ def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
 
 def test_of_a_run_that_linked_and_was_gone_on_with(folder: Path, read: list[Any]) -> None:
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), SAME, link_replicas=True)
-    stopped(plan, folder / "dst", 6)
+    stopped(plan._record, folder / "dst", 6)
     report = plan.run("dst")
     assert report.links == 1
     report.write_manifest("m.json")
@@ -185,7 +185,7 @@ def test_only_blocks_without_a_sum_are_read(folder: Path, read: list[Any]) -> No
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
     plan.run("dst")
     path = "rank_2/checkpoint_2.ckpt"
-    (place,) = places(plan.files[2].layout)["c"]
+    (place,) = places(plan._record.files[2].layout)["c"]
     kept = [some for some in known(str(folder / "dst")).records[path].ranges if not place[0] <= some[0] < sum(place)]
     (log,) = (folder / "dst" / ".reshard").glob("*.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines() if line]
@@ -304,7 +304,7 @@ def test_without_checksums_there_is_none(folder: Path) -> None:
     reports: list[Report] = [
         plan.run("unsummed", fsync=False),
         plan.run("unnoted", ledger=False),
-        reshard.plan(plan.source, format="zarr", drop=["note"]).run("zarr"),
+        reshard.plan(plan._record.source, format="zarr", drop=["note"]).run("zarr"),
     ]
     for report in reports:
         with pytest.raises(UsageError, match=r"no checksums were made for a manifest; run with checksums=True and"):

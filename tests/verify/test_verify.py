@@ -69,7 +69,7 @@ def test_recorded_cases_are_equal_after_a_conversion(mindspore_data: Path, tmp_p
                 tmp_path / source, after, against=case / f"src_{other}", source_strategy=before, selection=every
             )
             assert not found.differences
-            assert found.tensors + len(plan.texts) == len({label.name for label in plan.labels})
+            assert found.tensors + len(plan._record.texts) == len({label.name for label in plan._record.labels})
             assert set(found.dropped) == set(plan.dropped)
 
 
@@ -203,7 +203,7 @@ def test_ranks_values_of_their_own_are_those_of_some_source_rank(tmp_path: Path)
     reshard.plan(source, half).run(tmp_path / "dst")
 
     def verified() -> reshard.Verification:
-        target = reshard.open(tmp_path / "dst", strategy=half, layouts={"rng": "copy"}, contents=False)
+        target = reshard.open(tmp_path / "dst", strategy=half, layout={"rng": "copy"}, contents=False)
         return reshard.verify(target, against=reshard.open(tmp_path / "src", **reading))
 
     assert verified().equal
@@ -215,7 +215,7 @@ def test_ranks_values_of_their_own_are_those_of_some_source_rank(tmp_path: Path)
 
 def test_names_and_casts_as_in_a_conversion(sides: tuple[Path, Path], tmp_path: Path) -> None:
     source, _ = sides
-    selection = Selection(weights_only=True, names={"w": "model.w"}, cast={"float32": "bfloat16"}, exclude=("c",))
+    selection = Selection(weights_only=True, name_map={"w": "model.w"}, cast={"float32": "bfloat16"}, exclude=("c",))
     opened = reshard.open(source, strategy=BEFORE)
     reshard.plan(opened, files=reshard.HuggingFaceSet(4000), format="safetensors", selection=selection).run(
         tmp_path / "u"
@@ -271,9 +271,9 @@ def test_directories_of_the_same_ranks_need_no_strategy(sides: tuple[Path, Path]
     assert reshard.verify(target, AFTER, against=source).equal, "its ledger knows the other strategy"
     assert reshard.verify(target, against=source, source_strategy=BEFORE).equal
     shutil.rmtree(target / ".reshard")
-    with pytest.raises(SourceError, match=r"8 ranks and no strategy.*give source_strategy=\.\.\., or layouts="):
+    with pytest.raises(SourceError, match=r"8 ranks and no strategy.*give source_strategy=\.\.\., or layout="):
         reshard.verify(target, AFTER, against=source)
-    with pytest.raises(SourceError, match=r"6 ranks and no strategy.*give strategy=\.\.\., or layouts="):
+    with pytest.raises(SourceError, match=r"6 ranks and no strategy.*give strategy=\.\.\., or layout="):
         reshard.verify(target, against=source, source_strategy=BEFORE)
 
 
@@ -342,7 +342,7 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(sides: tuple[Path, Path]) -> 
     path = rank_file(target, 2)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(SourceError, match=r"rank_2.*ends at byte"):
-        reshard.verify(partial, against=source, source_strategy=BEFORE)
+        reshard.verify(partial._record, against=source, source_strategy=BEFORE)
 
 
 # --- structure --------------------------------------------------------------------------------------------------

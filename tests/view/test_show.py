@@ -161,7 +161,7 @@ def test_a_real_pipeline_tells_its_stages(mindspore_data: Path) -> None:
 
 def test_a_real_checkpoint(mindspore_data: Path) -> None:
     root = mindspore_data / "real" / "tut_src8"
-    lines = checkpoint_text(reshard.open(root / "ckpt", strategy=root / "strategy_0.ckpt")).splitlines()
+    lines = checkpoint_text(reshard.open(root / "ckpt", strategy=root / "strategy_0.ckpt")._record).splitlines()
     assert lines[0].endswith("8 ckpt files, 8 ranks (0-7), 99.6 kB")
     weight = next(line for line in lines if line.startswith("net.layer1.weight"))
     assert re.split(r"  +", weight) == [
@@ -231,7 +231,7 @@ def test_hostile_names_do_not_reach_a_terminal() -> None:
         checkpoint_text(checkpoint),
         rank_files_text(rank_parts("x\x1b", (file,), (0,))),
         strategy_text(strategy, "x\x1b"),
-        plan_text(reshard.plan(checkpoint, strategy, drop=["*"]), "out\x1b"),
+        plan_text(reshard.plan(checkpoint._record, strategy, drop=["*"])._record, "out\x1b"),
     ]
     for text in texts:
         assert all(line.isprintable() for line in text.split("\n"))
@@ -243,11 +243,11 @@ def test_a_plan_tells_what_it_costs(mindspore_data: Path) -> None:
     real = mindspore_data / "real"
     source = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
     plan = reshard.plan(source, reshard.read_strategy(real / "tut_dst4_opt" / "strategy_0.ckpt"), format="safetensors")
-    text = plan_text(plan, "dst", verbose=True)
+    text = plan_text(plan._record, "dst", verbose=True)
     assert "to       dst: 4 safetensors files, 4 ranks (0-3)" in text
     assert "read     14.9 kB from 2 files\n" in text
     assert f"to 4 files\ntasks    {plan.stats.tasks}\nmemory   about " in text
     assert "dst/rank_3/checkpoint_3.safetensors" in text
-    data = plan_data(plan, "dst")
-    assert data["target_bytes"] == sum(file.layout.size for file in plan.files)
+    data = plan_data(plan._record, "dst")
+    assert data["target_bytes"] == sum(file.layout.size for file in plan._record.files)
     assert data["seconds"] is None

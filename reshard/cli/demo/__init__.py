@@ -17,6 +17,7 @@ import numpy as np
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import TargetError, VerifyError, bytes_text, names
+from reshard.formats.sets import HuggingFaceSet
 from reshard.plan.make import plan
 from reshard.readers.open import open as open_checkpoint
 from reshard.strategy.files import read_strategy
@@ -41,6 +42,7 @@ src_strategy.ckpt  which rank of these holds which block
 dst_strategy.ckpt  the same network over 4 ranks, with optimizer parallel
 full.npz           the whole tensors
 dst_checkpoints/   what reshard made: 4 ranks
+hf/                what reshard made: whole tensors in safetensors files
 """
 
 
@@ -82,6 +84,11 @@ def demo(directory: Path, say: Callable[[str], object] = print, command: str = "
         f"Checked {count_text(checked.files, 'file')}: all {checked.nbytes:,} bytes of their {checked.tensors} tensors "
         "are equal to numpy slices of the whole tensors."
     )
+    written = check_library(directory)
+    say(
+        f"Wrote {written.tensors} whole tensors below {directory / 'hf'}, and read them with Hugging Face's library "
+        f"safetensors: all {written.nbytes:,} bytes are equal."
+    )
     say("")
     say(_next(directory, command))
 
@@ -122,6 +129,33 @@ def convert(directory: Path) -> Report:
     source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
     target = read_strategy(directory / "dst_strategy.ckpt")
     return plan(source, target).run(directory / "dst_checkpoints", overwrite=True)
+
+
+def check_library(directory: Path) -> Checked:
+    """Write the whole tensors as a Hugging Face set, and compare what the library safetensors reads with numpy's.
+
+    Raises:
+        VerifyError: something differs.
+    """
+    from safetensors import safe_open
+
+    source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
+    report = plan(source, format="safetensors", files=HuggingFaceSet()).run(directory / "hf", overwrite=True)
+    with np.load(directory / "full.npz", allow_pickle=False) as arrays:
+        whole: dict[str, Array] = {name: arrays[name] for name in arrays.files}
+    count = nbytes = 0
+    for name in report.files:
+        if not name.endswith(".safetensors"):
+            continue
+        with safe_open(str(directory / "hf" / name), framework="numpy") as file:
+            for tensor in whole.keys() & {*file.keys()}:
+                read, expected = file.get_tensor(tensor), whole[tensor]
+                if (read.shape, read.tobytes()) != (expected.shape, expected.tobytes()):
+                    raise VerifyError(f"{name}: tensor {tensor!r} differs in the safetensors library", code="demo")
+                count, nbytes = count + 1, nbytes + read.nbytes
+    if count != len(whole):
+        raise VerifyError(f"{directory / 'hf'} has {count} of {len(whole)} tensors", code="demo")
+    return Checked(len(report.files), count, nbytes)
 
 
 def check(directory: Path) -> Checked:

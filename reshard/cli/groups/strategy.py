@@ -19,6 +19,8 @@ from reshard.cli.options import (
 from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY, WRITE
 from reshard.errors import SourceError, UsageError, VerifyError, printable
+from reshard.readers.open import open as open_checkpoint
+from reshard.source.strategies import strategy_of
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_existing, refuse_inputs
 
@@ -197,7 +199,7 @@ def make_strategy(
     from reshard.source.strategies import strategy_by_rules
 
     refuse_existing(output, overwrite=overwrite)
-    checkpoint = reshard.open(like, strategy=source_strategy, **reading)
+    checkpoint = open_checkpoint(like, strategy=source_strategy, **reading)
     refuse_inputs([output], files_read(like, checkpoint.files), "one of the files of the checkpoint")
     made = strategy_by_rules(as_place(rules), checkpoint, predict=predict)
     reshard.write_strategy(made, output)
@@ -241,10 +243,10 @@ def strategy_from_checkpoint(
                 f"{checkpoint} does not say which rank holds which block", code="no-strategy",
                 facts=["a Checkpoint 2.0 does, and what reshard wrote with a strategy"],
             )  # fmt: skip
-    opened = reshard.open(checkpoint, iteration=iteration, contents=False)
+    opened = open_checkpoint(checkpoint, iteration=iteration, contents=False)
     refuse_inputs([output], files_read(checkpoint, opened.files), "one of the files of the checkpoint")
     say_warnings(opened.warnings)
-    made = reshard.strategy_of(opened, drop=drop)
+    made = strategy_of(opened, drop=drop)
     reshard.write_strategy(made, output)
     nested = [name for name, (one, *_) in made.tensors.items() if any(len(axes) > 1 for axes in one.layout.tensor_map)]
     if nested and output.suffix == ".json":
@@ -370,7 +372,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, source_strategy: Path 
         ranks = read_headers(checkpoint, **found_by).ranks
         own = wanted if len(set(ranks)) > 1 else None
     try:
-        opened = reshard.open(checkpoint, strategy=own, **reading)
+        opened = open_checkpoint(checkpoint, strategy=own, **reading)
     except SourceError as error:
         if own is wanted:
             error.add_note("if STRATEGY is that of a target to be made from CHECKPOINT, add --source-strategy")

@@ -21,6 +21,8 @@ from reshard.errors import TargetError, UsageError
 from reshard.formats import check_name
 from reshard.formats.sets import DCP_ITEMS, SET_INDEXES
 from reshard.formats.zarr import NAME as ZARR
+from reshard.plan.make import plan as make_plan
+from reshard.readers.open import open as open_checkpoint
 from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def job(
     if kept is not None:
         return _of_same_ranks(source, target, asked, to, selection, reading, threads, kept, reason)
     with noting_swap(source, source_strategy, asked.target_strategy, reading):
-        checkpoint = reshard.open(source, strategy=source_strategy, **reading)
+        checkpoint = open_checkpoint(source, strategy=source_strategy, **reading)
     if to is None:
         to, reason = _of_source(checkpoint, source, asked, verb)
         _refuse_misfits(asked, to)
@@ -323,7 +325,7 @@ def _choices(selection: Selection) -> dict[str, object]:
         "--include": selection.include,
         "--exclude": selection.exclude,
         "--weights-only": selection.weights_only,
-        "--name-map": selection.names,
+        "--name-map": selection.name_map,
         "--cast": selection.cast,
         "--allow-missing": selection.allow_missing,
         "--lora": selection.lora,
@@ -338,7 +340,7 @@ def _planned(
 ) -> Plan:
     """Plan what becomes of whole tensors."""
     if asked.link:
-        return reshard.plan(checkpoint, files=reshard.LinkedDCP(), selection=selection)
+        return make_plan(checkpoint, files=reshard.LinkedDCP(), selection=selection)
     layout: Strategy | Pattern | None = None
     if asked.layouts_of:
         layout = reshard.read_layouts(asked.layouts_of)
@@ -348,7 +350,7 @@ def _planned(
     options: dict[str, Any] = {} if asked.prefix is None or to not in RANKS else {"prefix": asked.prefix}
     # A Checkpoint 2.0 is of safetensors files, and says so itself.
     written = None if to == CHECKPOINT2 else "safetensors" if to in {"hf", "mindspore"} else to
-    return reshard.plan(
+    return make_plan(
         checkpoint, layout, format=written, files=files, ranks=asked.ranks, stage=asked.stage, selection=selection,
         remove_redundancy=asked.remove_redundancy, link_replicas=asked.link_replicas, memory=asked.memory,
         threads=threads, target_cipher=asked.cipher, **options,
