@@ -211,6 +211,7 @@ class Checkpoint(Arrays):
         compression: str | None = None,
         selection: Selection | None = None,
         memory: int | str | None = None,
+        fsync: bool = True,
         overwrite: bool = False,
         restart: bool = False,
         threads: int | None = None,
@@ -226,7 +227,8 @@ class Checkpoint(Arrays):
             compression: `zstd`, `zstd:3` and so on; by default none.
             selection: which tensors, under which names, as which dtypes.
             memory: the most resident memory to use, in bytes or as `"1GB"`.
-            overwrite: as for `Plan.run`.
+            fsync: as for `Plan.run`.
+            overwrite: likewise.
             restart: likewise.
             threads: likewise.
             client: likewise.
@@ -239,7 +241,7 @@ class Checkpoint(Arrays):
         return self._record.to_zarr(
             store, chunk_size=size_of(chunk_size, "chunk_size"), shard_size=size_of(shard_size, "shard_size"),
             compression=compression, selection=selection, memory=size_of(memory, "memory"), overwrite=overwrite,
-            restart=restart, threads=threads, client=client, progress=progress,
+            restart=restart, fsync=fsync, threads=threads, client=client, progress=progress,
         )  # fmt: skip
 
     def __getitem__(self, name: str, /) -> Array:

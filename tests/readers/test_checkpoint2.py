@@ -168,7 +168,7 @@ def test_at_a_url(mindspore_data: Path) -> None:
 
 def test_options_that_say_what_the_metadata_say_are_refused(mindspore_data: Path) -> None:
     root = mindspore_data / "checkpoint2" / SPLIT / "checkpoint"
-    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layouts": {"*": "whole"}}, {"stage": 0}):
+    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layout": {"*": "whole"}}, {"stage": 0}):
         with refused(UsageError, "self-described", root):
             reshard.open(root, **options)
 

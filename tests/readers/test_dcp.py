@@ -306,7 +306,7 @@ def test_ranks_that_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_options_that_say_what_the_metadata_say_are_refused(whole: Path, tmp_path: Path) -> None:
-    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layouts": {"*": "whole"}}, {"stage": 0}):
+    for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layout": {"*": "whole"}}, {"stage": 0}):
         with refused(UsageError, "self-described", whole):
             reshard.open(whole, **options)
     result = call("convert", whole, tmp_path / "out", "--format", "ckpt")

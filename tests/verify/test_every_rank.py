@@ -181,13 +181,13 @@ def test_some_ranks_are_verified_for_what_they_shall_hold(plain: tuple[Path, Pat
     for rank in (0, 4, 5):
         rank_file(target, rank).unlink()
     partial = opened(target, AFTER, partial=True)
-    assert reshard.verify(partial._record, against=source, source_strategy=BEFORE).equal
-    assert reshard.verify(partial._record).equal
+    assert reshard.verify(reshard.Checkpoint(partial), against=source, source_strategy=BEFORE).equal
+    assert reshard.verify(reshard.Checkpoint(partial)).equal
     without(rank_file(target, 2), "w", "c")
     partial = opened(target, AFTER, partial=True)
-    found = reshard.verify(partial._record, against=source, source_strategy=BEFORE)
+    found = reshard.verify(reshard.Checkpoint(partial), against=source, source_strategy=BEFORE)
     assert lacking(found) == {("missing", 2, "w"), ("missing", 2, "c")}
-    once = reshard.verify(partial._record, against=source, source_strategy=BEFORE, deduplicated=True)
+    once = reshard.verify(reshard.Checkpoint(partial), against=source, source_strategy=BEFORE, deduplicated=True)
     assert lacking(once) == {("missing", 2, "c")}  # w may be on rank 0 or 4, and of c nobody else has its block
 
 

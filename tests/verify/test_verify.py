@@ -342,7 +342,7 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(sides: tuple[Path, Path]) -> 
     path = rank_file(target, 2)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(SourceError, match=r"rank_2.*ends at byte"):
-        reshard.verify(partial._record, against=source, source_strategy=BEFORE)
+        reshard.verify(reshard.Checkpoint(partial), against=source, source_strategy=BEFORE)
 
 
 # --- structure --------------------------------------------------------------------------------------------------

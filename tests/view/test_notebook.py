@@ -71,7 +71,7 @@ def target(demo: Path) -> Strategy:
 
 @pytest.fixture(scope="module")
 def plan(source: Checkpoint, target: Strategy) -> Plan:
-    return reshard.plan(source._record, target, format="safetensors")
+    return reshard.plan(source, target, format="safetensors")
 
 
 def moves_of(plan: Plan, name: str) -> list[Move]:
@@ -201,7 +201,7 @@ def hostile() -> tuple[Checkpoint, Strategy]:
 
 def test_names_are_never_markup() -> None:
     checkpoint, strategy = hostile()
-    plan = reshard.plan(checkpoint._record, strategy, drop=["*"], allow_missing=["*"])
+    plan = reshard.plan(reshard.Checkpoint(checkpoint), strategy, drop=["*"], allow_missing=["*"])
     assert plan.dropped
     assert plan.missing
     name = next(iter(checkpoint))
@@ -240,7 +240,9 @@ def test_any_text_comes_through_as_it_is_printed(text: str) -> None:
 
 def test_ten_thousand_tensors_on_64_ranks() -> None:
     checkpoint = large(10_000, 64)
-    plan = reshard.plan(checkpoint._record, Strategy.of(dict.fromkeys(checkpoint, Layout.of([32], [0, -1]))))
+    plan = reshard.plan(
+        reshard.Checkpoint(checkpoint), Strategy.of(dict.fromkeys(checkpoint, Layout.of([32], [0, -1])))
+    )
     for each in (checkpoint, checkpoint.strategy, plan, checkpoint.groups(), plan.picture("h.7.wa")):
         began = time.process_time()
         root = parsed(each)
@@ -251,7 +253,9 @@ def test_ten_thousand_tensors_on_64_ranks() -> None:
 @pytest.mark.slow
 def test_one_tensor_of_thousands_of_ranks() -> None:
     checkpoint = large(10, 2048)
-    plan = reshard.plan(checkpoint._record, Strategy.of(dict.fromkeys(checkpoint, Layout.of([1024], [0, -1]))))
+    plan = reshard.plan(
+        reshard.Checkpoint(checkpoint), Strategy.of(dict.fromkeys(checkpoint, Layout.of([1024], [0, -1])))
+    )
     began = time.process_time()
     root = parsed(plan.picture("h.0.wa"))
     assert time.process_time() - began < 10, "measured: 2.4 s; minutes without the bound"
@@ -419,7 +423,7 @@ def test_names_are_whole_where_there_is_room() -> None:
     checkpoint = large(8, 4)
     selection = reshard.Selection(include=("h.0.wa",), name_map={"h.0.wa": name})
     picture = reshard.plan(
-        checkpoint._record, Strategy.of({name: Layout.of([2], [0, -1])}), selection=selection
+        reshard.Checkpoint(checkpoint), Strategy.of({name: Layout.of([2], [0, -1])}), selection=selection
     ).picture()
     assert texts(parsed(picture)).count(name) == 2, "a label and its tip"
     assert picture.width <= 960
@@ -462,7 +466,7 @@ def test_stages_are_drawn_apart(mindspore_data: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [None, [1], [0, 3]])
 def test_a_plans_ribbons_are_its_bytes(source: Checkpoint, target: Strategy, ranks: list[int] | None) -> None:
-    plan = reshard.plan(source._record, target, ranks=ranks)
+    plan = reshard.plan(source, target, ranks=ranks)
     drawn = flow._of_plan(plan._record)
     assert sum(drawn.read.values()) == plan.stats.bytes_read == sum(node.nbytes for node in drawn.sources)
     assert sum(drawn.written.values()) == plan.stats.bytes_written == sum(node.nbytes for node in drawn.targets)
@@ -477,7 +481,9 @@ def test_a_plans_ribbons_are_its_bytes(source: Checkpoint, target: Strategy, ran
 def test_a_cast_and_a_large_plan_keep_their_bytes() -> None:
     checkpoint = large(300, 64)
     target = Strategy.of(dict.fromkeys(checkpoint, Layout.of([32], [0, -1])))
-    plan = reshard.plan(checkpoint._record, target, selection=reshard.Selection(cast={"float32": "bfloat16"}))
+    plan = reshard.plan(
+        reshard.Checkpoint(checkpoint), target, selection=reshard.Selection(cast={"float32": "bfloat16"})
+    )
     drawn = flow._of_plan(plan._record)
     assert sum(drawn.read.values()) == plan.stats.bytes_read
     assert sum(drawn.written.values()) == plan.stats.bytes_written
