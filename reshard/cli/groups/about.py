@@ -77,7 +77,7 @@ def help_command(ctx: click.Context, topic: str | None) -> None:
     if topic in known:
         text = _COMMENT.sub("", known[topic].path.read_text(encoding="utf-8"))
         text = _HEADING.sub(lambda heading: paint(heading[0], bold=True), printable(text, keep="\n").rstrip())
-        (click.echo_via_pager if sys.stdout.isatty() else click.echo)(f"{text}\n")
+        (click.echo_via_pager if sys.stdout.isatty() else click.echo)(text)
         return
     group = ctx.parent.command if ctx.parent else None
     command = group.get_command(ctx, topic) if isinstance(group, click.Group) else None
