@@ -89,7 +89,7 @@ def test_options_of_the_other_format_are_refused(source: reshard.Checkpoint, tmp
                     ["--format", "zarr", "--max-shard-size", "1GB"], ["--compression", "zstd"]):  # fmt: skip
         done = invoke("unify", source.root, tmp_path / "out", *options)
         assert done.exit_code == 2
-        assert ": only for --format" in done.output
+        assert options[-2] in done.output
 
 
 def test_via_zarr_and_again_without_the_source(

@@ -252,7 +252,7 @@ DCP = [
     ),
     *(Item(f"an object that is damaged: {name}", make, "", SHOWN, 0, "bad", headroom=100_000_000, seconds=2) for name, make in DAMAGED.items()),
     *(
-        Item(f"an object that is damaged, verified: {name}", make, "is not what it carries of itself", ("verify {bad}",), 3, "bad", headroom=100_000_000, seconds=2)
+        Item(f"an object that is damaged, verified: {name}", make, "differs from what it carries of itself", ("verify {bad}",), 3, "bad", headroom=100_000_000, seconds=2)
         for name, make in DAMAGED.items()
     ),
     *(

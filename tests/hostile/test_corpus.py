@@ -57,6 +57,11 @@ def names(item: Item, found: dict[str, Any]) -> bool:
 def faults_of(item: Item, found: dict[str, Any]) -> list[str]:
     """What is wrong with how a command met an item."""
     said, lines = found["said"], found["said"].splitlines()
+    if item.code == 3:  # what differs is told on stdout
+        said, lines = (
+            found["said"] + found["shown"],
+            [f"error: {found['shown']}".splitlines()[0]] * bool(found["shown"]),
+        )
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     below = lines[errors[0] + 1 :] if errors else []
     faults = []

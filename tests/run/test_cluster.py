@@ -357,7 +357,7 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
         [*command, "--cluster", "tcp://h:1", "--scheduler", "threads"], cwd=tmp_path, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    assert "--scheduler is only for runs on this machine" in done.stderr
+    assert "--scheduler is for this machine" in done.stderr
 
 
 def test_a_run_that_is_given_up_settles() -> None:

@@ -297,18 +297,17 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("transform", "--target-step", "3"), "--target-step: only for --style checkpoint2 or --format dcp"),
-        (("transform", "--layouts-of", "x"), "--layouts-of: only for --style checkpoint2"),
-        (("unify", "--target-step", "3"), "--target-step: only for --style checkpoint2 or --format dcp"),
-        (("unify", "--prefix", "a", "--style", "hf"), "--prefix: only for --style checkpoint2"),
-        (("transform", "--style", "hf"), "`reshard unify` writes it"),
+        (("transform", "--target-step", "3"), "--target-step does not go with the format"),
+        (("transform", "--layouts-of", "x"), "--layouts-of does not go with the format"),
+        (("unify", "--target-step", "3"), "--target-step does not go with the format mindspore"),
+        (("unify", "--prefix", "a", "--style", "hf"), "--prefix does not go with the format hf"),
         (("transform", "--style", "checkpoint2", "--ranks", "0"), "a Checkpoint 2.0 has all ranks"),
-        (("plan", "--max-shard-size", "1GB"), "--max-shard-size: only for a set of whole tensors (--style), or"),
+        (("plan", "--max-shard-size", "1GB"), "--max-shard-size does not go with the format"),
         (
             ("plan", "--style", "checkpoint2", "--layouts-of", "x", "--max-shard-size", "1GB"),
             "leave --max-shard-size out",
         ),
-        (("transform", "--style", "checkpoint2", "--format", "ckpt"), "do not go together"),
+        (("transform", "--style", "checkpoint2", "--format", "ckpt"), "--style checkpoint2 is of safetensors files"),
         (
             ("transform", "--style", "checkpoint2", "--layouts-of", "x", "--target-strategy", "y"),
             "both say how tensors are cut",

@@ -287,7 +287,7 @@ def test_options_of_other_targets(options: list[str], tmp_path: Path) -> None:
     arguments = ["transform", source(tmp_path).root, str(tmp_path / "out"), "--format", "dcp", *options]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 2
-    assert "only for --format ckpt or safetensors" in done.output
+    assert options[0] in done.output
 
 
 def test_metadata_is_last_and_withdrawn_first(tmp_path: Path) -> None:

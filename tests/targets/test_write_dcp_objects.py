@@ -132,7 +132,7 @@ def test_what_is_chosen_is_carried(root: Callable[[str], Path], tmp_path: Path) 
         found = reshard.open(tmp_path / f"{number}")
         assert len(found.objects) == carried
         assert reshard.verify(tmp_path / f"{number}").equal
-    target = done("unify", root("fsdp2_uneven"), tmp_path / "hf", "--style", "huggingface", "--dry-run").stdout
+    target = done("unify", root("fsdp2_uneven"), tmp_path / "hf", "--style", "huggingface", "--dry-run", "-v").stdout
     assert "dropped  15 names: optim.param_groups.0.lr" in target
     zarr = reshard.plan(reshard.open(root("mcore_tp2_pp2")), format="zarr")
     assert set(MEGATRON) < set(zarr.dropped)

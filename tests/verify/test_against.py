@@ -271,7 +271,7 @@ def test_what_the_target_is(src: Path, adapter: LoRA, tmp_path: Path, monkeypatc
         ]  # fmt: skip
         assert data["changes"][0]["detail"] == str(tmp_path / "lora")
         assert data["changes"][1]["detail"] == "float32=bfloat16"
-    assert "3 tensors, a random " in done("verify", "lo", "--against", "dst", "--sample", "5%").stdout
+    assert "; a random " in done("verify", "lo", "--against", "dst", "--sample", "5%").stdout
     assert "LoRA adapter &quot;lora&quot; merged into 2 weights" in reshard.verify("lo")._repr_html_()
     assert (
         "LoRA adapter &quot;lora&quot; merged into 2 weights"
@@ -291,7 +291,7 @@ def test_what_was_not_compared_is_not_called_equal(src: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     write(src, out, "ranks")
     said = done("verify", out, "--against", src, "--weights-only").stdout.splitlines()[0]
-    assert said.endswith("weights only; 3 tensors, every bit; 1 other in the target not compared")
+    assert said.endswith("weights only; every bit of 3 tensors; 1 other in the target not compared")
     reshard.plan(reshard.open(src, strategy=SOURCE), TARGET, ranks=[1]).run(tmp_path / "one", fsync=False)
     found = reshard.verify(tmp_path / "one", against=src)
     assert found

@@ -250,7 +250,7 @@ SET = ["unify", "src", "dst", *BEFORE]
         (
             [*SET, "--format", "zarr", *MANIFEST],
             2,
-            "is only for plain checkpoint files, and dst becomes a zarr store; leave it out",
+            "is for plain checkpoint files, and dst becomes a zarr store",
         ),
         (
             ["transform", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
