@@ -500,7 +500,7 @@ def conclusion(found: Verification) -> str:
     if not found.ranks:
         return f"is as the manifest {printable(near(found.against))} says; {_every(found)}"
     if found.by_checksums:
-        return f"has the sizes and checksums of its ledger; {_every(found)}"
+        return f"has the sizes and checksums of its ledger, in {count_text(found.files, 'file')}"
     return _equal_text(found, found.against)
 
 

@@ -410,8 +410,10 @@ def test_memory_is_counted(base: reshard.Checkpoint, lora: LoRA) -> None:
 def test_commands(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     out, plan = tmp_path / "out", tmp_path / "plan.json"
     merged_text = 'LoRA adapter "lora" merged into 3 weights'
-    assert f"\nchanged  {merged_text}\n" in done("plan", base.root, "--lora", lora.root).output
-    assert f"\nchanged: {merged_text}\n" in done("transform", base.root, out, "--lora", lora.root, "--no-fsync").output
+    assert f"\n  changed: {merged_text}\n" in done("plan", base.root, "--lora", lora.root).output
+    assert (
+        f"\n  changed: {merged_text}\n" in done("transform", base.root, out, "--lora", lora.root, "--no-fsync").output
+    )
     assert_rank_files(out, written(EXPECTED), None)
     for options in ([], ["--against", base.root], ["--against", base.root, "--lora", lora.root]):
         assert f" = {base.root} with {merged_text}; every bit of 5 tensors\n" in done("verify", out, *options).output

@@ -227,7 +227,7 @@ def test_a_stage_of_the_target_that_is_asked_for(
     target = ["--target-strategy", strategy, "--target-stage", str(stage)]
     ranks = range(4 * stage, 4 * stage + 4)
     command = ["transform", pipeline.four, tmp_path / "out", "--source-strategy", pipeline.four_strategy, *target]
-    result = done(*command)
+    result = done(*command, "-v")
     paths = [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in ranks]
     assert sorted(tree(tmp_path / "out")) == paths
     for rank in ranks:

@@ -263,7 +263,7 @@ def test_what_the_target_is(src: Path, adapter: LoRA, tmp_path: Path, monkeypatc
     ran = json.loads(done("unify", "dst", "again", *how, "--no-fsync", "--json").stdout)
     for command in (["verify", "lo"], ["verify", "lo", "--against", "dst"], ["verify", "lo", "--against", "dst", *how]):
         line = done(*command).stdout.splitlines()[0]
-        assert line == f"verified: lo = dst with {changed}, weights only; 3 tensors, every bit"
+        assert line == f"verified: lo = dst with {changed}, weights only; every bit of 3 tensors"
         data = json.loads(done(*command, "--json").stdout)
         assert data["changes"] == ran["changes"]
         assert [(one["kind"], one["tensors"]) for one in data["changes"]] == [

@@ -105,8 +105,8 @@ def test_it_is_that_of_the_files_and_nothing_is_read(words: list[str], folder: P
     assert not read
     assert_as_read("dst")
     sums = sum(1 + len(file.get("tensors", [])) for file in json.loads(Path("m.json").read_text())["files"].values())
-    assert f"\nmanifest: m.json, {sums} checksums of " in said
-    assert said.endswith("\nto check it against the manifest: reshard verify dst --manifest m.json\n")
+    assert f"\n  manifest: m.json, {sums} checksums of " in said
+    assert "\nnext: reshard verify dst" in said
     Path("m.json").unlink()
     if words[0] == "convert" and Path("dst").is_file():  # its directory is another's, and gets no ledger
         refused = call(*words, *MANIFEST)
@@ -131,7 +131,7 @@ def test_of_files_at_a_url(name: str, folder: Path, read: list[Any], request: py
     url = f"memory://{abs(hash(request.node.nodeid))}"
     words = [url if word == "dst" else word for word in COMMANDS[name]]
     said = ran(*words, *MANIFEST)
-    assert "\nmanifest: m.json, " in said
+    assert "\n  manifest: m.json, " in said
     assert said.endswith(f"\nto check it against the manifest: reshard verify {url} --manifest m.json\n")
     for path, content in get(url).items():
         Path("dst", path).parent.mkdir(parents=True, exist_ok=True)
@@ -288,7 +288,7 @@ def test_a_manifest_that_cannot_be_written_is_not_there_in_parts(folder: Path) -
     assert result.exit_code == 6
     assert result.stderr.startswith("error: cannot write file/m.json: ")
     assert result.stderr.endswith(
-        "; the target files are complete; the same command, without --restart, makes the manifest alone\n"
+        "the target files are complete; the same command, without --restart, makes the manifest alone\n"
     )
     assert ran(*SET, *MANIFEST).startswith("nothing is left to do: ")
     assert_as_read("dst")
