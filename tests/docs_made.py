@@ -1,6 +1,6 @@
 """The generated pages of `docs/`: commands from the program's own help, and error codes from the package's source.
 
-    python tests/docs_made.py   # writes them again
+python tests/docs_made.py   # writes them again
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draw `docs/benchmark.svg` from the figures in `docs/benchmarks.json`, which `bench.py --json` writes.
 
-    python tests/bench/picture.py [FILE]
+python tests/bench/picture.py [FILE]
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def groups(recorded: dict[str, Any]) -> list[tuple[str, list[Bar]]]:
     size = f"{recorded['bytes'] / 1e9:.1f} GB"
     found = []
     theirs = [
-        Bar(name.replace("safetensors load, ", "load, "), *(statistics.median(pair[0][k] for pair in pairs) for k in (0, 1)))
+        Bar(
+            name.replace("safetensors load, ", "load, "),
+            *(statistics.median(pair[0][k] for pair in pairs) for k in (0, 1)),
+        )
         for name, pairs in peers.items()
         if ".ckpt" not in name
     ]
