@@ -72,7 +72,7 @@ def dtype_casts(_ctx: click.Context, param: click.Parameter, values: Sequence[st
         try:
             before, after = by_name(old, UsageError).name, by_name(new, UsageError).name
         except UsageError as error:
-            raise click.BadParameter(str(error), param=param) from None
+            raise click.BadParameter(error.message, param=param) from None
         if found.setdefault(before, after) != after:
             raise click.BadParameter(f"{before} cannot become both {found[before]} and {after}", param=param)
     return found

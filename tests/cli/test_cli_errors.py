@@ -92,7 +92,7 @@ def test_sizes(text: str, nbytes: int) -> None:
         ("convert a b --memory 2 GB", "2GB"),
         ("convert a b 2 GB", "2GB"),
         ("convert a b --cast fp32=bf16 --cast float32=fp16", "bfloat16 and float16"),
-        ("convert a b --cast fp32=bf17", "'bf17'"),
+        ("convert a b --cast fp32=bf17", "bf17"),
         ("convert a b --to tf", "'mindspore', 'dcp'"),
     ],
 )
@@ -171,7 +171,7 @@ def test_json_has_no_color(case: Case) -> None:
 def test_a_rank_outside_the_target_is_2(case: Case, tmp_path: Path) -> None:
     result = call("transform", case.source, tmp_path, *case.strategies, "--ranks", "4")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: rank 4 is asked for")
+    assert "rank 4 " in result.stderr
 
 
 def test_an_incomplete_source_is_4(case: Case, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_plan_replaces_no_file_unasked(case: Case, tmp_path: Path) -> None:
     for more in ([], ["--overwrite"]):
         result = call(*words, tmp_path / "fifo", *more)
         assert result.exit_code == 6
-        assert "is not a regular file but a pipe or a device" in result.stderr
+        assert "is a pipe or a device" in result.stderr
     (tmp_path / "plan.json").write_text("")
     assert call(*words, tmp_path / "plan.json", "--overwrite").exit_code == 0
     shown = call("strategy", "show", tmp_path / "plan.json")
@@ -287,12 +287,12 @@ def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more
     source = write_ranks(tmp_path / "src", numbers({"w": (4, 2), "v": (2, 2)}), pipeline)
     reshard.write_strategy(pipeline.of_stage(0), tmp_path / "stage_0.ckpt")
     read = [source, "--source-strategy", tmp_path / "stage_0.ckpt"]
-    said = "the strategy is that of stage 0 of a pipeline, and files of other stages are there; give the directory"
+    said = "--stage 0"
     for words in (["unify", *read, tmp_path / "out", *more], ["plan", *read, "--style", "mindspore"]):
         refused = call(*words)
         assert refused.exit_code == 4
         assert said in refused.stderr
-    with pytest.raises(StrategyError, match="files of other stages are there; give that of all"):
+    with pytest.raises(StrategyError, match="stage 0"):
         ms.unified_safetensors(source, tmp_path / "stage_0.ckpt", tmp_path / "ms")
     assert call("unify", *read, tmp_path / "out", *more, "--stage", "0").exit_code == 0
     shutil.rmtree(source / "rank_2")
@@ -349,20 +349,20 @@ def test_the_directory_with_rank_directories_is_one_further_in(case: Case, tmp_p
     assert f"open {tmp_path}/run/src inside it" in result.stderr
     strategy = call("inspect", case.source_strategy)
     assert strategy.exit_code == 4
-    assert "it may be a strategy file" in strategy.stderr
+    assert "reshard strategy show" in strategy.stderr
 
 
 def test_a_stage_that_has_no_files(case: Case) -> None:
     result = call("inspect", case.source, "--source-strategy", case.source_strategy, "--stage", "3")
     assert result.exit_code == 4
-    assert "stage 3 has the ranks 24-31" in result.stderr
+    assert "has ranks 24-31" in result.stderr
 
 
 @pytest.mark.parametrize("prefix", ["{rank}x", ".", "a/b"])
 def test_a_prefix_under_which_nothing_would_be_found(case: Case, tmp_path: Path, prefix: str) -> None:
     result = call("transform", case.source, tmp_path / "out", *case.strategies, "--prefix", prefix)
     assert result.exit_code == 2
-    assert "not the beginning of a file name" in result.stderr
+    assert repr(prefix) in result.stderr
 
 
 def test_python_arguments_of_another_kind(case: Case, tmp_path: Path) -> None:

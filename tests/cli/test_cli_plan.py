@@ -123,7 +123,7 @@ def test_a_target_below_the_current_directory_may_be_planned(
 def test_no_other_target_may_be_planned(case: Case, tmp_path: Path, target: str) -> None:
     refused = call("plan", case.source, target, *case.strategies, "-o", tmp_path / "plan.json")
     assert refused.exit_code == 2
-    assert "is not below the current directory, and so no plan file may name it" in refused.stderr
+    assert f"'{target}' is not below the current directory" in refused.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -153,7 +153,7 @@ def test_what_is_not_a_plan_is_refused(case: Case, tmp_path: Path) -> None:
     refused = call("run", case.source_strategy, tmp_path / "dst")
     assert refused.exit_code == 4
     assert "is not a valid plan file" in refused.stderr
-    assert refused.stderr.count("\n") == 1
+    assert refused.stderr.count("error: ") == 1
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,9 @@ def test_ranks_of_unknown_layout_keep_what_they_have(case: Case, tmp_path: Path)
     asked = done("convert", case.source, tmp_path / "b", "--to", "safetensors", "--same-ranks")
     assert "nothing says" not in asked.stderr
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
-    failed(4, "bad-source", "convert", case.source, tmp_path / "c")  # no --to
-    failed(4, "bad-source", "convert", case.source, tmp_path / "c", "--to", "hf")
-    failed(4, "bad-source", "transform", case.source, tmp_path / "c", "--format", "safetensors")
+    failed(4, "no-layout", "convert", case.source, tmp_path / "c")  # no --to
+    failed(4, "no-layout", "convert", case.source, tmp_path / "c", "--to", "hf")
+    failed(4, "no-layout", "transform", case.source, tmp_path / "c", "--format", "safetensors")
     assert not (tmp_path / "c").exists()
 
 
@@ -164,7 +164,7 @@ def test_what_contradicts_is_refused(case: Case, dst: Path, tmp_path: Path) -> N
         failed(2, "usage", "convert", dst, tmp_path / "out", *words)
     cut = ["--target-strategy", case.target_strategy]
     failed(2, "usage", "convert", dst, tmp_path / "x.ckpt", *cut, places=("--target-strategy", "x.ckpt"))
-    failed(2, "usage", "convert", dst, tmp_path / "x.ckpt", "--to", "safetensors", places=("x.ckpt",))
+    failed(2, "wrong-extension", "convert", dst, tmp_path / "x.ckpt", "--to", "safetensors", places=("x.ckpt",))
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
 
 

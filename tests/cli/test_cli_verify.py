@@ -131,7 +131,7 @@ def test_a_manifest(folder: Path) -> None:
     before = Path("moved/rank_0/checkpoint_0.ckpt").read_bytes()
     result = call("verify", "moved", "--write-manifest", "moved/rank_0/checkpoint_0.ckpt", "--overwrite")
     assert result.exit_code == 6
-    assert "is one of the files of moved; choose another name for the manifest" in result.stderr
+    assert "is one of the files of moved" in result.stderr
     assert Path("moved/rank_0/checkpoint_0.ckpt").read_bytes() == before
     Path("m.json").write_text('{"reshard_manifest": 2, "files": {"../x": {"nbytes": 1, "crc32c": "00000000"}}}')
     result = call("verify", "moved", "--manifest", "m.json")
@@ -186,4 +186,4 @@ def test_options_that_would_do_nothing_are_refused(folder: Path, options: list[s
 def test_a_budget_that_is_too_little(folder: Path) -> None:
     result = call(*BOTH, "--memory", "1MB")
     assert result.exit_code == 5
-    assert "are too little; --memory 56MB works: " in result.stderr
+    assert "--memory 56MB" in result.stderr

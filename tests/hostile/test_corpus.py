@@ -49,19 +49,17 @@ def commands(groups: list[str], directory: Path, *, slow: bool, every: int) -> M
 def names(item: Item, found: dict[str, Any]) -> bool:
     """Whether an error has one of the codes of an item, and names its place."""
     says = re.fullmatch(r"([a-z|-]+)(?: @ (.+))?", item.says, re.DOTALL)
+    told = found["said"] + (found["shown"] if item.code == 3 else "")
     if not says:
-        return item.says in found["said"]
-    return not set(says[1].split("|")).isdisjoint(found["codes"]) and (says[2] or "") in found["said"]
+        return item.says in told
+    return not set(says[1].split("|")).isdisjoint(found["codes"]) and (says[2] or "") in told
 
 
 def faults_of(item: Item, found: dict[str, Any]) -> list[str]:
     """What is wrong with how a command met an item."""
     said, lines = found["said"], found["said"].splitlines()
     if item.code == 3:  # what differs is told on stdout
-        said, lines = (
-            found["said"] + found["shown"],
-            [f"error: {found['shown']}".splitlines()[0]] * bool(found["shown"]),
-        )
+        said, lines = said + found["shown"], ["error: "] * bool(found["shown"])
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     below = lines[errors[0] + 1 :] if errors else []
     faults = []

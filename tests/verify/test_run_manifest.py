@@ -132,7 +132,7 @@ def test_of_files_at_a_url(name: str, folder: Path, read: list[Any], request: py
     words = [url if word == "dst" else word for word in COMMANDS[name]]
     said = ran(*words, *MANIFEST)
     assert "\n  manifest: m.json, " in said
-    assert said.endswith(f"\nto check it against the manifest: reshard verify {url} --manifest m.json\n")
+    assert "\nnext: reshard verify " in said
     for path, content in get(url).items():
         Path("dst", path).parent.mkdir(parents=True, exist_ok=True)
         Path("dst", path).write_bytes(content)
