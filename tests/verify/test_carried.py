@@ -15,6 +15,7 @@ from clusters import client_of, cluster
 from commands import call, done
 from dcp_files import item, without_sums, write_torch
 from measure import RESHARD, measured
+from refusals import refused
 from remotes import put
 from saves_files import tensor, write_save
 
@@ -290,7 +291,7 @@ def test_files_without_checksums_are_not_read(mindspore_data: Path) -> None:
     ):
         found = reshard.verify(root)
         assert (found.equal, found.bytes_read, found.unchecked[0]) == (True, 0, "contents")
-        with pytest.raises(UsageError, match="is only for a comparison with a source"):
+        with refused(UsageError, "needs-source", "client=..."):
             reshard.verify(root, client=object())
 
 
