@@ -270,7 +270,7 @@ def test_a_source_out_of_reach_has_not_changed(source: reshard.Checkpoint, tmp_p
         gone = event.written == event.total
 
     faults.every(status, "status")
-    with refused(SourceError, "cannot-read", "Stale file handle") as caught:
+    with refused(SourceError, "bad-source", "Stale file handle") as caught:
         plan.run(tmp_path / "out", progress=away)
     gone = False
     assert not isinstance(caught.value, ChangedError)

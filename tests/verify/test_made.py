@@ -275,10 +275,10 @@ def test_a_strategy_that_the_ledger_contradicts_is_refused(source: reshard.Check
     same = Strategy.of(dict.fromkeys("wc", Layout.of([2, 1], [1, -1])))
     for options in ({}, {"strategy": one}, {"strategy": same}):
         assert np.array_equal(reshard.open(target, **options)["w"].compute(), FULL["w"])
-    with refused(SourceError, "other-strategy", "w, c"):
+    with refused(SourceError, "strategy-mismatch", "w, c"):
         reshard.open(target, strategy=other)
     command = "transform", target, tmp_path / "z", "--source-strategy", write_strategy(tmp_path, other)
-    failed(4, "other-strategy", *command, places=("--source-strategy", "w, c"))
+    failed(4, "strategy-mismatch", *command, places=("--source-strategy", "w, c"))
     shutil.rmtree(target / ".reshard")
     assert reshard.open(target, strategy=other, contents=False).tensors["w"].spec.shape == (24, 32)
 

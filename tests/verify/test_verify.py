@@ -358,7 +358,7 @@ def test_a_sound_structure(sides: tuple[Path, Path]) -> None:
 
 def test_a_missing_rank(sides: tuple[Path, Path]) -> None:
     rank_file(sides[1], 4).unlink()
-    with refused(SourceError, "missing-replicas", "rank 4") as caught:
+    with refused(SourceError, "missing-ranks", "rank 4") as caught:
         reshard.verify(sides[1], AFTER)
     assert caught.value.exit_code == 4
     shutil.rmtree(sides[1] / ".reshard")  # which knows of the file
@@ -391,7 +391,7 @@ def test_unfinished_files_are_reported(sides: tuple[Path, Path]) -> None:
     warnings = reshard.verify(sides[1], AFTER).warnings
     assert "1 unfinished file (rank_4/checkpoint_4.safetensors.partial)" in warnings[0]
     path.unlink()
-    with refused(SourceError, "missing-replicas", "rank 4", "unfinished file"):
+    with refused(SourceError, "missing-ranks", "rank 4", "unfinished file"):
         reshard.verify(sides[1], AFTER)
 
 
