@@ -21,6 +21,7 @@ import pytest
 from checkpoints import numbers, tree, write_ranks
 from clusters import Wire, client_of, cluster, count_plans, plans_counted
 from commands import heed_signals, interruptible
+from refusals import refused
 from remotes import get
 from samples import one_in
 
@@ -134,7 +135,7 @@ def test_a_cluster_is_refused_before_anything_is_replaced(made: reshard.Plan, tm
     (tmp_path / "elsewhere").mkdir()
     with cluster(tmp_path, 0) as one:
         one.add_worker(cwd=tmp_path / "elsewhere")
-        with client_of(one.address, 1) as client, pytest.raises(SourceError, match=r"worker tcp://.*does not exist"):
+        with client_of(one.address, 1) as client, refused(SourceError, "source-gone", "worker tcp://"):
             plan.run(url, client=client, restart=True)
     assert get(url) == before
 
@@ -207,8 +208,10 @@ def test_a_failure_on_a_worker_leaves_nothing(
         return cached
 
     monkeypatch.setattr("reshard.run.run.check_workers", then_cut)  # just before they begin
-    with pytest.raises((SourceError, TargetError), match=r"checkpoint_7\.safetensors: (ends at|changed since)"):
+    with pytest.raises((SourceError, TargetError)) as caught:
         plan.run(tmp_path / "out", client=wired[1], partition=partition)
+    assert caught.value.code in {"truncated", "source-changed"}
+    assert "checkpoint_7.safetensors" in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -288,7 +291,7 @@ def test_a_scheduler_is_lost_in_the_middle(
 
         with pytest.raises(KeyboardInterrupt if interrupted else ReshardError) as caught:
             made.run(tmp_path / "out", client=client, progress=kill)
-        assert interrupted or "the cluster failed" in str(caught.value)
+        assert interrupted or getattr(caught.value, "code", "") == "cluster-failed"
         one.workers[0].kill()
         one.workers[0].wait()
         assert not list((tmp_path / "out").rglob("*.safetensors"))
@@ -306,13 +309,13 @@ def test_a_worker_that_sees_other_files_is_named(
     with cluster(tmp_path, 0) as one:
         one.add_worker(cwd=tmp_path / "elsewhere")
         with client_of(one.address, 1) as client:
-            with pytest.raises(SourceError, match=r"(?s)worker tcp://.*does not exist.* by the same paths"):
+            with refused(SourceError, "source-gone", "worker tcp://", "by the same paths"):
                 reshard.plan(source, AFTER).run(tmp_path / "out", client=client)
             assert not (tmp_path / "out").exists()
             there = f"/proc/self/cwd/{os.path.relpath(tmp_path)}"
             inside = f"{tmp_path}/"
             monkeypatch.setattr(os.path, "realpath", lambda path: re.sub(f"^{inside}", f"{there}/", str(path)))
-            with pytest.raises(TargetError, match=r"worker tcp://.*is another directory there, or none"):
+            with refused(TargetError, "different-directory", "worker tcp://", "out"):
                 made.run(tmp_path / "out", client=client)
 
 
@@ -320,21 +323,24 @@ def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(reshard_cluster, "REACHED_WITHIN", 1)
     began = time.monotonic()
     with (
-        pytest.raises(ReshardError, match=r"cluster tcp://127\.0\.0\.1:9: cannot be reached within 1 s"),
+        refused(ReshardError, "not-reachable", "tcp://127.0.0.1:9", "1 s"),
         reshard_cluster.connected("tcp://127.0.0.1:9"),
     ):
         pass
-    with pytest.raises(ReshardError, match="cannot be reached"), reshard_cluster.connected("nowhere://x"):
+    with refused(ReshardError, "not-reachable", "nowhere://x"), reshard_cluster.connected("nowhere://x"):
         pass
     with (
         cluster(tmp_path, 0) as one,
-        pytest.raises(ReshardError, match="has no worker after 1 s; start one: dask worker tcp"),
+        refused(ReshardError, "no-workers", "1 s", "dask worker tcp"),
         reshard_cluster.connected(one.address),
     ):
         pass
     assert time.monotonic() - began < 20
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ReshardError, match=r"pip install 'reshard\[distributed\]'"), reshard_cluster.connected("local"):
+    with (
+        refused(ReshardError, "library-missing", "pip install 'reshard[distributed]'"),
+        reshard_cluster.connected("local"),
+    ):
         pass
 
 
@@ -366,7 +372,7 @@ def test_a_run_that_is_given_up_settles() -> None:
         with pytest.raises(TimeoutError):
             asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 0.2))
         asyncio.run(asyncio.wait_for(reshard_cluster.settled("another"), 1))
-        with pytest.raises(ReshardError, match="given up"):
+        with refused(ReshardError, "cancelled"):
             live_runs.check_cancelled("one")
     finally:
         live_runs.add("one", -1)

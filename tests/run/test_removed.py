@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoints import assert_equal, assert_rank_files, numbers, tree, write_file, write_ranks
 from commands import call, done
+from refusals import failed, refused
 from remotes import bucket, get, root, server
 
 import reshard
@@ -101,8 +102,7 @@ def test_the_commands_say_so(eight: Path, tmp_path: Path) -> None:
     reshard.write_strategy(ranks(4), tmp_path / "four.ckpt")
     command = ["transform", tmp_path / "src" / "net.safetensors", eight, "--target-strategy", tmp_path / "four.ckpt"]
     before = tree(eight)
-    refused = call(*command)
-    assert refused.exit_code == 6
+    failed(6, "other-run", *command)
     assert "4 files of earlier runs would be removed" in done(*command, "--overwrite", "--dry-run").stderr
     assert tree(eight) == before
     result = done(*command, "--overwrite")
@@ -135,9 +135,7 @@ def test_ranks_of_unknown_origin_are_refused(
     before["four.ckpt"] = (tmp_path / "four.ckpt").read_bytes()
     command = ["transform", source.root, eight, "--target-strategy", tmp_path / "four.ckpt", "--overwrite"]
     for more in ([], ["--dry-run"]):
-        refused = call(*command, *more)
-        assert refused.exit_code == 6
-        assert "rank_5/checkpoint_5.safetensors too, of other ranks" in refused.stderr
+        failed(6, "other-ranks", *command, *more, places=("rank_5/checkpoint_5.safetensors",))
         assert tree(tmp_path) == before
     shutil.rmtree(eight / ".reshard")
     assert call(*command).exit_code == 6
@@ -315,7 +313,7 @@ def test_at_a_url(source: reshard.Checkpoint, root: str) -> None:
     fs, path = reshard.storage.remote.filesystem(f"{url}/rank_6/checkpoint_6.safetensors")
     fs.pipe_file(path, b"theirs")
     before = get(url)
-    with pytest.raises(TargetError, match="rank_6/checkpoint_6.safetensors too, of other ranks"):
+    with refused(TargetError, "other-ranks", "rank_6/checkpoint_6.safetensors"):
         reshard.plan(source, ranks(2)).run(url, overwrite=True)
     assert get(url) == before
 
@@ -331,9 +329,9 @@ def test_ranks_that_the_ledger_does_not_name_are_named(eight: Path, source: resh
         ["unify", four, eight.parent / "set"],
         ["strategy", "from-checkpoint", four, "-o", four / "s.json"],
     ):
-        refused = call(*command)
-        assert refused.exit_code == 4
-        assert "rank_4/checkpoint_4.safetensors is not in the ledger" in refused.stderr
+        result = call(*command)
+        assert result.exit_code == 4
+        assert "rank_4/checkpoint_4.safetensors is not in the ledger" in result.stderr
     assert "rank_4/checkpoint_4.safetensors is not in the ledger" in done("inspect", four).stderr
     assert "complete" not in done("verify", four).stdout
     shutil.rmtree(four / "rank_4")

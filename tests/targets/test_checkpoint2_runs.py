@@ -13,6 +13,7 @@ import pytest
 from checkpoints import assert_equal, numbers, tree, write_file
 from commands import call, done
 from faulty import raising
+from refusals import refused
 from written_checkpoint2 import CUT, EVERYTHING, FULL, STRATEGIES, TRACKER, metadata, opened, rows, whole_file
 
 import reshard
@@ -125,7 +126,7 @@ def test_an_iteration_that_is_replaced_is_not_named_meanwhile(tmp_path: Path, fa
         "b.safetensors",
     )
     plan = reshard.plan(changed, one, files=Checkpoint2())
-    with pytest.raises(TargetError, match="start over with restart=True"):
+    with refused(TargetError, "other-run", tmp_path / "run", "restart=True"):
         plan.run(tmp_path / "run")
     there: list[set[str]] = []
     faults.every(lambda _: there.append({path.name for path in (tmp_path / "run").rglob("*.[jt][sx]*")}), "publish")

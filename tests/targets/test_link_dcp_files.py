@@ -64,7 +64,7 @@ def test_once_more(tmp_path: Path) -> None:
     assert (again.finished, again.touched) == (3, 0)
     assert plan.run(tmp_path / "out", restart=True).finished == 0
     other = reshard.plan(reshard.open(root), files=LinkedDCP(), selection=Selection(name_map={"w": "v"}))
-    with pytest.raises(TargetError, match=r"\.metadata was written by a run of another plan"):
+    with refused(TargetError, "other-run", ".metadata"):
         other.run(tmp_path / "out")
     other.run(tmp_path / "out", overwrite=True)
     assert set(reshard.open(tmp_path / "out")) == {"v", "b"}
@@ -142,7 +142,7 @@ def test_a_source_that_changes(tmp_path: Path) -> None:
     plan = reshard.plan(reshard.open(root), files=LinkedDCP())
     file = root / "__1_0.distcp"
     os.utime(file, ns=(1, 1))
-    with refused(ChangedError, "source-changed", "__1_0.distcp"):
+    with refused(ChangedError, "source-changed", file):
         plan.run(tmp_path / "out")
     assert ".metadata" not in paths_in(tmp_path / "out")
     linked(root, tmp_path / "out")
@@ -203,10 +203,10 @@ def test_sources_that_cannot_be_linked(sources: Any, tmp_path: Path, name: str, 
 
 def test_targets_that_cannot_be(tmp_path: Path) -> None:
     root = simple(tmp_path / "run")
-    for target, said in ((root, "holds the source"), (tmp_path / "run", "has its source inside")):
-        with pytest.raises(TargetError, match=said):
+    for target, said in ((root, f"{root} holds"), (tmp_path / "run", f"source inside, {root}")):
+        with refused(TargetError, "overlaps", said):
             reshard.plan(reshard.open(root), files=LinkedDCP()).run(target, overwrite=True, restart=True)
-    with pytest.raises(TargetError, match="memory://target"):
+    with refused(TargetError, "not-linkable", "memory://target"):
         linked(root, "memory://target")  # type: ignore[arg-type]
 
 

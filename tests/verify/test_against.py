@@ -11,6 +11,7 @@ import pytest
 from adapters import matrices, save
 from checkpoints import numbers, write_ranks
 from commands import call, done
+from refusals import refused
 from test_made import say_instead
 
 import reshard
@@ -244,7 +245,7 @@ def test_options_that_are_given_count(src: Path, adapter: LoRA, tmp_path: Path) 
 @pytest.mark.parametrize("option", [{"cast": CAST}, {"rules": RULES}, {"names": {"c": "d"}}, {"weights_only": True}])
 def test_a_selection_without_a_source_is_refused(src: Path, tmp_path: Path, option: dict[str, Any]) -> None:
     write(src, tmp_path / "out", "ranks")
-    with pytest.raises(UsageError, match="against"):
+    with refused(UsageError, "needs-source", "against=..."):
         reshard.verify(tmp_path / "out", selection=Selection(**option))
     assert call("verify", tmp_path / "out", "--cast", "float32=bfloat16").exit_code == 2
 

@@ -15,6 +15,7 @@ from clusters import client_of, cluster
 from commands import call, done
 from dcp_files import item, without_sums, write_torch
 from measure import RESHARD, measured
+from refusals import failed, refused
 from remotes import put
 from saves_files import tensor, write_save
 
@@ -148,10 +149,7 @@ def test_files_that_are_cut_off(case: Callable[[str], Path], nbytes: int) -> Non
     root = case("hsdp")
     path = sorted(root.glob("*.distcp"))[2]
     path.write_bytes(path.read_bytes()[:-nbytes])
-    result = call("verify", root)
-    assert result.exit_code == 4
-    assert f"{path.name}: has " in result.stderr
-    assert "was saving it interrupted?" in result.stderr
+    failed(4, "truncated", "verify", root, places=(path.name,))
 
 
 def test_what_nothing_names_is_said(case: Callable[[str], Path]) -> None:
@@ -180,9 +178,7 @@ def test_a_file_of_objects_alone_is_looked_at(tmp_path: Path) -> None:
     (one,) = reshard.verify(root).differences
     assert one.name == "rng"
     (root / "__0_2.distcp").unlink()
-    result = call("verify", root)
-    assert result.exit_code == 4
-    assert "__0_2.distcp: is missing; .metadata names it" in result.stderr
+    failed(4, "missing-file", "verify", root, places=("__0_2.distcp", ".metadata"))
 
 
 def test_boxes_that_lack_and_overlap(tmp_path: Path) -> None:
@@ -191,13 +187,11 @@ def test_boxes_that_lack_and_overlap(tmp_path: Path) -> None:
         ("w", ((0, 0), (3, 4)), item(w[:3])), ("w", ((3, 0), (3, 4)), item(w[3:])), ("b", WHOLE["b"], item(FULL["b"])),
     ]  # fmt: skip
     assert reshard.verify(write_torch(tmp_path / "a", FULL, {0: halves})).equal
-    result = call("verify", write_torch(tmp_path / "b", FULL, {0: halves[1:]}))
-    assert result.exit_code == 4
-    assert "tensor 'w': is of shape [6, 4], and its blocks have 12 of 24 elements" in result.stderr
+    lacking = write_torch(tmp_path / "b", FULL, {0: halves[1:]})
+    failed(4, "not-covered", "verify", lacking, places=("tensor 'w'", "[6, 4]", "12 of 24"))
     over: tuple[str, Box, bytes] = ("w", ((2, 0), (3, 4)), item(w[2:5]))
-    result = call("verify", write_torch(tmp_path / "c", FULL, {0: halves, 1: [over]}))
-    assert result.exit_code == 4
-    assert "tensor 'w': is of shape [6, 4], and its blocks [0:3, 0:4] and [2:5, 0:4] overlap" in result.stderr
+    twice = write_torch(tmp_path / "c", FULL, {0: halves, 1: [over]})
+    failed(4, "not-covered", "verify", twice, places=("tensor 'w'", "[0:3, 0:4]", "[2:5, 0:4]"))
 
 
 def test_replicas_are_compared_byte_by_byte(tmp_path: Path) -> None:
@@ -290,7 +284,7 @@ def test_files_without_checksums_are_not_read(mindspore_data: Path) -> None:
     ):
         found = reshard.verify(root)
         assert (found.equal, found.bytes_read, found.unchecked[0]) == (True, 0, "contents")
-        with pytest.raises(UsageError, match="is only for a comparison with a source"):
+        with refused(UsageError, "needs-source", "client=..."):
             reshard.verify(root, client=object())
 
 

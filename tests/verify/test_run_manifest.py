@@ -13,6 +13,7 @@ from checkpoints import numbers, places, write_ranks
 from commands import call
 from generators import Model, models
 from hypothesis import given, settings
+from refusals import refused
 from remotes import get
 from samples import examples
 from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture that is used by all
@@ -250,7 +251,7 @@ SET = ["unify", "src", "dst", *BEFORE]
         (
             [*SET, "--format", "zarr", *MANIFEST],
             2,
-            "is for plain checkpoint files, and dst becomes a zarr store",
+            "dst becomes a zarr store",
         ),
         (
             ["transform", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
@@ -286,10 +287,8 @@ def test_a_manifest_that_cannot_be_written_is_not_there_in_parts(folder: Path) -
     Path("file").write_text("")
     result = call(*SET, "--write-manifest", "file/m.json")
     assert result.exit_code == 6
-    assert result.stderr.startswith("error: cannot write file/m.json: ")
-    assert "the target files are complete; the same command, without --restart, makes the manifest alone" in (
-        result.stderr
-    )
+    assert "file/m.json" in result.stderr
+    assert "the same command, without --restart, makes the manifest alone" in result.stderr
     assert ran(*SET, *MANIFEST).startswith("nothing is left to do: ")
     assert_as_read("dst")
 
@@ -307,8 +306,8 @@ def test_without_checksums_there_is_none(folder: Path) -> None:
         reshard.plan(reshard.Checkpoint(plan._record.source), format="zarr", drop=["note"]).run("zarr"),
     ]
     for report in reports:
-        with pytest.raises(UsageError, match=r"no checksums were made for a manifest; run with checksums=True and"):
+        with refused(UsageError, "no-checksums", report.directory, "checksums=True"):
             report.manifest()
-        with pytest.raises(UsageError, match=r"no checksums were made for a manifest; run with checksums=True and"):
+        with refused(UsageError, "no-checksums", report.directory, "checksums=True"):
             report.write_manifest("m.json")
     assert not list(Path().glob("m.json*"))
