@@ -85,7 +85,7 @@ def index_file(path: str, *, store: Readable | None = None) -> FileIndex:
         return _index(path, store)
     except SourceError as error:
         cipher = store.cipher_of(path) if isinstance(store, DecryptingStore) else None
-        if cipher is None or cipher.has_tag or "with this key" in str(error):
+        if cipher is None or cipher.has_tag or "wrong-key" in error.codes:
             raise
         # A wrong key passes the padding of a CBC block once in 256 times; what comes out is then no checkpoint.
         error.facts += (f"or the key is wrong, which {cipher.mode} cannot tell",)

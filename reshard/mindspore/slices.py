@@ -83,7 +83,7 @@ def merge_sliced_parameter(sliced_parameters: list[Any], strategy: Mapping[str, 
         try:
             merged = _merged(slices, _folded(*layout_of(strategy[first.name]), first.shape))
         except LayoutError as error:
-            raise LayoutError(f"parameter {first.name!r}: {error}") from None
+            raise error.about(f"parameter {first.name!r}") from None
     elif first.shape:
         merged = np.concatenate(slices)
     else:

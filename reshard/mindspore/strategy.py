@@ -246,7 +246,7 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
                 first_rank = initial_rank
             found[name] = replica_groups(layout, first_rank)
         except LayoutError as error:
-            raise LayoutError(f"parameter {name!r}: {error}") from None
+            raise error.about(f"parameter {name!r}") from None
     return found
 
 
@@ -355,7 +355,8 @@ def _is_complete(path: str) -> bool:
         with Path(path).open("rb") as file:
             if int.from_bytes(file.read(4), "little") in MAGICS:
                 return True  # what is inside shows only with the key
-        warnings.warn(f"passed over: {error}", stacklevel=3)
+        reason = "; ".join([error.message, *error.facts])
+        warnings.warn(f"passed over: {reason}", stacklevel=3)
         return False
     return True
 
