@@ -317,10 +317,13 @@ def _by_zarr(path: str, number: int, unit: Foreign) -> memoryview:
 
 
 def _not_decoded(path: str, number: int, why: object) -> SourceError:
+    reason = str(why)
+    if not reason:  # Python's own MemoryError has no text
+        reason = "there is too little memory" if isinstance(why, MemoryError) else type(why).__name__
     return SourceError(
         f"cannot decode chunk {number} of {path}",
         code="bad-chunk",
-        facts=[str(why), "the chunk is damaged, or its metadata is wrong"],
+        facts=[reason, "the chunk is damaged, or its metadata is wrong"],
     )
 
 

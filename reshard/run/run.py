@@ -22,9 +22,10 @@ from reshard.run.ledger import Checksums
 from reshard.run.preflight import check_target
 from reshard.run.session import Session, older_at
 from reshard.run.tasks import How, Receipt, changed_sources, check_sources, drop_sources
+from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
-from reshard.storage.places import any_store, as_place
+from reshard.storage.places import any_store, as_place, can
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -219,7 +220,14 @@ def run(
     if checksums is None:
         checksums = fsync and ledger
     checksums = checksums and not (plan.coding or plan.cipher or plan.linked)  # on the disk are others, or none new
-    how = How(fsync, drop_cache, apart=client is not None or get is not None, checksums=checksums, cached=cached)
+    how = How(
+        fsync,
+        drop_cache,
+        apart=client is not None or get is not None,
+        checksums=checksums,
+        cached=cached,
+        seen=_lock_of(root) if client else "",
+    )
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:
         reporter.begin()
@@ -321,6 +329,12 @@ def _peak_memory() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _lock_of(root: str) -> str:
+    """Return the path of the lock in a target directory; empty if there is none, as at a URL."""
+    lock = f"{root}/{DIRECTORY}/lock"
+    return lock if can(root).positioned and os.path.exists(lock) else ""
 
 
 class _Reporter:

@@ -15,7 +15,7 @@ from functools import partial
 from heapq import merge
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import ChangedError, GoneError, SourceError
+from reshard.errors import ChangedError, GoneError, SourceError, TargetError
 from reshard.plan.partition import whole_files
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.ledger import in_files, longest, sum_of
@@ -82,6 +82,7 @@ class How(NamedTuple):
         cached: `page_cache.cache_of` of the target, where tasks that run apart share it: files are then put on the disk
             when all is written, as by one process, and not by every task that wrote into them.
         run: which run it is; a graph gives itself one.
+        seen: a file in the target directory that whoever writes there must see; empty if there is none.
     """
 
     fsync: bool = True
@@ -91,6 +92,7 @@ class How(NamedTuple):
     crcs: bool = False
     cached: str = ""
     run: str = ""
+    seen: str = ""
 
 
 @contextmanager
@@ -104,6 +106,8 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
     live_runs.add(how.run, 1)
     try:
         live_runs.check_cancelled(how.run)
+        if how.seen and not os.path.exists(how.seen):  # a worker that came after `check_workers`
+            raise TargetError(f"{directory}: is another directory on a worker, or none; every worker must reach it")
         yield
         if how.apart and how.fsync and written and not (how.cached and how.cached == cache_of(directory)):
             for path in written:

@@ -63,6 +63,22 @@ def test_an_index_at_either_end_of_a_shard(tmp_path: Path, location: str) -> Non
     assert np.array_equal(reshard.open(tmp_path / "z")["w"].compute(), value)
 
 
+@pytest.mark.parametrize(("error", "reason"), [(MemoryError(), "too little memory"), (EOFError(), "EOFError")])
+def test_what_has_no_text_is_given_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    """As of a chunk of gzip that is a bomb."""
+    group = zarr.open_group(tmp_path / "z", mode="w")
+    group.create_array("w", shape=(4,), dtype="int32", compressors=zarr.codecs.GzipCodec())[...] = 1
+
+    def decode(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("numcodecs.gzip.GZip.decode", decode)
+    with pytest.raises(SourceError, match=f"chunk 0 cannot be decoded: .*{reason}"):
+        reshard.open(tmp_path / "z")["w"].compute()
+
+
 @pytest.mark.parametrize(
     ("fill", "dtype"),
     [("NaN", "float32"), ("-Infinity", "float64"), ("0x7fc00001", "float32"), (-3, "int8"), (True, "bool"),

@@ -319,6 +319,22 @@ def test_a_worker_that_sees_other_files_is_named(
                 made.run(tmp_path / "out", client=client)
 
 
+def test_a_worker_that_came_late_and_sees_another_target_writes_nothing(
+    made: reshard.Plan, tmp_path: Path, wired: tuple[Wire, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not there when workers were looked at; what the task is told of is gone on it."""
+
+    def unseen(graph: Any, *arguments: Any) -> Any:
+        (tmp_path / "out" / ".reshard" / "lock").unlink()
+        return work_on(graph, *arguments)
+
+    work_on = reshard_cluster.work_on
+    monkeypatch.setattr("reshard.run.run.work_on", unseen)
+    with pytest.raises(TargetError, match="another directory on a worker"):
+        made.run(tmp_path / "out", client=wired[1])
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(reshard_cluster, "REACHED_WITHIN", 1)
     began = time.monotonic()
