@@ -218,7 +218,7 @@ source, before, after, out, cast = sys.argv[1:]
 plan = reshard.plan(reshard.open(source, strategy=before), reshard.read_strategy(after), threads=4,
                     selection=reshard.Selection(cast=json.loads(cast)))
 plan.run(out, fsync=False, partition="file")
-print(partitioned(plan, "file", out).stats.peak_memory)
+print(partitioned(plan._record, "file", out).stats.peak_memory)
 """
     files = [str(sources.root / f"large.{name}.ckpt") for name in ("rows", "four")]
     given = [str(sources.root / "large"), *files, str(tmp_path / "out"), json.dumps(cast)]

@@ -150,7 +150,7 @@ def test_what_megatron_says_is_read_for_a_step_alone(
     reshard.plan(source, format="dcp")
     assert not asked
     reshard.plan(source, files=DCP(step=7))
-    assert asked == [source]
+    assert asked == [source._record]
 
 
 def test_a_name_twice(tmp_path: Path) -> None:

@@ -39,14 +39,14 @@ CAST = {"float32": "bfloat16"}
 ASKED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing": ({}, []),
     "cast": ({"cast": CAST}, ["cast"]),
-    "renamed": ({"names": {"*.weight": "model.*.weight"}}, ["names"]),
+    "renamed": ({"name_map": {"*.weight": "model.*.weight"}}, ["names"]),
     "included": ({"include": ("a.*", "c")}, ["selection"]),
     "excluded": ({"exclude": ("c",)}, ["selection"]),
     "weights": ({"weights_only": True}, ["selection"]),
     "rules": ({"rules": RULES}, ["rules"]),
     "adapter": ({"lora": ...}, ["lora"]),
     "all": (
-        {"lora": ..., "rules": RULES, "names": {"bias": "new"}, "cast": CAST, "exclude": ("attention.b",)},
+        {"lora": ..., "rules": RULES, "name_map": {"bias": "new"}, "cast": CAST, "exclude": ("attention.b",)},
         ["lora", "rules", "names", "cast", "selection"],
     ),
 }
@@ -242,7 +242,7 @@ def test_options_that_are_given_count(src: Path, adapter: LoRA, tmp_path: Path) 
     assert not reshard.verify(out, against=src, selection=Selection(lora=adapter))
 
 
-@pytest.mark.parametrize("option", [{"cast": CAST}, {"rules": RULES}, {"names": {"c": "d"}}, {"weights_only": True}])
+@pytest.mark.parametrize("option", [{"cast": CAST}, {"rules": RULES}, {"name_map": {"c": "d"}}, {"weights_only": True}])
 def test_a_selection_without_a_source_is_refused(src: Path, tmp_path: Path, option: dict[str, Any]) -> None:
     write(src, tmp_path / "out", "ranks")
     with refused(UsageError, "needs-source", "against=..."):

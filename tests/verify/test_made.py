@@ -131,11 +131,11 @@ def test_where_the_source_is_gone_checksums_are_compared(plan: Plan, tmp_path: P
     assert found.against == "its ledger"
     assert found.bytes_read == plan.stats.bytes_written
     assert f"not with {tmp_path}/src: " in found.warnings[0]
-    spoil(tmp_path / "out", plan.files[0])
-    with (tmp_path / "out" / plan.files[1].path).open("ab") as file:
+    spoil(tmp_path / "out", plan._record.files[0])
+    with (tmp_path / "out" / plan._record.files[1].path).open("ab") as file:
         file.write(b"x")
     assert sorted(d.kind for d in reshard.verify(tmp_path / "out").differences) == ["checksum", "size"]
-    (tmp_path / "out" / plan.files[1].path).unlink()
+    (tmp_path / "out" / plan._record.files[1].path).unlink()
     assert sorted(d.kind for d in reshard.verify(tmp_path / "out").differences) == ["checksum", "file"]
     failed = call("verify", tmp_path / "out")
     assert failed.exit_code == 3
@@ -185,7 +185,7 @@ def test_what_somebody_else_wrote_since_has_no_strategy(plan: Plan, tmp_path: Pa
     plan.run(tmp_path / "out")
     write_ranks(tmp_path / "other", FULL, TARGET)
     for path in (tmp_path / "other").rglob("*.safetensors"):
-        shutil.copy(path, tmp_path / "out" / plan.files[0].path)
+        shutil.copy(path, tmp_path / "out" / plan._record.files[0].path)
     assert "--source-strategy shows whole tensors" in call("inspect", tmp_path / "out").output
 
 
@@ -223,11 +223,11 @@ def test_no_path_of_a_ledger_leads_out_of_the_target(plan: Plan, tmp_path: Path)
     plan.run(tmp_path / "out")
     (log,) = (tmp_path / "out" / ".reshard").glob("*.jsonl")
     for place in ("../src/rank_0/checkpoint_0.ckpt", f"{tmp_path}/src/rank_0/checkpoint_0.ckpt"):
-        log.write_text(log.read_text().replace(plan.files[0].path, place))
+        log.write_text(log.read_text().replace(plan._record.files[0].path, place))
         made = made_of(as_place(tmp_path / "out"))
         assert made is not None
-        assert list(made.records) == [plan.files[1].path]
-        log.write_text(log.read_text().replace(place, plan.files[0].path))
+        assert list(made.records) == [plan._record.files[1].path]
+        log.write_text(log.read_text().replace(place, plan._record.files[0].path))
     (tmp_path / "out" / ".reshard").rename(tmp_path / "elsewhere")
     (tmp_path / "out" / ".reshard").symlink_to(tmp_path / "elsewhere")
     assert made_of(as_place(tmp_path / "out")) is None
@@ -257,7 +257,7 @@ def test_workers_of_a_cluster_compare(plan: Plan, tmp_path: Path) -> None:
         found = reshard.verify(tmp_path / "out", client=client)
         assert (found.equal, found.bytes_read) == (True, reshard.verify(tmp_path / "out").bytes_read)
         assert call("verify", tmp_path / "out", "--cluster", one.address).exit_code == 0
-        file = plan.files[1]
+        file = plan._record.files[1]
         path = tmp_path / "out" / file.path
         content = bytearray(path.read_bytes())
         content[next(c.runs[0][0] for c in file.layout.contents if c.name == "w")] ^= 1

@@ -197,7 +197,7 @@ def test_ranks_values_of_their_own_are_those_of_some_source_rank(tmp_path: Path)
     for rank in range(4):
         part = {"w": weight["w"][2 * rank : 2 * rank + 2], "rng": states[rank]}
         write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", part)
-    reading = {"strategy": strategy, "layouts": {"rng": "copy"}, "contents": False}
+    reading = {"strategy": strategy, "layout": {"rng": "copy"}, "contents": False}
     source = reshard.open(tmp_path / "src", **reading)
     half = Strategy.of({"w": Layout.of([2], [0])})
     reshard.plan(source, half).run(tmp_path / "dst")
