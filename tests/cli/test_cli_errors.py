@@ -277,7 +277,7 @@ def test_a_plan_replaces_no_file_unasked(case: Case, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("")
     assert call(*words, tmp_path / "plan.json", "--overwrite").exit_code == 0
     shown = call("strategy", "show", tmp_path / "plan.json")
-    assert (shown.exit_code, "is a plan, not a strategy file; `reshard run`" in shown.stderr) == (4, True)
+    assert (shown.exit_code, "reshard run" in shown.stderr) == (4, True)
 
 
 @pytest.mark.parametrize("more", [[], ["--format", "zarr"]])
