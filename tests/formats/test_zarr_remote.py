@@ -150,7 +150,7 @@ def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str)
         source.to_zarr(f"{root}/z", selection=bits)
     fs, path = fsspec.core.url_to_fs(f"{root}/z/mine")
     fs.pipe_file(path, b"x")
-    with pytest.raises(TargetError, match="has mine too; choose another directory, or remove it"):
+    with refused(TargetError, "other-files", "mine"):
         source.to_zarr(f"{root}/z", selection=bits, overwrite=True)
     assert_same(reshard.open(f"{root}/z")["layers.0.wo"].compute(), FULL["layers.0.wo"])
     fs.rm_file(path)
