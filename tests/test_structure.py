@@ -23,7 +23,7 @@ SHELVES = [
 ROOT = {"__init__", "__main__", "dtypes", "errors", "sizes", "upward"}
 
 MOST_ROOMS = 9  # of a shelf
-MORE_ROOMS = {"mindspore": 10}
+MORE_ROOMS = {"mindspore": 10, "view": 10}
 
 DASK_USERS = {"run.executor", "run.graph", "run.run", "view.arrays"}
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from reshard.plan.changes import changes_of
 from reshard.source.reshape import stacked_axes
-from reshard.view.tables import layouts_of, objects_of, totals
+from reshard.view.tables import objects_of, totals
+from reshard.view.words import layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -34,9 +34,9 @@ from reshard.view.svg import (
     tiles,
     warnings_listed,
 )
-from reshard.view.tables import extents_text, layouts_of, layouts_text, objects_of
+from reshard.view.tables import extents_text, layouts_text, objects_of
 from reshard.view.text import LEGEND, below, changed_text, conclusion, count_text, groups_of, raw_text, shards_text
-from reshard.view.words import cut_words, layout_words
+from reshard.view.words import cut_words, layout_words, layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

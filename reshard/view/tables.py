@@ -28,7 +28,7 @@ from reshard.view.text import (
     shortened,
     source_lines,
 )
-from reshard.view.words import block_picture, cut_words
+from reshard.view.words import block_picture, cut_words, layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from reshard.formats.entries import Entry
     from reshard.formats.rank_dirs import Step
     from reshard.layout.block import Shape
-    from reshard.layout.layout import Layout
     from reshard.readers.runs import Iteration
     from reshard.source.checkpoint import SourceFile
 
@@ -409,14 +408,6 @@ def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
         for one in totals(checkpoint)
     ]
     return table_lines(("kind", "dtype", "tensors", "parameters", "bytes"), table, width)
-
-
-def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
-    """Return the layouts of a tensor by stage; none of one that neither a strategy nor metadata name."""
-    if checkpoint.strategy is None or not tensor.listed:
-        layout = checkpoint.layouts.get(tensor.spec.name)
-        return [] if layout is None else [(0, layout)]
-    return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
 
 
 def layouts_text(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> str:

@@ -88,6 +88,14 @@ def _copies(count: int) -> str:
     return f" × {count} copies" if count > 1 else ""
 
 
+def layouts_of(checkpoint: Checkpoint, tensor: Tensor) -> list[tuple[int, Layout]]:
+    """Return the layouts of a tensor by stage; none of one that neither a strategy nor metadata name."""
+    if checkpoint.strategy is None or not tensor.listed:
+        layout = checkpoint.layouts.get(tensor.spec.name)
+        return [] if layout is None else [(0, layout)]
+    return [(placed.stage, placed.layout) for placed in checkpoint.strategy.tensors.get(tensor.spec.name, ())]
+
+
 def cut_words(checkpoint: Checkpoint, tensor: Tensor, known: dict[Sharding, str]) -> str:
     """Write how a tensor of a checkpoint is cut: its layout, if there is one, else what its files have.
 
@@ -96,8 +104,6 @@ def cut_words(checkpoint: Checkpoint, tensor: Tensor, known: dict[Sharding, str]
         tensor: one of its tensors.
         known: the words of shardings that were written before, since tensors share them.
     """
-    from reshard.view.tables import layouts_of
-
     layouts = layouts_of(checkpoint, tensor)
     if not layouts:
         if tensor.sharding not in known:
