@@ -103,6 +103,9 @@ class Checkpoint(Arrays):
     def __init__(self, record: Record, /) -> None:
         self._record = record
 
+    __eq__ = object.__eq__  # that of a mapping would compute arrays
+    __hash__ = object.__hash__
+
     @property
     def root(self) -> str:
         """The directory or file that was opened."""

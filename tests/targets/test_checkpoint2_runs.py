@@ -126,7 +126,7 @@ def test_an_iteration_that_is_replaced_is_not_named_meanwhile(tmp_path: Path, fa
         "b.safetensors",
     )
     plan = reshard.plan(changed, one, files=Checkpoint2())
-    with refused(TargetError, "other-run", tmp_path / "run", "restart=True"):
+    with refused(TargetError, "other-run", "restart=True"):
         plan.run(tmp_path / "run")
     there: list[set[str]] = []
     faults.every(lambda _: there.append({path.name for path in (tmp_path / "run").rglob("*.[jt][sx]*")}), "publish")
@@ -186,14 +186,14 @@ def test_targets_that_are_refused(tmp_path: Path, mindspore_data: Path) -> None:
     root = tmp_path / "run"
     shutil.copytree(Path(source.root).parent, root)
     mine = reshard.open(root)
-    with pytest.raises(TargetError, match="holds the source"):
+    with refused(TargetError, "overlaps", root):
         reshard.plan(mine, rows(full), files=Checkpoint2()).run(root)
-    with refused(TargetError, "is-iteration", "run"):
+    with refused(TargetError, "is-iteration", f"name {root}"):
         reshard.plan(source, rows(full), files=Checkpoint2()).run(root / "iteration_00000004")
     for overwrite in (False, True):  # of eight ranks, which would be taken for a part of it
-        with pytest.raises(TargetError, match=r"iteration_00000004: has .* of another set"):
+        with refused(TargetError, "other-set", "iteration_00000004"):
             reshard.plan(source, rows(full), files=Checkpoint2()).run(root, overwrite=overwrite)
-        with pytest.raises(TargetError, match="of another set"):
+        with refused(TargetError, "other-set"):
             reshard.plan(source, files=Checkpoint2()).run(root, overwrite=overwrite)
     assert_equal(reshard.open(root), full)
 

@@ -287,11 +287,11 @@ def test_directories_that_are_not_one_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"step-2/\.metadata: has 'w', which step-1 has"):
         reshard.open(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "step-2")
-    with pytest.raises(SourceError, match="run: has no"):
+    with refused(SourceError, "no-checkpoint", tmp_path / "run"):
         reshard.open(tmp_path / "run")
     unfinished = simple(tmp_path / "run", "step-3", ("v", "c"))
     (unfinished / ".metadata").unlink()
-    with pytest.raises(SourceError, match=r"step-3: __0_0\.distcp is of a distributed .*was saving it interrupted\?"):
+    with refused(SourceError, "unfinished", "step-3", "__0_0.distcp"):
         reshard.open(tmp_path / "run")
 
 

@@ -251,8 +251,8 @@ def test_the_command(tmp_path: Path, apart: Path) -> None:
     assert "; every bit of " in verdict
     assert "net.emb.weight" in done("inspect", tmp_path / "out").stdout
     saved = ["plan", apart, "--format", "dcp", "--link", "--include", "model.*", "-o", tmp_path / "plan.json"]
-    assert "0 B from 8 files" in done(*saved).stdout
-    assert "8 files linked" in done("run", tmp_path / "plan.json", tmp_path / "planned").stdout
+    assert "would link 8 data files" in done(*saved).stdout
+    assert "linked 8 data files" in done("run", tmp_path / "plan.json", tmp_path / "planned").stdout
     for more, said in (
         (["--target-strategy", tmp_path / "names.json"], "leave --target-strategy out"),
         (["--ranks", "0", "--memory", "1GB"], "leave --ranks, --memory out"),

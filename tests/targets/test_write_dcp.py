@@ -16,7 +16,7 @@ import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
 from click.testing import CliRunner
 from format_files import saved, st_file
-from refusals import refused
+from refusals import failed, refused
 from written_dcp import assert_whole, read, unpickled
 
 import reshard
@@ -262,7 +262,7 @@ def test_commands(tmp_path: Path) -> None:
     root = source(tmp_path).root
     reshard.write_strategy(strategy(), tmp_path / "strategy.json")
     target = ["--target-strategy", tmp_path / "strategy.json", "--format", "dcp"]
-    assert "9 files" in invoke("transform", root, tmp_path / "one", *target, "--dry-run")
+    assert "8 dcp files and their index" in invoke("transform", root, tmp_path / "one", *target, "--dry-run")
     invoke("transform", root, tmp_path / "one", *target)
     assert "nothing is left to do" in invoke("transform", root, tmp_path / "one", *target)
     assert_whole(tmp_path / "one", FULL)
@@ -360,15 +360,13 @@ def test_a_mesh_and_placements(tmp_path: Path) -> None:
         ]
         assert boxes[tensor] == sorted(((begin, *[0] * len(others)), (size, *others)) for begin, size in nested)
     assert boxes["a.whole"] == [((0,), (3,))]
-    done = CliRunner().invoke(cli, [*map(str, make), str(tmp_path / "strategy.json")])
-    assert done.exit_code == 2
-    assert "several axes cut dimension 0 into pieces of several sizes" in done.output
+    failed(2, "not-in-json", *make, tmp_path / "strategy.json", places=("'a.flat'", "dimension 0"))
 
 
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (["shard(0)"], "has 1 placements; expected one for each axis of the mesh: dp, tp"),
+        (["shard(0)"], "has 1 placements; expected one for each axis of the mesh (dp, tp)"),
         (["partial(sum)", "replicate"], "'partial(sum)'"),
         (["shard(0)", "tp"], "'tp' "),
         (["shard(2)", "replicate"], "shards dimension 2"),

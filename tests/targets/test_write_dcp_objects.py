@@ -144,7 +144,7 @@ def test_what_is_chosen_is_carried(root: Callable[[str], Path], tmp_path: Path) 
 def test_what_megatron_says_is_read_for_a_step_alone(
     root: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[reshard.Checkpoint] = []
+    asked: list[Any] = []
     monkeypatch.setattr(module, "iteration", asked.append)
     source = reshard.open(root("mcore_tp2_pp2"))
     reshard.plan(source, format="dcp")

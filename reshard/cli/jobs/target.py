@@ -359,7 +359,7 @@ def _planned(
 
 def files_of(asked: Asked, to: str, name: str | None = None) -> AnyFiles | None:
     """Return how the files of a target are laid out; None for the files of ranks."""
-    size: dict[str, Any] = {} if asked.max_shard_size is None else {"max_shard_bytes": asked.max_shard_size}
+    size: dict[str, Any] = {} if asked.max_shard_size is None else {"max_shard_size": asked.max_shard_size}
     if to == DCP:
         return reshard.DCP(step=asked.step, **size)
     if to == CHECKPOINT2:
