@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -227,7 +226,7 @@ def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint) -> None:
             reshard.plan(source, format="zarr", **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="holds whole tensors"):
         reshard.plan(source, TARGET, format="zarr")
-    with pytest.raises(UsageError, match="do not go together"):
+    with refused(UsageError, "wrong-format", "ZarrGroup", "ckpt"):
         reshard.plan(source, format="ckpt", files=ZarrGroup())
 
 
@@ -262,21 +261,23 @@ def test_slices_read_their_bytes_only(source: reshard.Checkpoint, tmp_path: Path
     assert sum(call.nbytes for call in faults.of("read_into")) == 2 * 6 * 4
 
 
-def test_a_store_takes_no_strategy_and_is_not_converted(source: reshard.Checkpoint, tmp_path: Path) -> None:
+def test_a_store_takes_no_strategy_and_is_converted(source: reshard.Checkpoint, tmp_path: Path) -> None:
     source.to_zarr(tmp_path / "z")
     with refused(UsageError, "self-described"):
         reshard.open(tmp_path / "z", strategy=SOURCE)
     done = invoke("convert", tmp_path / "z", tmp_path / "out", "--format", "ckpt")
-    assert done.exit_code == 2
-    assert "is a zarr store; `reshard transform`" in done.output
+    assert done.exit_code == 0, done.output
+    whole = reshard.open(tmp_path / "out")
+    assert set(whole) == set(reshard.open(tmp_path / "z"))
+    assert_same(whole["layers.0.wo"].compute(), FULL["layers.0.wo"])
 
 
 def test_what_a_store_is_not_made_for_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, files=ZarrGroup())
-    with pytest.raises(UsageError, match="in a local directory is written by tensor; leave partition 'file' out"):
+    with refused(UsageError, "wrong-partition", tmp_path / "z", "'file'"):
         plan.run(tmp_path / "z", partition="file")
     plan.run(tmp_path / "z")
-    with pytest.raises(UsageError, match="a manifest is of checkpoint files"):
+    with refused(UsageError, "no-manifest", tmp_path / "z"):
         reshard.make_manifest(tmp_path / "z")
     assert reshard.open(f"file://{tmp_path}/z").format == "zarr"
 
@@ -347,17 +348,17 @@ def _another_array(store: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "says"),
+    ("change", "kind", "code", "place"),
     [
-        (_other_contents, TargetError, "c.0.1: has other contents than when it was planned"),
-        (_another_chunk, SourceError, "c.0.1: cannot be found"),
-        (_another_codec, TargetError, "layers.0.wo/zarr.json: has other contents than when it was planned"),
-        (_another_array, TargetError, "more/zarr.json: was not there then"),
-        (shutil.rmtree, SourceError, "cannot be found"),
+        (_other_contents, TargetError, "source-changed", "c.0.1"),
+        (_another_chunk, SourceError, "not-found", "c.0.1"),
+        (_another_codec, TargetError, "source-changed", "layers.0.wo/zarr.json"),
+        (_another_array, TargetError, "files-added", "more/zarr.json"),
+        (shutil.rmtree, SourceError, "not-found", "z"),
     ],
 )
 def test_a_store_that_is_not_what_was_planned_with_is_refused(
-    source: reshard.Checkpoint, tmp_path: Path, change: Any, kind: type[ReshardError], says: str
+    source: reshard.Checkpoint, tmp_path: Path, change: Any, kind: type[ReshardError], code: str, place: str
 ) -> None:
     """Also where its sizes are what they were: how chunks are encoded is in the metadata alone."""
     store = tmp_path / "z"
@@ -365,7 +366,7 @@ def test_a_store_that_is_not_what_was_planned_with_is_refused(
     reshard.plan(reshard.open(store), TARGET, format="safetensors").save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json")
     change(store)
-    with pytest.raises(kind, match=re.escape(says)):
+    with refused(kind, code, place):
         reshard.read_plan(tmp_path / "plan.json")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import zarr
 from commands import call
+from refusals import refused
 from zarr_stores import OPTIONS, assert_same, tasks
 
 import reshard
@@ -120,7 +121,7 @@ def test_dtypes_that_no_checkpoint_has_are_not_readable(tmp_path: Path) -> None:
     group.create_array("c", shape=(4,), dtype="complex128")[...] = 1
     own = reshard.open(tmp_path / "z")
     assert set(own) == {"w"}
-    with pytest.raises(SourceError, match="is of zarr's dtype 'complex128'.*drop='c'"):
+    with refused(SourceError, "unreadable-tensor", "tensor 'c'", "complex128", "drop='c'"):
         reshard.plan(own)
     reshard.plan(own, drop=["c"]).run(tmp_path / "out")
 

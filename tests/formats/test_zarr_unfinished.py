@@ -136,7 +136,7 @@ def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoin
     """A plain chunk that has its name already, and would be at the same path compressed, is not taken for that."""
     store = tmp_path / "z"
     killed_at(6, "replace", lambda: source.to_zarr(store, shard_size=0))
-    with refused(TargetError, "other-run", store):
+    with refused(TargetError, "other-run", "experts/zarr.json", "restart=True"):
         source.to_zarr(store, shard_size=0, compression="zstd")
     source.to_zarr(store, shard_size=0, compression="zstd", restart=True)
     assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
@@ -158,16 +158,16 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
     """As on a cluster that lost the worker with the receipts of that, while others were writing."""
     plan = reshard.plan(source, files=GROUPS["zstd shards"])
     plan.run(tmp_path / "whole")
-    plan = replace(plan, digests=tuple(file_digests(plan._record)))
+    record = replace(plan._record, digests=tuple(file_digests(plan._record)))
     root, how = str(tmp_path / "z"), How(fsync=False)
-    every = range(len(plan.files))
-    create_files(plan, every, root, how)
-    for number in range(len(plan.tasks)):
-        move_task(plan, number, root, how, None)
-        create_files(plan, every, root, how)
-    close_files(plan, every, root, how, {}, None)
-    withdraw_index(plan, root, None)
-    commit_files(plan, every, root, how, None)
+    every = range(len(record.files))
+    create_files(record, every, root, how)
+    for number in range(len(record.tasks)):
+        move_task(record, number, root, how, None)
+        create_files(record, every, root, how)
+    close_files(record, every, root, how, {}, None)
+    withdraw_index(record, root, None)
+    commit_files(record, every, root, how, None)
     assert tree(tmp_path / "z") == tree(tmp_path / "whole")
 
 
@@ -183,13 +183,13 @@ def test_another_store_in_the_way(source: reshard.Checkpoint, tmp_path: Path) ->
     store = tmp_path / "z"
     source.to_zarr(store, chunk_size=400)
     assert not (store / ".reshard").exists()  # zarr would warn of it
-    with refused(TargetError, "already-exists", store):
+    with refused(TargetError, "already-exists", store, "overwrite=True"):
         source.to_zarr(store, chunk_size=400)
     source.to_zarr(store, chunk_size=400, overwrite=True)
-    with refused(TargetError, "other-files", store):
+    with refused(TargetError, "other-files", "experts/zarr.json"):
         source.to_zarr(store, selection=Selection(include=("bits",)))  # chunks of the old one would be taken for its
     (store / "mine").touch()
-    with refused(TargetError, "other-files", store, "mine"):
+    with refused(TargetError, "other-files", "mine"):
         source.to_zarr(store, selection=Selection(include=("bits",)), overwrite=True)
     assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
     (store / "mine").unlink()

@@ -51,7 +51,7 @@ def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> No
     assert tree(tmp_path / "fetched") == tree(tmp_path / "out")
     reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(f"{root}/stored", scheduler="synchronous")
     assert get(f"{root}/stored") == tree(tmp_path / "out")
-    with refused(TargetError, "already-exists", f"{root}/out", "rank_0/checkpoint_0.", "overwrite=True"):
+    with refused(TargetError, "already-exists", f"{root}/out", "overwrite=True"):
         plan.run(f"{root}/out", ledger=False)
     plan.run(f"{root}/out", ledger=False, overwrite=True)
     assert get(f"{root}/out") == tree(tmp_path / "out")
@@ -258,8 +258,9 @@ def test_a_bucket_that_does_not_exist(server: str, tmp_path: Path, below: str) -
     for code, some in commands.items():
         for command in some:
             result = call(*command)
-            assert (result.exit_code, result.stderr) == (
-                code, "error: the bucket s3://no-such-bucket-at-all does not exist\n"
+            lines = [line for line in result.stderr.splitlines() if not line.startswith("format:")]
+            assert (result.exit_code, lines) == (
+                code, ["error: the bucket s3://no-such-bucket-at-all does not exist"]
             ), command  # fmt: skip
 
 
@@ -324,7 +325,7 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     put(tmp_path / "s", bucket)
 
     options = ["--source-strategy", f"{bucket}/rows.ckpt", "--target-strategy", f"{bucket}/columns.ckpt"]
-    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
+    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "-v")
     assert f"{bucket}/out/rank_0/checkpoint_0.safetensors" in dry.stdout
     assert "each writing whole files" in dry.stdout
     ran = subprocess.run(
@@ -345,8 +346,8 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     again = call("transform", f"{bucket}/src", f"{bucket}/out", *options)
     assert again.exit_code == 0
     assert "nothing is left to do" in again.stdout
-    command = "transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16"
-    failed(6, "other-run", *command, places=("--restart",))
+    changed = ["transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16"]
+    failed(6, "other-run", *changed, places=(f"{bucket}/out", "--restart"))
     assert "3 files" not in call("inspect", f"{bucket}/out", "--source-strategy", f"{bucket}/columns.ckpt").stderr
     done("unify", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
     done("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
