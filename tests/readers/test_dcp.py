@@ -13,7 +13,7 @@ import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import call, done
 from dcp_files import NEW, OLD, metadata, write_hyper
-from refusals import refused
+from refusals import failed, refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, Selection, Strategy
@@ -309,9 +309,11 @@ def test_options_that_say_what_the_metadata_say_are_refused(whole: Path, tmp_pat
     for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layout": {"*": "whole"}}, {"stage": 0}):
         with refused(UsageError, "self-described", whole):
             reshard.open(whole, **options)
-    result = call("convert", whole, tmp_path / "out", "--format", "ckpt")
-    assert result.exit_code == 2
-    assert "reshard transform" in result.stderr
+    words = ("convert", whole, tmp_path / "out", "--to", "ckpt")
+    failed(2, "not-convertible", *words, "--same-ranks", places=("leave --same-ranks out",))
+    done(*words)
+    assert set(reshard.open(tmp_path / "out")) == set(reshard.open(whole))
+    assert reshard.verify(tmp_path / "out").equal
 
 
 def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Path) -> None:
