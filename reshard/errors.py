@@ -56,6 +56,7 @@ PYTHON: Words = {
     "ranks": ("ranks=...",),
     "remove_redundancy": ("remove_redundancy=True",),
     "restart": ("restart=True",),
+    "same_ranks": ("same_ranks",),
     "seed": ("seed={}",),
     "shard_size": ("shard_size=...",),
     "source": ("source=...",),

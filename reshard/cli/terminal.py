@@ -63,6 +63,7 @@ OPTIONS: Words = {
     "ranks": ("--ranks",),
     "remove_redundancy": ("--remove-redundancy",),
     "restart": ("--restart",),
+    "same_ranks": ("--same-ranks",),
     "seed": ("--seed {}",),
     "shard_size": ("--shard-size",),
     "source": ("--source DIRECTORY",),

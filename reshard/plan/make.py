@@ -267,7 +267,7 @@ def plan_convert(
         if path.is_dir():
             raise UsageError(
                 f"{path} is a directory; rules are applied to all files together", code="not-a-file",
-                hint="use `reshard unify` or `reshard transform`",
+                hint=Text("leave ", Option("same_ranks"), " out"),
             )  # fmt: skip
         selection = Selection(drop=globs(drop), rules=rules)
         return plan(
@@ -285,7 +285,7 @@ def plan_convert(
     if kind:
         raise UsageError(
             f"{path} is a {kind}, which is not converted file by file", code="not-convertible",
-            hint="use `reshard transform`, which makes one file of it in either format",
+            hint=Text("leave ", Option("same_ranks"), " out: whole tensors are written"),
         )  # fmt: skip
     files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     if name is not None:

@@ -320,7 +320,7 @@ def test_another_size(out: Path, more: bytes) -> None:
     copy = cp(out)
     file = files(copy)[1]
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n" + more)
-    with refused(SourceError, "no-layout", file):
+    with refused(SourceError, "not-a-checkpoint", file):
         reshard.open(copy)
 
 

@@ -151,9 +151,9 @@ ZEROS = (1 << 17 << 3 | 2).to_bytes(3, "little") + b"\0"  # a block of 128 KiB, 
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        (lambda good: good[:-9], "chunk 0 cannot be decoded: it is not one frame of zstd"),
-        (lambda good: good + good, "chunk 0 cannot be decoded: it is not one frame of zstd"),
-        (lambda good: good[: len(good) // 2] + bytes(len(good) - len(good) // 2), "chunk 0 cannot be decoded"),
+        (lambda good: good[:-9], r"(?s)cannot decode chunk 0 .*is not one frame of zstd"),
+        (lambda good: good + good, r"(?s)cannot decode chunk 0 .*is not one frame of zstd"),
+        (lambda good: good[: len(good) // 2] + bytes(len(good) - len(good) // 2), "cannot decode chunk 0"),
         (lambda good: good[:4] + b"\x20" + good[5:], "'w' is not a zstd stream"),
         (lambda _: stream(bytes(1 << 20)), "'w' is not a tensor of torch.save"),
     ],
@@ -180,7 +180,7 @@ def test_a_sum_at_the_end_of_a_stream_is_compared(tmp_path: Path) -> None:
         assert_equal(reshard.open(root), {"w": array})
         content[len(content) // 2] ^= 1
         (root / "__0_0.distcp").write_bytes(content)
-        with pytest.raises(SourceError, match="cannot be decoded"):
+        with pytest.raises(SourceError, match="cannot decode chunk 0"):
             reshard.open(root)["w"].compute()
 
 
@@ -194,7 +194,7 @@ def test_a_stream_that_goes_on(tmp_path: Path) -> None:
     bomb = good[:begin] + bytes([good[begin] & ~1]) + good[begin + 1 :] + ZEROS * 100_000 + b"\1\0\0"
     root = write_torch(tmp_path, {"w": LARGE}, {0: [("w", LARGE_BOX, bomb)]}, transform_descriptors=ZSTD)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(SourceError, match="chunk 0 cannot be decoded: it has more than"):
+    with pytest.raises(SourceError, match=r"(?s)cannot decode chunk 0 .*it has more than"):
         reshard.open(root)["w"].compute()
     (one,) = reshard.verify(root).differences
     assert one.text == "its item at byte 0 of the file is not a zstd stream: it has more than 3,538,944 bytes"

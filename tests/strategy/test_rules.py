@@ -332,7 +332,7 @@ def test_every_compiled_pipeline_block_for_block(mindspore_data: Path, name: str
         ({"rules": {"embedding": ([3],)}}, ["wrong-type"], ["[0]: is [3]"]),
         ({"rules": {3: ()}}, ["bad-name"], ["$.rules: has the key 3"]),
         ({"rules": ["mp"]}, ["wrong-type"], ["$.rules: is ['mp']"]),
-        ({"mesh": {"dp": 0}}, ["out-of-range"], ["$.mesh.dp: is 0", "1 to 131072", "$.mesh: mesh is"]),
+        ({"mesh": {"dp": 0}}, ["out-of-range"], ["$.mesh.dp: is 0", "1 to 131072", "likewise $.mesh"]),
         ({"mesh": {"dp": 1 << 21}}, ["out-of-range"], ["$.mesh.dp: is 2097152", "1 to 131072"]),
         (
             {"mesh": {"dp": 3}, "rules": {"*.w?.weight": (None, "dp")}},

@@ -155,7 +155,7 @@ def test_a_stage_of_the_source_that_is_asked_for_says_what_others_have(
     assert [file["path"] for file in whole["files"]] == [f"rank_0/checkpoint_0_part{stage}.ckpt"]
     told = json.loads(done("unify", *read[:1], tmp_path / "set", *read[2:], "--json").stdout)
     assert told["missing"] == whole["missing"]
-    report = done("transform", *read[:1], tmp_path / "words", *command[3:])
+    report = done("transform", *read[:1], tmp_path / "words", *command[3:], "-v")
     assert f"missing, because the source does not have it: {len(others)} names: " in report.stdout
 
 
@@ -292,7 +292,7 @@ def test_weights_that_would_be_dropped_make_one_think_of_a_pipeline(pipeline: Pi
     ):
         result = call(*words)
         assert result.exit_code == 4
-        assert "--drop 'net.layer2.weight'" in result.stderr or words[0] == "strategy"
+        assert "--drop 'net.layer2." in result.stderr or words[0] == "strategy"
         assert place in result.stderr.splitlines()[-1]
 
 
