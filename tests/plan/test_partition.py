@@ -22,6 +22,8 @@ from reshard.plan.partition import partitioned
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.plan.plan import Plan
+
 FULL = numbers({"w": (48, 48), "v": (48, 24)})
 
 
@@ -29,7 +31,7 @@ def split(ranks: int, axis: int, names: tuple[str, ...] = ("w", "v")) -> Strateg
     return Strategy.of({name: Layout.of([ranks], [0 if dim == axis else -1 for dim in range(2)]) for name in names})
 
 
-def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> reshard.Plan:
+def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> Plan:
     """Plan by file, carry it out, and see that it reads what the plan says and writes what a plan by tensor does."""
     root = write_ranks(tmp_path / "src", FULL, before)
     plan = partitioned(reshard.plan(reshard.open(root, strategy=before), after)._record, "file", str(tmp_path))
@@ -39,8 +41,8 @@ def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> reshard.Plan:
     return plan
 
 
-def files_of(plan: reshard.Plan) -> tuple[tuple[int, ...], ...]:
-    return tuple(task.files for task in plan._record.tasks)
+def files_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    return tuple(task.files for task in plan.tasks)
 
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -60,8 +62,8 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most:
         report = alone.run(root / "c", fsync=False)
         assert tree(root / "c") == tree(root / "b")
         assert report.bytes_read == alone.stats.bytes_read >= plan.stats.bytes_read
-        assert sorted(n for group in files_of(alone._record) for n in group) == list(range(len(plan._record.files)))
-        assert max(map(len, files_of(alone._record))) <= most
+        assert sorted(n for group in files_of(alone) for n in group) == list(range(len(plan._record.files)))
+        assert max(map(len, files_of(alone))) <= most
 
 
 def test_files_are_written_from_first_byte_to_last(
@@ -109,7 +111,7 @@ def test_small_replicas_do_not_put_files_together(tmp_path: Path) -> None:
                for rank in (8, 4)}  # fmt: skip
     source = reshard.open(write_ranks(tmp_path / "src", full, layouts[8]), strategy=layouts[8])
     plan = partitioned(reshard.plan(source, layouts[4])._record, "file", str(tmp_path))
-    assert len(files_of(plan._record)) == 4
+    assert len(files_of(plan)) == 4
     assert plan.stats.bytes_read == plan.stats.bytes_needed + 3 * 48 * 4
     assert plan.run(tmp_path / "out").bytes_read == plan.stats.bytes_read
 

@@ -217,7 +217,7 @@ def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
         tuple(range(8)),
         Strategy.of({name: Layout.of([8], [0, -1]) for name in names}),
     )
-    plan = reshard.plan(source._record, Strategy.of({name: Layout.of([6, 2], [-1, 0]) for name in names}))
+    plan = reshard.plan(reshard.Checkpoint(source), Strategy.of({name: Layout.of([6, 2], [-1, 0]) for name in names}))
     assert len(plan._record.tasks) <= MOST_TASKS * 1.1
     rows = {}
     for task in plan._record.tasks:
@@ -248,7 +248,7 @@ def test_every_rank_gets_its_blocks_and_no_others(model: Model) -> None:
         for n, a in full.items()
     }
     source = Checkpoint("x", tensors, (SourceFile("x", 0, 0, index),), (0,))
-    plan = reshard.plan(source._record, model.target)
+    plan = reshard.plan(reshard.Checkpoint(source), model.target)
     for rank in model.target.ranks:
         expected = blocks(full, model.target, rank)
         found = plan._record.blocks(rank)

@@ -85,7 +85,7 @@ def test_a_choice_is_a_checkpoint(source: Checkpoint, full: dict[str, np.ndarray
     assert list(chosen.sel("*.wq")) == ["layers.0.attn.wq", "layers.1.attn.wq"]
     assert "\n" not in repr(chosen)
     assert "2 left out" in chosen._repr_html_()
-    assert checkpoint_text(chosen).endswith(
+    assert checkpoint_text(chosen._record).endswith(
         "5 of 7 tensors, 2.1 kB in whole tensors, 2.1 kB in the files with replicas"
     )
 
@@ -96,7 +96,7 @@ def test_a_choice_is_planned_and_written(
     chosen = source.sel("layers.*.attn.*").sel("*.wq")
     wanted = {name: full[name] for name in chosen}
     for target in (COLUMNS, None):
-        plan = reshard.plan(chosen._record, target)
+        plan = reshard.plan(chosen, target)
         assert not plan.missing
         assert not plan.dropped
         plan.run(tmp_path / f"{target}")
@@ -105,14 +105,14 @@ def test_a_choice_is_planned_and_written(
         ))  # fmt: skip
     names = {"layers.*": "model.*"}
     renamed = Strategy.of({name.replace("layers", "model"): p[0].layout for name, p in COLUMNS.tensors.items()})
-    plan = reshard.plan(chosen._record, renamed, selection=reshard.Selection(name_map=names))
+    plan = reshard.plan(chosen, renamed, selection=reshard.Selection(name_map=names))
     assert [label.name for label in plan._record.labels] == ["model.0.attn.wq", "model.1.attn.wq"]
 
 
 def test_a_choice_does_not_hide_what_is_missing(source: Checkpoint) -> None:
     target = Strategy.of({**{n: p[0].layout for n, p in COLUMNS.tensors.items()}, "head": Layout.of([2], [0, -1])})
     with pytest.raises(SourceError, match="tensor 'head': is in the strategy and in no source file"):
-        reshard.plan(source.sel("norm")._record, target)
+        reshard.plan(source.sel("norm"), target)
 
 
 def test_states_are_still_known_by_weights_that_are_left_out(tmp_path: Path) -> None:

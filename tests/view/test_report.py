@@ -51,7 +51,7 @@ def test_it_counts_what_was_written(plan: reshard.Plan, report: Report, tmp_path
 
 
 def test_linked_files_are_no_replicas_that_were_written(plan: reshard.Plan, tmp_path: Path) -> None:
-    linked = reshard.plan(plan._record.source, TARGET, link_replicas=True)
+    linked = reshard.plan(reshard.Checkpoint(plan._record.source), TARGET, link_replicas=True)
     report = linked.run(tmp_path / "linked")
     assert (report.links, report.replicas) == (2, 1)
     assert "3 tensors" not in report_text(linked._record, report)
@@ -60,7 +60,7 @@ def test_linked_files_are_no_replicas_that_were_written(plan: reshard.Plan, tmp_
 
 def test_what_the_selection_leaves_out_is_said_with_the_options_that_do(plan: reshard.Plan, tmp_path: Path) -> None:
     selection = Selection(weights_only=True, exclude=("global*",))
-    chosen = reshard.plan(plan._record.source, TARGET, selection=selection)
+    chosen = reshard.plan(reshard.Checkpoint(plan._record.source), TARGET, selection=selection)
     assert chosen.left_out == ("adam_m.w", "global_step")
     assert plan.left_out == ()
     line = "left out by weights_only and exclude: 2 names: adam_m.w, global_step\n"

@@ -231,7 +231,7 @@ def test_hostile_names_do_not_reach_a_terminal() -> None:
         checkpoint_text(checkpoint),
         rank_files_text(rank_parts("x\x1b", (file,), (0,))),
         strategy_text(strategy, "x\x1b"),
-        plan_text(reshard.plan(checkpoint._record, strategy, drop=["*"])._record, "out\x1b"),
+        plan_text(reshard.plan(reshard.Checkpoint(checkpoint), strategy, drop=["*"])._record, "out\x1b"),
     ]
     for text in texts:
         assert all(line.isprintable() for line in text.split("\n"))
