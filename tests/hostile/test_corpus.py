@@ -65,7 +65,7 @@ def faults_of(item: Item, found: dict[str, Any]) -> list[str]:
     faults = []
     if found["code"] != item.code:
         faults.append(f"exit code {found['code']}, expected {item.code}")
-    if item.says and not names(item, found):
+    if item.says and not names(item, found | {"said": said}):
         faults.append(f"does not say {item.says!r}, but {found['codes']}")
     if len(errors) != bool(item.says) or any(not line.startswith(("  ", "hint: ")) for line in below):
         faults.append("does not say one error, as one line or as one with a list below")

@@ -22,7 +22,7 @@ from reshard.plan.partition import partitioned
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.plan.plan import Plan as Record
+    from reshard.plan.plan import Plan
 
 FULL = numbers({"w": (48, 48), "v": (48, 24)})
 
@@ -31,7 +31,7 @@ def split(ranks: int, axis: int, names: tuple[str, ...] = ("w", "v")) -> Strateg
     return Strategy.of({name: Layout.of([ranks], [0 if dim == axis else -1 for dim in range(2)]) for name in names})
 
 
-def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> Record:
+def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> Plan:
     """Plan by file, carry it out, and see that it reads what the plan says and writes what a plan by tensor does."""
     root = write_ranks(tmp_path / "src", FULL, before)
     plan = partitioned(reshard.plan(reshard.open(root, strategy=before), after)._record, "file", str(tmp_path))
@@ -41,7 +41,7 @@ def by_file(tmp_path: Path, before: Strategy, after: Strategy) -> Record:
     return plan
 
 
-def files_of(plan: Record) -> tuple[tuple[int, ...], ...]:
+def files_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(task.files for task in plan.tasks)
 
 

@@ -348,9 +348,7 @@ def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) ->
     with pytest.raises(TargetError, match="is one of the source files"):
         plan.save(source_file)
     assert source_file.read_bytes() == before
-    starred = reshard.plan(
-        reshard.Checkpoint(plan._record.source), selection=Selection(name_map={"layers.**.w": "model.**.w"})
-    )
+    starred = reshard.plan(reshard.Checkpoint(plan._record.source), selection=Selection(name_map={"layers.**.w": "model.**.w"}))
     with refused(UsageError, "not-savable", "layers.**.w"):
         starred.save(tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
@@ -459,7 +457,7 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     expected = {
         "nothing.json": "nothing.json",
-        ".": "is not a regular file",
+        ".": "expected a regular file",
         "large.json": "has more than 268435456 bytes",
     }
     for name, message in expected.items():

@@ -130,7 +130,7 @@ def test_blocks_in_several_runs(base: reshard.Checkpoint, lora: LoRA) -> None:
     ((begin, nbytes),) = tensor.shards[0].replicas[0].runs
     runs = ((begin, 70), (begin + 70, 130), (begin + 200, nbytes - 200))
     parted = Tensor.of(tensor.spec, [Shard(tensor.shards[0].block, (Extent(0, runs),))])
-    source = replace(base, tensors={**base.tensors, name: parted})
+    source = replace(base._record, tensors={**base.tensors, name: parted})
     assert_arrays(source.merge_lora(lora), EXPECTED)
 
 
@@ -279,7 +279,7 @@ def test_zarr_encrypted_and_dcp_sources(tmp_path: Path, base: reshard.Checkpoint
     reshard.plan(saved, format="dcp", selection=Selection(lora=lora)).run(tmp_path / "other", fsync=False)
     assert_arrays(reshard.open(tmp_path / "other"), EXPECTED)
     assert reshard.verify(tmp_path / "other").equal
-    with pytest.raises(UsageError, match="linked files keep their bytes; leave the adapter out, or the links"):
+    with pytest.raises(UsageError, match="linked files keep their bytes"):
         reshard.plan(saved, files=reshard.LinkedDCP(), selection=Selection(lora=lora))
     base.merge_lora(lora).to_zarr(tmp_path / "out.zarr", compression="zstd", fsync=False)
     assert_arrays(reshard.open(tmp_path / "out.zarr"), EXPECTED)
@@ -304,7 +304,7 @@ def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoin
     assert_arrays(reshard.open(tmp_path / "out"), expected)
     reshard.plan(base, selection=Selection(cast={"int8": "float32", "bf16": "bf16"}, lora=lora))
     for cast in ({"bf16": "f16"}, {"bf16": "f32"}):
-        with pytest.raises(UsageError, match=r"cast bfloat16=float\d\d: would round merged weights twice"):
+        with pytest.raises(UsageError, match=r"cast bfloat16=float\d\d would round merged weights twice"):
             reshard.plan(base, selection=Selection(cast=cast, lora=lora))
         with pytest.raises(UsageError, match="would round merged weights twice"):
             reshard.plan(base.merge_lora(lora), selection=Selection(cast=cast))
@@ -347,7 +347,7 @@ def test_a_target_of_another_adapter_is_refused(tmp_path: Path, base: reshard.Ch
     again = reshard.plan(base, selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
     assert again.finished == 1
     for other in (Selection(), Selection(lora=LoRA(lora.root, 7))):
-        with refused(TargetError, "other-run", tmp_path / "out"):
+        with pytest.raises(TargetError, match="of a different run"):
             reshard.plan(base, selection=other).run(tmp_path / "out", fsync=False)
 
 
