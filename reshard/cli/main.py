@@ -77,7 +77,11 @@ def cli(verbose: bool) -> None:
     No framework and no accelerator is needed, and no tensor is ever whole in memory.
     """
     if verbose:
-        raise UsageError("--verbose is for --version alone", hint="after the name of a command it is its own")
+        raise UsageError(
+            "--verbose is for --version alone",
+            code="missing-option",
+            hint="after the name of a command it is its own",
+        )
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's has nothing to do here, and spins while it waits
 
 
@@ -171,7 +175,7 @@ def inspect(
     )
 
     if as_json and as_csv:
-        raise UsageError("--json and --csv exclude each other", hint="leave one out")
+        raise UsageError("--json and --csv exclude each other", code="conflicting-options", hint="leave one out")
     if picture and (as_json or as_csv):
         raise UsageError("--picture is drawn for a terminal", hint="leave out --json or --csv", code="bad-options")
     listed = iterations_at(source) if reading["iteration"] is None else []

@@ -268,7 +268,7 @@ def encryption_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def encrypting(*args: Any, target_cipher: Cipher | None, encryption: str | None, **others: Any) -> Any:
         if encryption and not target_cipher:
-            raise UsageError("--encryption needs the key of TARGET", hint="add --target-key-file FILE")
+            raise UsageError("--encryption needs the key of TARGET", code="no-key", hint="add --target-key-file FILE")
         cipher = replace(target_cipher, mode=encryption) if target_cipher and encryption else target_cipher
         return command(*args, target_cipher=cipher, **others)
 
@@ -464,7 +464,9 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         if cluster and (running.scheduler or (running.threads and not cluster.startswith("local"))):
             typed = "--scheduler" if running.scheduler else "--threads"
             raise UsageError(
-                f"{typed} is for this machine; the workers of {cluster} have their own", hint=f"leave {typed} out"
+                f"{typed} is for this machine; the workers of {cluster} have their own",
+                code="conflicting-options",
+                hint=f"leave {typed} out",
             )
         return command(*args, running=running, **given)
 

@@ -87,7 +87,9 @@ def plan(
     from reshard.plan import planfile as plan_file
 
     if overwrite and output is None:
-        raise UsageError("--overwrite is for the file of -o, and there is none", hint="add -o FILE")
+        raise UsageError(
+            "--overwrite is for the file of -o, and there is none", code="missing-option", hint="add -o FILE"
+        )
     if output is not None:
         refuse_existing(output, overwrite=overwrite)
         if target is not None:

@@ -71,7 +71,7 @@ def read_rules(rules: Place | None, model_config: Place | None, let: dict[str, i
     if rules is None:
         if model_config or let:
             name = "--model-config" if model_config else "--let"
-            raise UsageError(f"{name} is for rules, and there are none", hint="add --rules FILE")
+            raise UsageError(f"{name} is for rules, and there are none", code="missing-option", hint="add --rules FILE")
         return None
     from reshard.rules.rules import Rules  # not on every start
 
@@ -84,7 +84,7 @@ def _adapter(root: Place | None, alpha: float | None, tied: str | None) -> LoRA 
         return LoRA(str(root), alpha, tied or "")
     if alpha is not None or tied:
         name = "--lora-tied" if alpha is None else "--lora-alpha"
-        raise UsageError(f"{name} is for an adapter, and there is none", hint="add --lora DIR")
+        raise UsageError(f"{name} is for an adapter, and there is none", code="missing-option", hint="add --lora DIR")
     return None
 
 

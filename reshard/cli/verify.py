@@ -204,16 +204,26 @@ def verify(
 
     _check_usage(source, manifest, write_manifest, reading, source_strategy, sample)
     if deduplicated and (manifest or write_manifest):
-        raise UsageError("--deduplicated is for a strategy; a manifest says what each file holds", hint="leave it out")
+        raise UsageError(
+            "--deduplicated is for a strategy; a manifest says what each file holds",
+            code="conflicting-options",
+            hint="leave it out",
+        )
     if write_manifest is not None:
         keys = {"--target-key-file": target_cipher, "--key-file": cipher}
         if typed := [name for name, key in keys.items() if required(key)]:
-            raise UsageError("a manifest is of files that are not encrypted", hint=f"leave {' and '.join(typed)} out")
+            raise UsageError(
+                "a manifest is of files that are not encrypted",
+                code="not-encryptable",
+                hint=f"leave {' and '.join(typed)} out",
+            )
         _make(target, write_manifest, target_reading, threads, overwrite=overwrite, quiet=quiet)
         return
     given = source or target_strategy or deduplicated or target_reading != OPENING or selection != Selection()
     if cluster is not None and (manifest or write_manifest or (given and source is None)):
-        raise UsageError("the workers of a cluster compare with a source", hint="add --against SOURCE")
+        raise UsageError(
+            "the workers of a cluster compare with a source", code="needs-source", hint="add --against SOURCE"
+        )
     with cluster_client(cluster, threads, quiet=quiet) as client, progress(quiet=quiet, words=_WORDS) as shown:
         found: Verification
         if manifest is not None:
@@ -290,16 +300,21 @@ def _check_usage(
     chosen = {"--against": source, "--manifest": manifest, "--write-manifest": write_manifest}
     ways = [option for option, value in chosen.items() if value is not None]
     if len(ways) > 1:
-        raise UsageError(f"{' and '.join(ways)} exclude each other", hint="give one of them")
+        raise UsageError(
+            f"{' and '.join(ways)} exclude each other", code="conflicting-options", hint="give one of them"
+        )
     if source is not None:
         return
     for name, value in (("--source-strategy", source_strategy), ("--sample", sample)):
         if value is not None:
-            raise UsageError(f"{name} is for a comparison, and there is no SOURCE", hint="add --against SOURCE")
+            raise UsageError(
+                f"{name} is for a comparison, and there is no SOURCE", code="needs-source", hint="add --against SOURCE"
+            )
     for name, default in OPENING.items():
         if reading[name] != default:
             raise UsageError(
                 f"{opening_flag(name)} is for SOURCE, and there is none",
+                code="needs-source",
                 hint=f"for TARGET it is {opening_flag(name, 'target-')}",
             )
 

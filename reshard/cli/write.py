@@ -147,7 +147,9 @@ def _write(
 
     if via_zarr is not None:
         if asked.same_ranks:
-            raise UsageError("--same-ranks keeps files as they are cut", hint="leave --via-zarr out")
+            raise UsageError(
+                "--same-ranks keeps files as they are cut", code="conflicting-options", hint="leave --via-zarr out"
+            )
         _check_apart(via_zarr, source, target, running.write_manifest)
         check_manifest_place(running.write_manifest, overwrite=running.overwrite)  # before the store is made
         plain = str(via_zarr) if asked.cipher else f"{via_zarr} and {target}"

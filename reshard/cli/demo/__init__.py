@@ -192,7 +192,7 @@ def _parsed(path: Path) -> dict[str, Stored]:
     try:
         message.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf's DecodeError, or the file is gone: either way it is not what it should be
-        raise VerifyError(f"cannot read back {path}: {error}") from error
+        raise VerifyError(f"cannot read {path} back", code="cannot-read", facts=[str(error)]) from error
     return {
         value.tag: (value.tensor.tensor_type, tuple(value.tensor.dims), value.tensor.tensor_content)
         for value in message.value
@@ -207,15 +207,20 @@ def _stored(array: Array) -> Stored:
 def _compare(path: Path, found: Mapping[str, Stored], expected: Mapping[str, Stored]) -> None:
     if found.keys() != expected.keys():
         raise VerifyError(
-            f"{path} does not hold the tensors it should: {names(sorted(found.keys() ^ expected.keys()))}"
+            f"{path} does not hold the tensors it should",
+            code="missing-tensor",
+            facts=[f"only in one of the two: {names(sorted(found.keys() ^ expected.keys()))}"],
         )
     for name, (kind, shape, content) in expected.items():
         if found[name][:2] != (kind, shape) or len(found[name][2]) != len(content):
-            raise VerifyError(f"{path}: tensor {name!r} is {found[name][:2]}; expected {(kind, shape)}")
+            raise VerifyError(
+                f"tensor {name!r} of {path} is {found[name][:2]}; expected {(kind, shape)}", code="wrong-shape"
+            )
         if found[name][2] != content:
             at = next(i for i, (a, b) in enumerate(zip(found[name][2], content, strict=True)) if a != b)
             raise VerifyError(
-                f"{path}: tensor {name!r} differs from its slice of the whole tensor",
+                f"tensor {name!r} of {path} differs from its slice of the whole tensor",
+                code="not-equal",
                 facts=[f"byte {at} is {found[name][2][at]:#04x}, expected {content[at]:#04x}"],
                 hint="if nobody changed the files meanwhile, reshard is at fault: please report it",
             )

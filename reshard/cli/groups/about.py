@@ -111,7 +111,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     """Print the script that completes commands, options and paths with Tab in SHELL."""
     kind = get_completion_class(shell)
     if kind is None:
-        raise UsageError(f"no completion is known for {shell}")
+        raise UsageError(f"no completion is known for {shell}", code="unknown-shell")
     click.echo(kind(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE").source())
 
 

@@ -93,7 +93,9 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
                 print_text(f"{what}: {count_text(len(some), 'tensor')}: {names(some)}")
         print_text(f"{count_text(sum(row[2] for row in rows), 'tensor')} become {sum(row[4] for row in rows)}")
     if differences:
-        raise VerifyError(f"{target} differs from what {file} makes of {source}", facts=differences[:20])
+        raise VerifyError(
+            f"{target} differs from what {file} makes of {source}", code="not-equal", facts=differences[:20]
+        )
 
 
 def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:

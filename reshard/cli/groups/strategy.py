@@ -94,7 +94,9 @@ def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
     """Merge the strategy files of a pipeline's ranks in DIRECTORY into one file."""
     if output.parent.resolve() == directory.resolve():
         raise UsageError(
-            f"{output} is in {directory}, where every file is taken for that of a rank", hint="choose another directory"
+            f"{output} is in {directory}, where every file is taken for that of a rank",
+            code="target-in-source",
+            hint="choose another directory",
         )
     refuse_existing(output, overwrite=overwrite)
     _say_written(reshard.merge_strategies(directory, output), output)
@@ -237,7 +239,7 @@ def strategy_from_checkpoint(
     if checkpoint.is_dir() and self_described(checkpoint, iteration) is None:
         known, change = noted(checkpoint)
         if change:
-            raise SourceError(changed_text(checkpoint, change))
+            raise SourceError(changed_text(checkpoint, change), code="source-changed")
         if not known:
             raise UsageError(
                 f"{checkpoint} does not say which rank holds which block", code="no-strategy",

@@ -132,10 +132,12 @@ def _stated(asked: Asked, target: Place | None, verb: Verb) -> tuple[str | None,
     """Return the format that options or the name of the target say, with the reason if it was not given."""
     if asked.to and (asked.format or asked.style):
         other = "--format" if asked.format else "--style"
-        raise UsageError(f"--to and {other} both say the format", hint=f"leave {other} out")
+        raise UsageError(f"--to and {other} both say the format", code="conflicting-options", hint=f"leave {other} out")
     if asked.style and asked.format not in {None, "safetensors"}:
         raise UsageError(
-            f"--style {asked.style} is of safetensors files, not {asked.format}", hint="leave --format out, or --style"
+            f"--style {asked.style} is of safetensors files, not {asked.format}",
+            code="option-of-another-format",
+            hint="leave --format out, or --style",
         )
     if asked.style:
         return {"huggingface": "hf"}.get(asked.style, asked.style), ""
@@ -199,7 +201,10 @@ def _refuse_misfits(asked: Asked, to: str) -> None:
             hint=f"leave {', '.join(misfits)} out, or choose --to {' or '.join(formats)}",
         )  # fmt: skip
     if asked.layouts_of and asked.target_strategy:
-        raise UsageError("--layouts-of and --target-strategy both say how tensors are cut", hint="leave one out")
+        raise UsageError(
+            "--layouts-of and --target-strategy both say how tensors are cut",
+            code="conflicting-options", hint="leave one out",
+        )  # fmt: skip
     if to == CHECKPOINT2 and asked.max_shard_size is not None and (asked.layouts_of or asked.target_strategy):
         raise UsageError(
             "--max-shard-size is for whole tensors; ranks have one file each", code=code,
@@ -228,6 +233,7 @@ def _file_name(source: Place, target: Place | None, asked: Asked, to: str, verb:
     if cut and named:
         raise UsageError(
             f"{target.name} is the name of one file, and {cut[0]} makes a file for each rank",
+            code="one-file",
             hint="name a directory for TARGET",
         )
     if cut or not (named or source.is_file()):
@@ -240,7 +246,9 @@ def _file_name(source: Place, target: Place | None, asked: Asked, to: str, verb:
     check_name(str(target), to)
     if asked.prefix is not None:
         raise UsageError(
-            f"--prefix is for the files of ranks, and {target.name} is one file", hint="leave --prefix out"
+            f"--prefix is for the files of ranks, and {target.name} is one file",
+            code="one-file",
+            hint="leave --prefix out",
         )
     return target.name
 
@@ -298,7 +306,9 @@ def _of_same_ranks(
 
     if to is None:
         raise UsageError(
-            "--same-ranks changes the format alone, and none is given", hint="add --to ckpt or safetensors"
+            "--same-ranks changes the format alone, and none is given",
+            code="needs-format",
+            hint="add --to ckpt or safetensors",
         )
     others = asked.given([*CUT, "prefix", "memory"])
     others += [f"--{name.rstrip('s')}" for name, value in _READING.items() if reading[name] != value]
