@@ -107,7 +107,10 @@ def _working(how: How, directory: str, written: Sequence[str] = ()) -> Iterator[
     try:
         live_runs.check_cancelled(how.run)
         if how.seen and not os.path.exists(how.seen):  # a worker that came after `check_workers`
-            raise TargetError(f"{directory}: is another directory on a worker, or none; every worker must reach it")
+            raise TargetError(
+                f"{directory} is another directory on a worker, or none",
+                code="different-directory", hint="every worker must reach the target by the same path",
+            )  # fmt: skip
         yield
         if how.apart and how.fsync and written and not (how.cached and how.cached == cache_of(directory)):
             for path in written:
