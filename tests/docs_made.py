@@ -93,7 +93,8 @@ def message_of(call: Any) -> str:
     if len(call.args) <= place:
         return ""
     text = re.sub(r"\s+", " ", words(call.args[place])).strip()
-    text = re.sub(r"(… ?)+", "… ", text).replace("… :", "…:").replace("… ,", "…,").replace("|", "\\|").strip()
+    text = re.sub(r"(… ?)+", "… ", text).replace("|", "\\|").strip()
+    text = re.sub(r"… ([;,:.)\]])", r"…\1", text)
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
 
 
