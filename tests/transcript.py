@@ -77,7 +77,8 @@ def type_in(command: str, folder: Path, *first: Path) -> subprocess.CompletedPro
 # --- python tests/transcript.py --update ------------------------------------------------------------------------
 
 VARYING = (
-    (re.compile(r"\d+\.\d+ s\b(?: \([\d.]+ \w*B/s\))?"), "… s"),
+    (re.compile(r"\d+\.\d+ s \([\d.]+ \w*B/s\)"), "… s (…B/s)"),
+    (re.compile(r"\d+\.\d+ s\b"), "… s"),
     (re.compile(r"(peak memory |about |peak\s+)[\d.]+ MB"), r"\1… MB"),
     (re.compile(r"\S*/reshard-demo\b"), "…"),
 )
