@@ -348,7 +348,9 @@ def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) ->
     with pytest.raises(TargetError, match="is one of the source files"):
         plan.save(source_file)
     assert source_file.read_bytes() == before
-    starred = reshard.plan(reshard.Checkpoint(plan._record.source), selection=Selection(name_map={"layers.**.w": "model.**.w"}))
+    starred = reshard.plan(
+        reshard.Checkpoint(plan._record.source), selection=Selection(name_map={"layers.**.w": "model.**.w"})
+    )
     with refused(UsageError, "not-savable", "layers.**.w"):
         starred.save(tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()

@@ -121,7 +121,9 @@ def test_each_tensor_of_the_last_layer_of_each_example(tmp_path: Path, name: str
         assert lost or not any("layers.0." in key for key in tensors)
         for key in lost:
             with pytest.raises(SourceError):
-                replace(source._record, tensors={n: tensor for n, tensor in source.tensors.items() if n != key}).derive(some)
+                replace(source._record, tensors={n: tensor for n, tensor in source.tensors.items() if n != key}).derive(
+                    some
+                )
 
 
 # --- how many layers the configuration says ------------------------------------------------------------------------
