@@ -138,7 +138,7 @@ def _look(top: Place, place: Place, manifest: Manifest) -> FileIndex | Differenc
             return Difference("size", f"has {nbytes} bytes; expected {file.nbytes}", path=path)
         return index_file(str(place)) if file.tensors else FileIndex("", {})
     except SourceError as error:
-        return Difference("file", f"cannot be read: {error}", path=path)
+        return Difference("file", f"cannot be read: {error.message}", path=path)
 
 
 def _entries(path: str, index: FileIndex, file: FileSums) -> tuple[dict[str, Entry], list[Difference]]:

@@ -565,7 +565,8 @@ def _difference_lines(one: Difference, found: Verification, words: Words) -> Ite
     if one.kind == "values" and one.index is not None and one.block is not None:
         count = f"{one.count} of {count_text(one.block.size, 'element')}"
         name = f"{printable(one.name)}{shape_text(one.index)}"
-        yield f"  {name}   0x{one.found}, expected 0x{one.expected}   ({count})"
+        why = one.text.partition(f"expected 0x{one.expected}")[2]  # what the places below do not say
+        yield f"  {name}   0x{one.found}, expected 0x{one.expected}   ({count}){printable(spelled(why, words))}"
         yield f"    {place} {shape_text(one.index_in_block or ())}  vs  {printable(near(one.reference or ''))}"
         return
     kind = "object" if one.kind == "object" else "tensor"

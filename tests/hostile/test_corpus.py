@@ -48,8 +48,7 @@ def commands(groups: list[str], directory: Path, *, slow: bool, every: int) -> M
 
 def names(item: Item, found: dict[str, Any]) -> bool:
     """Whether an error has one of the codes of an item, and names its place."""
-    says = re.fullmatch(r"([a-z|-]+)(?: @ (.+))?", item.says, re.DOTALL)
-    told = found["said"] + (found["shown"] if item.code == 3 else "")
+    says = re.fullmatch(r"([a-z0-9|-]+)(?: @ (.+))?", item.says, re.DOTALL)
     if not says:
         return item.says in told
     return not set(says[1].split("|")).isdisjoint(found["codes"]) and (says[2] or "") in told

@@ -59,11 +59,11 @@ def test_what_is_said_of_wrong_options(mindspore_data: Path, tmp_path: Path) -> 
     case = truth(mindspore_data, "mcore_tp2_pp2")
     failed(4, "unknown-number", "unify", case.checkpoint, tmp_path / "out", *LLAMA, places=("config.vocab_size",))
     absent = call("unify", case.checkpoint, tmp_path / "out", "--rules", "lama-hf-mcore")
-    assert (absent.exit_code, "lama-hf-mcore: cannot be read" in absent.stderr) == (2, True)
+    assert (absent.exit_code, "lama-hf-mcore" in absent.stderr) == (2, True), absent.stderr
     alone = call("unify", case.checkpoint, tmp_path / "out", "--let", "heads=4")
-    assert (alone.exit_code, "--let is for rules; give --rules FILE" in alone.stderr) == (2, True)
+    assert (alone.exit_code, "--rules FILE" in alone.stderr) == (2, True)
     number = call("unify", case.checkpoint, tmp_path / "out", *LLAMA, "--let", "heads=four")
-    assert (number.exit_code, "expected WORD=N, e.g. heads=32" in number.stderr) == (2, True)
+    assert (number.exit_code, "heads=four" in number.stderr) == (2, True)
     assert not (tmp_path / "out").exists()
 
 

@@ -281,7 +281,7 @@ def test_zarr_encrypted_and_dcp_sources(tmp_path: Path, base: reshard.Checkpoint
     assert reshard.verify(tmp_path / "other").equal
     with pytest.raises(UsageError, match="linked files keep their bytes"):
         reshard.plan(saved, files=reshard.LinkedDCP(), selection=Selection(lora=lora))
-    base.merge_lora(lora).to_zarr(tmp_path / "out.zarr", compression="zstd", fsync=False)
+    base.merge_lora(lora).to_zarr(tmp_path / "out.zarr", compression="zstd")
     assert_arrays(reshard.open(tmp_path / "out.zarr"), EXPECTED)
     assert reshard.verify(tmp_path / "out.zarr").equal
 
