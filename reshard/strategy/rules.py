@@ -81,6 +81,7 @@ class Options(TypedDict, total=False):
     predict: bool
 
 
+_MOST_WAYS = 64  # numbers of parts that a hint lists
 _MOST_STAGES = 1 << 16
 
 OPTIONS = frozenset(Options.__annotations__) - {"dtypes", "only_by_rule", "predict"}
@@ -345,6 +346,7 @@ def _layouts(
     """Return the layout that the rules give to each weight; those that do not fit are faults, reported once a rule."""
     layouts: dict[str, Layout] = {}
     wrong: dict[tuple[str, str, str], list[str]] = {}
+    hints: dict[str, str] = {}
     for name, shape in shapes.items():
         glob = ruled[name]
         try:
@@ -356,10 +358,12 @@ def _layouts(
             continue
         for dim, (extent, ways) in enumerate(zip(shape, splits, strict=True)):
             if extent % ways and not (dim == 0 and layouts[name].param_split_shape):
-                what = f"cannot split dimension {dim} of size {extent} {ways} ways"
+                what = f"cannot cut dimension {dim}, of size {extent}, into {ways} equal parts"
+                ways_that_fit = ", ".join(str(n) for n in range(2, min(extent, _MOST_WAYS) + 1) if extent % n == 0)
+                hints.setdefault(what, f"{extent} can be cut into {ways_that_fit or 'no'} parts; null leaves it whole")
                 wrong.setdefault((glob or "", what, "not-divisible"), []).append(name)
     for (glob, what, code), tensors in wrong.items():
-        faults.add(_at(key, glob), f"{what} ({names(tensors)})", code=code)
+        faults.add(_at(key, glob), f"{what} ({names(tensors)})", code=code, hint=hints.get(what, ""))
     return layouts
 
 

@@ -215,12 +215,13 @@ def _tiny(shape: Shape, blocks: tuple[Block, ...], ranks: tuple[tuple[int, ...],
     return Picture("", 36, frame.height + 2, tag("g", *drawing, transform="translate(1 1)")).svg()
 
 
-def tiny(layout: Layout | None, tensor: Tensor) -> Markup:
+def tiny(layout: Layout | None, tensor: Tensor, file_ranks: Sequence[int]) -> Markup:
     """Return a drawing of a tensor's cut as high as a row of a table; nothing if it cannot be drawn.
 
     Args:
         layout: how ranks cut it, if that is known; else its blocks in the files are drawn.
         tensor: the tensor.
+        file_ranks: the rank of each file of its checkpoint.
     """
     try:
         if layout is not None:
@@ -228,7 +229,8 @@ def tiny(layout: Layout | None, tensor: Tensor) -> Markup:
             return _tiny(grid.shape, grid.blocks, grid.ranks)
     except LayoutError:
         return Markup("")
-    return _tiny(tensor.spec.shape, tensor.sharding.blocks, tuple((n,) for n in range(len(tensor.sharding.blocks))))
+    ranks = tuple(tuple(sorted({file_ranks[at.file] for at in some})) for some in tensor.sharding.replicas)
+    return _tiny(tensor.spec.shape, tensor.sharding.blocks, ranks)
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------

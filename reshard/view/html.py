@@ -213,7 +213,11 @@ def _leaf(
     words = cut_words(checkpoint, tensor, {})
     layouts = layouts_of(checkpoint, tensor)
     rule = f"{layouts_text(checkpoint, tensors)}; {shards_text(tensor, known)} blocks x copies in the files"
-    thumb = [tag("span", tiny(layouts[0][1] if layouts else None, tensor), class_="tiny")] if words != "whole" else []
+    thumb = (
+        [tag("span", tiny(layouts[0][1] if layouts else None, tensor, checkpoint.ranks), class_="tiny")]
+        if words != "whole"
+        else []
+    )
     shape = extents_text(tensor) if tensor.text is None else "text"
     times = [tag("span", f"  x {count:,}", class_="count")] if count > 1 else []
     return tag(

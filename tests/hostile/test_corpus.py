@@ -50,8 +50,8 @@ def names(item: Item, found: dict[str, Any]) -> bool:
     """Whether an error has one of the codes of an item, and names its place."""
     says = re.fullmatch(r"([a-z0-9|-]+)(?: @ (.+))?", item.says, re.DOTALL)
     if not says:
-        return item.says in told
-    return not set(says[1].split("|")).isdisjoint(found["codes"]) and (says[2] or "") in told
+        return item.says in found["said"]
+    return not set(says[1].split("|")).isdisjoint(found["codes"]) and (says[2] or "") in found["said"]
 
 
 def faults_of(item: Item, found: dict[str, Any]) -> list[str]:

@@ -337,7 +337,12 @@ def test_every_compiled_pipeline_block_for_block(mindspore_data: Path, name: str
         (
             {"mesh": {"dp": 3}, "rules": {"*.w?.weight": (None, "dp")}},
             ["not-divisible"],
-            ["dimension 1 of size 256 3 ways", "layers.0.wq.weight, ", "and 3 more", "likewise $.rules['*.w?.weight']"],
+            [
+                "dimension 1, of size 256, into 3",
+                "layers.0.wq.weight, ",
+                "and 3 more",
+                "likewise $.rules['*.w?.weight']",
+            ],
         ),
         ({"pipeline": {"layers.*": 0}}, ["unplaced-tensor"], ["$.pipeline", "embedding"]),
         ({"pipeline": {"*": 0, "zz": 1}}, ["no-match"], ["$.pipeline['zz']"]),
