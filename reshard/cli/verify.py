@@ -258,7 +258,7 @@ def verify(
             )
     if not quiet:
         say_warnings(found.warnings)
-    error = None if found.equal else VerifyError(summary(found))
+    error = None if found.equal else VerifyError(summary(found), code="different")
     if as_json:
         print_json(verdict_data(found), error)
     elif not quiet:

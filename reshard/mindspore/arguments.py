@@ -194,7 +194,7 @@ def target_directory(argument: str, given: object) -> Path:
     """
     path = path_of(argument, given)
     if path.exists() and not path.is_dir():
-        raise DirectoryError(f"{argument} {path} is a file; expected a directory")
+        raise DirectoryError(f"{argument} {path} is a file; expected a directory", code="not-a-directory")
     return path
 
 

@@ -108,7 +108,11 @@ def transform_checkpoints(
     source_dir = path_of("src_checkpoints_dir", src_checkpoints_dir)
     target_dir = target_directory("dst_checkpoints_dir", dst_checkpoints_dir)
     if not source_dir.exists():
-        raise DirectoryError(f"src_checkpoints_dir {source_dir} is not there; expected a directory of rank directories")
+        raise DirectoryError(
+            f"src_checkpoints_dir {source_dir} does not exist",
+            code="not-found",
+            facts=["expected a directory of rank directories"],
+        )
     before = strategy_of("src_strategy_file", src_strategy_file)
     after = strategy_of("dst_strategy_file", dst_strategy_file)
     stage: int | Literal["own"] = "own"

@@ -60,7 +60,7 @@ def test_only_files_whose_names_match_are_converted_beside_their_sources(ranks: 
     assert [name for name in files(ranks) if name.endswith("s")] == [
         "rank_0/b-0.safetensors", "rank_1/b-1.safetensors",
     ]  # fmt: skip
-    with pytest.raises(SourceError, match="no file to convert; expected names that end with .ckpt and contain 'c-'"):
+    with refused(SourceError, "no-checkpoint", "2 rank directories", ".ckpt", "'c-'"):
         ms.ckpt_to_safetensors(ranks, file_name_regex="c-")
 
 
