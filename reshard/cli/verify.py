@@ -84,8 +84,8 @@ what the target is not its source: kind, which is lora, rules, names, cast or
 selection; text, tensors: how many, detail: such as the adapter), note (why the
 two are compared so), absent (blocks that no file has), ranks, files, tensors,
 copies, bytes_read, total_bytes, sample, seed, seconds, dropped, left_out,
-warnings, unchecked (what was not looked at), independent (how many files of TARGET
-the safetensors library read), and differences: kind (values,
+warnings, unchecked (what was not looked at), independent (how many files of
+TARGET the safetensors library read), and differences: kind (values,
 missing, extra, dtype, shape, text, note; file, size, checksum), text, tensor,
 side, rank, path, block (start, stop), index (in the whole tensor),
 index_in_block, count, found, expected, reference.
