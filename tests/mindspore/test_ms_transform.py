@@ -342,7 +342,7 @@ def test_wrong_values(source: Path, tmp_path: Path) -> None:
         ms.rank_list_for_transform(2, SOURCE, TARGET)
     with pytest.raises(ValueError, match="checkpoint_files_map is empty"):
         ms.transform_checkpoint_by_rank(0, {}, "a.ckpt", SOURCE, TARGET)
-    with pytest.raises(ValueError, match=r"rank 9: .*nowhere\.ckpt is not there"):
+    with pytest.raises(ValueError, match=r"rank 9: .*nowhere\.ckpt does not exist"):
         ms.transform_checkpoint_by_rank(0, {9: "nowhere.ckpt"}, "a.ckpt", SOURCE, TARGET)
 
 

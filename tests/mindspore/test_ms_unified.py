@@ -447,7 +447,7 @@ def test_what_load_distributed_refuses(
         ms.load_distributed_checkpoint(None, files)
     with pytest.raises(TypeError, match="checkpoint_filenames is a NoneType"):
         ms.load_distributed_checkpoint(net)
-    with pytest.raises(ValueError, match=r"checkpoint_filenames: \[1\]: nowhere\.ckpt is not there"):
+    with pytest.raises(ValueError, match=r"checkpoint_filenames: \[1\]: nowhere\.ckpt does not exist"):
         ms.load_distributed_checkpoint(net, [files[0], "nowhere.ckpt"])
     with pytest.raises(ValueError, match="has 3 files; the training strategy has 4 ranks"):
         ms.load_distributed_checkpoint(net, files[:3], None, SOURCE)
