@@ -103,7 +103,9 @@ def test_only_receipts_and_the_plan_travel(
     assert sent < report.bytes_written // 4
     # The same workers once more: what they held open is not what gets its name now.
     smaller = reshard.plan(
-        made._record.source, Strategy.of({"norm": Layout.of([6], [0])}), selection=reshard.Selection(("norm",))
+        reshard.Checkpoint(made._record.source),
+        Strategy.of({"norm": Layout.of([6], [0])}),
+        selection=reshard.Selection(("norm",)),
     )
     smaller.run(tmp_path / "out", client=client, overwrite=True)
     made.run(tmp_path / "out", client=client, overwrite=True)
@@ -135,7 +137,7 @@ def test_a_cluster_is_refused_before_anything_is_replaced(made: reshard.Plan, tm
     (tmp_path / "elsewhere").mkdir()
     with cluster(tmp_path, 0) as one:
         one.add_worker(cwd=tmp_path / "elsewhere")
-        with client_of(one.address, 1) as client, refused(SourceError, "source-gone", "worker tcp://"):
+        with client_of(one.address, 1) as client, refused(SourceError, "not-found", "worker tcp://"):
             plan.run(url, client=client, restart=True)
     assert get(url) == before
 
@@ -171,21 +173,21 @@ def test_workers_of_one_machine_sync_at_the_end(
 ) -> None:
     """Every task would wait for the disk, and every file be synced many times; elsewhere nobody else can do it."""
     root = str(tmp_path)
-    made = replace(made, digests=tuple(file_digests(made._record)))
-    here = reshard_cluster.check_workers(made, root, wired[1])
+    plan = replace(made._record, digests=tuple(file_digests(made._record)))
+    here = reshard_cluster.check_workers(plan, root, wired[1])
     assert here == cache_of(root) != ""
     monkeypatch.setattr(reshard_cluster, "cache_of", lambda _directory: "this process")
-    assert reshard_cluster.check_workers(made, root, wired[1]) == ""
-    for cached, waited in ((here, 0), ("another machine", len(made._record.files)), ("", len(made._record.files))):
+    assert reshard_cluster.check_workers(plan, root, wired[1]) == ""
+    for cached, waited in ((here, 0), ("another machine", len(plan.files)), ("", len(plan.files))):
         how = tasks.How(apart=True, cached=cached)
-        tasks.create_files(made, range(len(made._record.files)), root, how)
+        tasks.create_files(plan, range(len(plan.files)), root, how)
         assert len(faults.of("sync")) == waited
         faults.clear()
-        tasks.move_task(made, 0, root, how, None)
+        tasks.move_task(plan, 0, root, how, None)
         assert bool(faults.of("sync")) == bool(waited)
         faults.clear()
-        tasks.close_files(made, range(len(made._record.files)), root, how, {}, None)
-        assert len(faults.of("sync")) == (len(made._record.files) if cached else 0)
+        tasks.close_files(plan, range(len(plan.files)), root, how, {}, None)
+        assert len(faults.of("sync")) == (len(plan.files) if cached else 0)
         faults.clear()
 
 
@@ -309,7 +311,7 @@ def test_a_worker_that_sees_other_files_is_named(
     with cluster(tmp_path, 0) as one:
         one.add_worker(cwd=tmp_path / "elsewhere")
         with client_of(one.address, 1) as client:
-            with refused(SourceError, "source-gone", "worker tcp://", "by the same paths"):
+            with refused(SourceError, "not-found", "worker tcp://", "checkpoint_0.safetensors", "by the same paths"):
                 reshard.plan(source, AFTER).run(tmp_path / "out", client=client)
             assert not (tmp_path / "out").exists()
             there = f"/proc/self/cwd/{os.path.relpath(tmp_path)}"
@@ -374,7 +376,7 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
     assert tree(tmp_path / "out") == expected
     done = subprocess.run([*command, "--cluster", "local:0"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "expected e.g. tcp://10.0.0.1:8786, local or local:4" in done.stderr
+    assert "'local:0' is not a cluster, such as tcp://10.0.0.1:8786, local or local:4" in done.stderr
     done = subprocess.run(
         [*command, "--cluster", "tcp://h:1", "--scheduler", "threads"], cwd=tmp_path, capture_output=True, text=True,
         check=False,

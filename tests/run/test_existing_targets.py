@@ -72,7 +72,7 @@ def test_a_finished_file_that_was_changed_is_somebody_elses(
     path = tmp_path / "out" / plan._record.files[link].path
     path.unlink()
     path.write_bytes(b"edited")
-    with refused(TargetError, "already-exists", plan.files[link].path, "overwrite=True"):
+    with refused(TargetError, "already-exists", plan._record.files[link].path, "overwrite=True"):
         plan.run(tmp_path / "out")
     assert path.read_bytes() == b"edited"
 

@@ -73,8 +73,8 @@ def test_what_another_program_left_makes_no_room(
 ) -> None:
     """Without digits in its name it may be anybody's, and stays."""
     plan = reshard.plan(source, TARGET)
-    theirs = [tmp_path / "out" / unfinished_path(file.path) for file in plan.files]
-    for file, path in zip(plan.files, theirs, strict=True):
+    theirs = [tmp_path / "out" / unfinished_path(file.path) for file in plan._record.files]
+    for file, path in zip(plan._record.files, theirs, strict=True):
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(file.layout.size))
     room(plan.stats.target_bytes - 1)
@@ -82,7 +82,7 @@ def test_what_another_program_left_makes_no_room(
         plan.run(tmp_path / "out")
     room(plan.stats.target_bytes)
     plan.run(tmp_path / "out")
-    for file, path in zip(plan.files, theirs, strict=True):
+    for file, path in zip(plan._record.files, theirs, strict=True):
         assert path.read_bytes() == bytes(file.layout.size)
 
 

@@ -188,10 +188,10 @@ def test_boxes_that_lack_and_overlap(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert reshard.verify(write_torch(tmp_path / "a", FULL, {0: halves})).equal
     lacking = write_torch(tmp_path / "b", FULL, {0: halves[1:]})
-    failed(4, "not-covered", "verify", lacking, places=("tensor 'w'", "[6, 4]", "12 of 24"))
+    failed(4, "unreadable-tensor", "verify", lacking, places=("tensor 'w'", "[6, 4]", "12 of 24"))
     over: tuple[str, Box, bytes] = ("w", ((2, 0), (3, 4)), item(w[2:5]))
     twice = write_torch(tmp_path / "c", FULL, {0: halves, 1: [over]})
-    failed(4, "not-covered", "verify", twice, places=("tensor 'w'", "[0:3, 0:4]", "[2:5, 0:4]"))
+    failed(4, "unreadable-tensor", "verify", twice, places=("tensor 'w'", "[0:3, 0:4]", "[2:5, 0:4]"))
 
 
 def test_replicas_are_compared_byte_by_byte(tmp_path: Path) -> None:
