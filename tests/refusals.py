@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import click
 import pytest
 from commands import call
 
+from reshard.cli.terminal import Told, told
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
@@ -36,20 +36,25 @@ def check(error: BaseException, code: str, *places: object) -> None:
 
 def failed(exit_code: int, code: str, *arguments: str | Path, places: tuple[object, ...] = ()) -> Result:
     """Run a command that must fail with this exit status and code, and name these places on stderr."""
-    result = call(*arguments)
+    with reported() as errors:
+        result = call(*arguments)
     assert result.exit_code == exit_code, result.output
-    error = error_of(result)
-    codes = getattr(error, "codes", ("usage",) if isinstance(error, click.UsageError) else ())
-    assert code in codes, f"{codes}: {result.stderr}"
+    codes = [each for error in errors for each in getattr(error, "codes", ("failed",))]
+    assert code in (codes or ["usage"]), f"{codes}: {result.stderr}"
     for place in places:
         assert str(place) in result.stderr, result.stderr
     return result
 
 
-def error_of(result: Result) -> BaseException:
-    """Return the error that a command reported before it exited."""
-    error = result.exc_info[1] if result.exc_info else None
-    while error is not None and not isinstance(error, ReshardError | click.UsageError | OSError):
-        error = error.__context__
-    assert error is not None, result.output
-    return error
+@contextmanager
+def reported() -> Iterator[list[BaseException]]:
+    """Collect the errors that commands report; those that click reports itself, of wrong usage, are not among them."""
+    errors: list[BaseException] = []
+
+    def collect(error: BaseException) -> Told:
+        errors.append(error)
+        return told(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reshard.cli.commands.told", collect)
+        yield errors

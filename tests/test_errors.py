@@ -36,8 +36,8 @@ def test_every_kind_has_its_exit_code() -> None:
         "PlanError": 4,
         "BudgetError": 5,
         "TargetError": 6,
-        "UnsentError": 1,
         "NoBucketError": 1,
+        "UnsentError": 1,
         "ChangedError": 6,
     }
     assert all(issubclass(getattr(errors, name), ReshardError) for name in kinds)

@@ -199,15 +199,17 @@ def share_of(every: ShardFiles, process: int, processes: int) -> SomeFiles:
 
 
 def check_size(max_shard_size: int) -> None:
-    """Raise `UsageError` where files would have no room for anything."""
+    """Raise `UsageError` if files would have no room for anything."""
     if max_shard_size < 1:
-        raise UsageError(f"the largest file of a set is to have {max_shard_size} bytes; expected at least 1")
+        raise UsageError(
+            f"a file of a set cannot have at most {max_shard_size} bytes; expected at least 1", code="out-of-range"
+        )
 
 
 def check_step(step: int | None) -> None:
-    """Raise `UsageError` where a training cannot have done so many steps; None stands for any."""
+    """Raise `UsageError` if a training cannot have done so many steps; None stands for any."""
     if step is not None and not 0 <= step < MOST_STEPS:
-        raise UsageError(f"step is {step}; expected a number from 0 to {MOST_STEPS - 1}")
+        raise UsageError(f"step is {step}; expected a number from 0 to {MOST_STEPS - 1}", code="out-of-range")
 
 
 @reading(SourceError)
@@ -224,8 +226,11 @@ def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None
     if not indexes:
         return None
     if len(indexes) > 1:
-        found = names([path.name for path in indexes])
-        raise SourceError(f"{directory}: has the indexes of two sets, {found}; move one set to another directory")
+        raise SourceError(
+            f"{directory} has the indexes of two sets, {names([path.name for path in indexes])}",
+            code="several-checkpoints",
+            hint="move one set to another directory",
+        )
     path = indexes[0]
     weight_map, others = _read_map(path)
     faults = Faults(str(path))
@@ -233,15 +238,15 @@ def read_index(directory: Place) -> tuple[list[Place], Mapping[str, str]] | None
     for name in dict.fromkeys((*weight_map.values(), *others)):
         file = directory / name
         if file.name != name or name in {"", ".", ".."}:
-            faults.add(f"file {name!r:.300}", "is not in the same directory; expected a name without a slash")
+            what = "is not in the directory of the index; expected a name without a slash"
+            faults.add(f"file {name!r:.300}", what, code="bad-name")
         elif not _is_file(file):
-            faults.add(f"file {name!r:.300}", "is not there")
+            faults.add(f"file {name!r:.300}", "does not exist", code="not-found")
         files.append(file)
     for family, numbers in _numbered(weight_map.values()).items():
         if len(numbers) < int(family[1]):
-            faults.add(
-                f"{family[0]}…-of-{family[1]}", f"is named {len(numbers)} times; expected {int(family[1])} shards"
-            )
+            what = f"is named {len(numbers)} times; expected {int(family[1])} shards"
+            faults.add(f"{family[0]}…-of-{family[1]}", what, code="missing-shards")
     faults.raise_if_any(SourceError)
     if path.name == _MINDSPORE_INDEX:
         beside = [directory / name for name in SET_FILES[2:]]
@@ -291,16 +296,17 @@ def _read_map(path: Place) -> tuple[dict[str, str], list[str]]:
     try:
         content = parse_json(raw, repeated)
     except ValueError as error:
-        raise SourceError(f"{path}: is not JSON: {error}") from None
+        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
     faults = Faults(str(path))
     for name in repeated:
-        faults.add(f"tensor {name!a:.200}", "is listed a second time")
+        faults.add(f"tensor {name!a:.200}", "is listed twice", code="duplicate-name")
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise SourceError(f"{path}: has no weight_map of tensor names to file names")
+        raise SourceError(f"{path} has no weight_map of tensor names to file names", code="bad-index")
     metadata = content.get("metadata") if path.name == _MINDSPORE_INDEX and weight_map is not content else None
     others = metadata.get(_HYPER_PARAMETERS) if isinstance(metadata, dict) else None
     if others is not None and others not in SET_FILES[2:]:
-        faults.add(f"metadata.{_HYPER_PARAMETERS}", f"is {others!a:.60}; expected {' or '.join(SET_FILES[2:])}")
+        what = f"is {others!a:.60}; expected {' or '.join(SET_FILES[2:])}"
+        faults.add(f"metadata.{_HYPER_PARAMETERS}", what, code="bad-value")
     faults.raise_if_any(SourceError)
     return weight_map, [] if others is None else [others]

@@ -102,7 +102,9 @@ class ZarrGroup:
     def __post_init__(self) -> None:
         for what, size, least in (("chunk", self.chunk_size, 1), ("shard", self.shard_size, 0)):
             if size is not None and size < least:
-                raise UsageError(f"the largest {what} is to have {size} bytes; expected at least {least}")
+                raise UsageError(
+                    f"a {what} cannot have at most {size} bytes; expected at least {least}", code="out-of-range"
+                )
         _ = self.level
 
     @property
@@ -116,7 +118,11 @@ class ZarrGroup:
         except ValueError:
             number = _LEVELS.stop
         if kind != "zstd" or number not in _LEVELS:
-            raise UsageError(f"unknown compression {self.compression!r}; expected zstd or zstd:LEVEL, at most 22")
+            raise UsageError(
+                f"unknown compression {self.compression!r}",
+                code="unknown-compression",
+                hint="use zstd, or zstd:LEVEL with a level of at most 22",
+            )
         return number
 
     def array(self, shape: Shape, dtype: DType, blocks: Iterable[Block]) -> Array:
@@ -370,11 +376,10 @@ def escaped(name: str) -> str:
         text = _percent(text[0]) + text[1:]
     if len(text.encode()) > _LONGEST_FILE_NAME:
         raise UsageError(
-            Text(
-                f"tensor {name[:40]!r}…: its name is {len(text.encode())} bytes as that of a directory; at most "
-                f"{_LONGEST_FILE_NAME} are possible; give it another with ",
-                Option("name_map"),
-            )
+            f"the name of tensor {name[:40]!r}… is too long for a directory",
+            code="name-too-long",
+            facts=[f"it has {len(text.encode())} bytes there; at most {_LONGEST_FILE_NAME} are possible"],
+            hint=Text("rename it with ", Option("name_map")),
         )
     return text
 

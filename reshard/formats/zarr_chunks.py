@@ -317,7 +317,11 @@ def _by_zarr(path: str, number: int, unit: Foreign) -> memoryview:
 
 
 def _not_decoded(path: str, number: int, why: object) -> SourceError:
-    return SourceError(f"{path}: chunk {number} cannot be decoded: {why} (damaged, or its metadata is wrong)")
+    return SourceError(
+        f"cannot decode chunk {number} of {path}",
+        code="bad-chunk",
+        facts=[str(why), "the chunk is damaged, or its metadata is wrong"],
+    )
 
 
 # --- writing ----------------------------------------------------------------------------------------------------
@@ -435,7 +439,11 @@ class _Compressing:
     def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- it ends with its last chunk
         """Check that every chunk came: `TargetError`."""
         if not self.ended:
-            raise TargetError(f"{self.path}: not every byte of its chunks came; internal error, please report")
+            raise TargetError(
+                f"{self.path} is incomplete",
+                code="internal-error",
+                hint="this is an error of reshard; please report it",
+            )
 
     def abort(self) -> None:
         """Give up."""

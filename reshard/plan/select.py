@@ -125,15 +125,17 @@ class Selection:
         for old, new in cast.items():
             before, after = by_name(old, UsageError), by_name(new, UsageError)
             if fault := cast_fault(before, after):
-                faults.add(f"cast {old}={new}", fault)
+                faults.add(f"cast {old}={new}", fault, code="unsupported-cast")
             if (first := casts.setdefault(before.name, after.name)) != after.name:
-                faults.add(f"cast {old}={new}", f"{before} cannot become both {first} and {after}")
+                both = f"{before} cannot become both {first} and {after}"
+                faults.add(f"cast {old}={new}", both, code="conflicting-options")
         object.__setattr__(self, "cast", casts)
         for old, new in self.name_map.items():
             if new.count("*") > old.count("*"):
-                faults.add(f"name {old!r}", f"becomes {new!r}, which has more stars than the old name")
+                more = f"becomes {new!r}, which has more stars than the old name"
+                faults.add(f"name {old!r}", more, code="bad-pattern")
             if not old or not new:
-                faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty")
+                faults.add(f"name {old!r}", f"becomes {new!r}; a tensor's name cannot be empty", code="bad-name")
         faults.raise_if_any(UsageError)
 
     def target_dtype(self, source: Checkpoint, name: str) -> DType:
@@ -156,27 +158,28 @@ class Selection:
             UsageError: two tensors would have one name, or an old name is not there; all at once.
         """
         rename = _Renaming(self.name_map, set(known or chosen))
-        found = [(name, rename(name)) for name in chosen]
+        pairs = [(name, rename(name)) for name in chosen]
         faults = Faults("name map")
         for old in rename.unused():
-            faults.add(f"name {old!r}", partial(_no_match, old, rename.known, before))
+            faults.add(f"name {old!r}", partial(_no_match, old, rename.known, before), code="no-match")
         by_new: dict[str, list[str]] = {}
-        for old, new in found:
+        for old, new in pairs:
             by_new.setdefault(new, []).append(old)
         for new, olds in by_new.items():
             if len(olds) > 1 or not new:
-                faults.add(f"name {new!r}", f"is given to {names(olds)}; every tensor needs a name of its own")
+                shared = f"is given to {names(olds)}; every tensor needs its own name"
+                faults.add(f"name {new!r}", shared, code="duplicate-name")
         faults.raise_if_any(UsageError)
-        return dict(found)
+        return dict(pairs)
 
 
 def selection_data(selection: Selection) -> dict[str, object]:
     """Return a selection as JSON has it; `planfile.read_selection` reads it."""
-    given = ((one.name, getattr(selection, one.name)) for one in fields(selection))
-    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in given}
-    found["names"] = found.pop("name_map")  # as ledgers and plan files have it
+    pairs = ((field.name, getattr(selection, field.name)) for field in fields(selection))
+    values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in pairs}
+    values["names"] = values.pop("name_map")  # as ledgers and plan files have it
     return {
-        **found,
+        **values,
         "rules": selection.rules and selection.rules.data(),
         "lora": selection.lora and asdict(selection.lora),
     }
@@ -195,9 +198,9 @@ def derived(source: Checkpoint, selection: Selection) -> Checkpoint:
     twice = [f"{old}={new}" for old, new in selection.cast.items() if old in {"bfloat16", "float16"} - {new}]
     if source.lora and twice:
         raise UsageError(
-            f"cast {names(twice)}: would round merged weights twice, as they are rounded to their own dtype; cast in a "
-            "run of its own, before or after"
-        )
+            f"cast {names(twice)} would round merged weights twice", code="rounds-twice",
+            facts=["merged weights are rounded to their own dtype"], hint="cast in a run of its own, before or after",
+        )  # fmt: skip
     return source
 
 
@@ -306,13 +309,14 @@ def select(
         if target is not None and new not in wanted and has_no_place(source, target, name):
             dropped.append(name)
             if not (name in states or target.others or matches(name, selection.drop)):
-                fault = Text("is not in the target strategy; to leave it out give ", Option("drop", name))
-                faults.add(f"tensor {name!r}", fault)
+                hint = Text("to leave it out, give ", Option("drop", name))
+                faults.add(f"tensor {name!r}", "is not in the target strategy", code="not-in-strategy", hint=hint)
     for name, reason in source.unreadable.items():
         if name in chosen:
             dropped.append(name)
             if not matches(name, selection.drop):
-                faults.add(f"tensor {name!r}", Text(f"{reason}; to leave it out give ", Option("drop", name)))
+                hint = Text("to leave it out, give ", Option("drop", name))
+                faults.add(f"tensor {name!r}", reason, code="unreadable-tensor", hint=hint)
     if target is not None:
         rename = _Renaming(selection.name_map, set(source.every))
         unchosen = [*(name for name in source.tensors if name not in chosen), *source.left_out]
@@ -331,7 +335,7 @@ def select(
         if name in renamed and name not in without
     ]
     if chosen and not kept:
-        raise UsageError("selection: leaves no tensor for the target; all that is chosen is dropped")
+        raise UsageError("every chosen tensor is dropped; the target would be empty", code="no-tensors")
     taken = [name for name in source.tensors if selection.weights_only and name in states and name not in chosen]
     left_out = tuple(name for name in source.every if name not in chosen)
     return Selected(
@@ -392,7 +396,7 @@ def _chosen(source: Checkpoint, selection: Selection, states: Collection[str]) -
         no_weights = {*states, *source.objects}
         chosen = {n for n in chosen if n not in no_weights and not is_training_state(n, source.tensors.get(n))}
     if every and not chosen:
-        raise UsageError("selection: leaves no tensor of the source")
+        raise UsageError("the selection leaves no tensor of the source", code="no-tensors")
     return chosen
 
 
@@ -410,18 +414,18 @@ def _no_match(pattern: str, every: Collection[str], before: Collection[str]) -> 
 def _matched(
     every: Collection[str], patterns: Iterable[str], option: Option, faults: Faults, before: Collection[str]
 ) -> set[str]:
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
         counted = None if pattern in every else _COUNTED.match(pattern)  # a name may end so
         glob = counted["glob"] if counted else pattern
-        some = matching(glob, every)
+        of_pattern = matching(glob, every)
         where = Text(option._replace(value=pattern))
-        if not some:
-            faults.add(where, partial(_no_match, glob, every, before))
-        elif counted and len(some) != int(counted["count"]):
-            faults.add(where, f"matches {len(some)} tensors; expected {counted['count']}")
-        found.update(some)
-    return found
+        if not of_pattern:
+            faults.add(where, partial(_no_match, glob, every, before), code="no-match")
+        elif counted and len(of_pattern) != int(counted["count"]):
+            faults.add(where, f"matches {len(of_pattern)} tensors; expected {counted['count']}", code="wrong-count")
+        matched.update(of_pattern)
+    return matched
 
 
 def _counts_steps(target: Strategy | Pattern, name: str) -> bool:
@@ -445,10 +449,8 @@ def _missing(
     own = source.strategy.tensors if source.part is not None and source.strategy else absent
     for name in absent:
         if name in own and name not in states and not matches(name, selection.allow_missing):
-            faults.add(
-                f"tensor {name!r}",
-                Text("is in the strategy and in no source file; to do without it give ", Option("allow_missing", name)),
-            )
+            hint = Text("to do without it, give ", Option("allow_missing", name))
+            faults.add(f"tensor {name!r}", "is in the strategy but in no source file", code="missing-tensor", hint=hint)
     return absent
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from reshard.source.checkpoint import SourceFile
+    from reshard.source.made import Made
 
 COPY = "copy"
 """The rule of a tensor that every rank has a value of its own for, such as the state of its random numbers."""
@@ -49,12 +50,9 @@ def lone_rank(
     if strategy is not None:
         if own != rank and len(strategy.ranks) > 1:
             raise SourceError(
-                Text(
-                    f"{path}: is of rank {own} by its place, and would be taken for rank {rank}; expected the "
-                    "directory above it; open that, with ",
-                    Option("partial"),
-                    " if other ranks are not there",
-                )
+                f"{path} is rank {own} by its place, and would be taken for rank {rank}",
+                code="one-rank",
+                hint=Text("open the directory above, with ", Option("partial"), " if other ranks are missing"),
             )
         return ""
     shared = next((file.path for file in files if file.index.deduplicated), None)
@@ -108,6 +106,20 @@ def changed_text(root: AnyName, change: str) -> str:
     )
 
 
+def left_of_several(root: str, made: Made | None, change: str) -> str:
+    """Return why one rank that is there is not the whole, where it is left of several; empty if there was one only.
+
+    Args:
+        root: the directory of the ranks.
+        made: what its ledger says.
+        change: why the layout in the ledger is not used; empty if it is, or none need be.
+    """
+    if not change or made is None or made.strategy is None or len(made.strategy.ranks) == 1:
+        return ""
+    options = Text("give ", Option("strategy"), ", or ", Option("layout", "*", "whole"), " if no tensor is cut")
+    return Text(changed_text(root, change), "; ", options)
+
+
 def one_stage(
     root: str,
     strategy: Strategy | None,
@@ -122,10 +134,14 @@ def one_stage(
         StrategyError: it is one stage and none is asked for, or the strategy does not have the one that is.
     """
     if not (stage in {None, "own"} or isinstance(stage, int)):
-        raise UsageError(f"stage is {stage!r}; expected the number of one, or 'own'")
+        raise UsageError(f"stage is {stage!r}; expected a number or 'own'", code="bad-value")
     if strategy is None:
         if isinstance(stage, int):
-            raise UsageError(f"stage {stage} is asked for, and no strategy says which ranks it has")
+            raise UsageError(
+                f"stage {stage} needs a strategy",
+                code="missing-strategy",
+                hint=Text("pass ", Option("strategy")),
+            )
         return None, None
     if isinstance(stage, int):
         return strategy.of_stage(stage), stage
@@ -134,13 +150,11 @@ def one_stage(
         return strategy, None
     number = strategy.stages.start
     if stage is None:
-        others = ", and files of other stages are there" if beside else ", which has others"
         raise StrategyError(
-            Text(
-                f"{root}: the strategy is that of stage {number} of a pipeline{others}; give {ALL_STAGES}, or ",
-                Option("stage", number),
-                " if only this one is meant",
-            )
+            f"{root}: the strategy covers only stage {number} of a pipeline",
+            code="one-stage",
+            facts=["files of other stages are there"] if beside else [],
+            hint=Text(f"give {ALL_STAGES}, or ", Option("stage", number), " to read only this stage"),
         )
     warnings.append(
         f"the strategy is that of stage {number} of a pipeline: of {len(set(ranks))} ranks only "
@@ -195,7 +209,9 @@ def with_rules(
     for pattern, rule in rules.items():
         some = matching(pattern, shapes)
         if not some:
-            raise StrategyError(Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"))
+            raise StrategyError(
+                Text(Option("layout", pattern, rule), ": no tensor in the files has such a name"), code="no-match"
+            )
         for name in some:
             if not shapes[name] and name != pattern and rule != COPY:
                 continue  # a glob for tensors that can be cut means no scalar

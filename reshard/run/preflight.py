@@ -189,6 +189,10 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
     if root.endswith(".zarr") and not plan.exclusive:
         check_name(root, plan.format)
     below = root.rstrip("/") + "/"
+    if any(file.pointer for file in plan.files) and is_iteration(os.path.basename(root)):
+        raise TargetError(
+            f"{root}: is an iteration by its name; expected the directory of the run; give {os.path.dirname(root)}"
+        )
     _check_apart(plan, root)
     linked = plan.linked
     if linked and not can(root).positioned:
@@ -198,10 +202,6 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
     if any(path.startswith(f"{directory}/") for directory in indexes for path in sources):
         raise TargetError(
             f"{root}: holds the source; next to it, the index of what is written would hide it; choose another"
-        )
-    if any(file.pointer for file in plan.files) and is_iteration(os.path.basename(root)):
-        raise TargetError(
-            f"{root}: is an iteration by its name; expected the directory of the run; give {os.path.dirname(root)}"
         )
     # A link is one of the source files already where an earlier run made it; nothing is written into it.
     written = [below + file.path for file in plan.files if file.link not in linked]
@@ -223,20 +223,20 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
 def _check_apart(plan: Plan, root: str) -> None:
     """Refuse a target inside its source, and a source inside its target; two directories that are one may be.
 
-    In the directory of a run only the iteration that is written is the target. A source of one file, or of files that
-    were named one by one, is not the directory that they are in.
+    In the directory of a run only the iteration that is written is the target. A source of files that were named one by
+    one, or of one that is given itself, is not the directory that they are in; nor is a target of
+    one file.
     """
     source = plan.source.opened
     place = as_place(source.root).absolute()
-    is_one = len(source.files) == 1 and place in {as_place(source.files[0].path), as_place(source.files[0].path).parent}
-    if source.by_file or is_one or place.is_file():
+    if source.by_file or place in {as_place(file.path) for file in source.files[:1]} or place.is_file():
         return
     iterations = {os.path.dirname(file.path) for file in plan.files if not file.pointer}
     targets = [f"{root}/{path}" for path in iterations] if any(file.pointer for file in plan.files) else [root]
     for target in targets:
         if is_within(target, source.root) and not is_within(source.root, target):
             raise TargetError(f"{target} is inside its source, {source.root}; choose a target outside it")
-        if is_within(source.root, target) and not is_within(target, source.root):
+        if is_within(source.root, target) and not (plan.alone or is_within(target, source.root)):
             raise TargetError(f"{target} has its source inside, {source.root}; choose a directory of its own")
 
 

@@ -117,7 +117,9 @@ class Session:
         if ledger and plan.exclusive:
             refuse_foreign(f"{root}.reshard")
         sources = changes_digest(plan)
-        self.ledger = Ledger(root, keeps=ledger, made=made_data(plan) if ledger else b"", sources=sources)
+        made = made_data(plan) if ledger else b""
+        self._made = digest(made)
+        self.ledger = Ledger(root, keeps=ledger, made=made, sources=sources)
         self._paths = [file.path for file in plan.files]
         self.ledger.hold(self._paths)
         try:
@@ -181,6 +183,7 @@ class Session:
     def complete(self) -> None:
         """Note what is complete, before it gets its name: a name says that a file is; remove what is older."""
         self.flush(durable=self._fsync)
+        self._note_kept()
         if self._older:
             withdraw(self._root, [self._whole.files[number] for number in self._left])
             free = self.ledger.spare(sorted({one.file for one in self._older.values()}))
@@ -361,18 +364,34 @@ class Session:
                 for path in self._seen[self._paths[number]].unfinished:
                     if path != resumed:
                         local_store().discard(path)
+        wrote = {number: array("Q", [one for some in ranges for one in some]) for number, ranges in good.items()}
+        begun = self._records(self._left)
+        self.ledger.add({
+            path: replace(one, wrote=wrote.get(number, one.wrote))
+            for number, (path, one) in zip(self._left, begun.items(), strict=True)
+        })  # fmt: skip
+
+    def _records(self, numbers: Iterable[int]) -> dict[str, Record]:
+        """Return what is noted of some files of the plan when they are begun, by their paths."""
         records = {}
         headers = _headers(self._whole)
-        for number in self._left:
-            file, wanted = self._whole.files[number], self._wanted[self._paths[number]]
-            wrote = array("Q", [one for some in good.get(number, ()) for one in some])
-            ours = self._fates[file.path].ours
+        for file in (self._whole.files[number] for number in numbers):
+            wanted, ours = self._wanted[file.path], self._fates[file.path].ours
             rank = file.rank if file.layout.contents or not file.last else None
             header, link = headers.get(file.layout, ""), file.link if file.link in self._wanted else ""
             records[file.path] = Record(
-                wanted.digest, wanted.size, wrote, replaces=ours, rank=rank, header=header, link=link or ""
+                wanted.digest, wanted.size, replaces=ours, rank=rank, header=header, link=link or ""
             )
-        self.ledger.add(records)
+        return records
+
+    def _note_kept(self) -> None:
+        """Note of files that are kept what they are made of now: a run that made them for another target said other."""
+        kept = [number for number in self._numbers(Do.KEEP) if self._record(number).made != self._made]
+        known = {self._paths[number]: self._record(number) for number in kept}
+        self.ledger.add({
+            path: replace(one, wrote=known[path].wrote, ready=known[path].ready, boot=known[path].boot)
+            for path, one in self._records(kept).items()
+        })  # fmt: skip
 
     def _check_space(self) -> None:
         needed = 0

@@ -296,7 +296,7 @@ class Checkpoint(Mapping[str, Any]):
             SourceError: its place or its header does; what to do is in the error.
         """
         if self.lone_rank:
-            raise SourceError(self.lone_rank)
+            raise SourceError(self.lone_rank, code="one-rank")
 
     def entry_text(self, number: int, name: str) -> str | None:
         """Return the value of a `str` entry in a file, by the file's number."""
@@ -420,7 +420,7 @@ class Checkpoint(Mapping[str, Any]):
         if not isinstance(name, str):
             raise KeyError(name)
         if name in self.unreadable:
-            raise SourceError(Text(f"{self.root}: tensor {name!r} ", self.unreadable[name]))
+            raise SourceError(Text(f"tensor {name!r} of {self.root} ", self.unreadable[name]), code="unreadable-tensor")
         if name not in self.tensors:
             alike = get_close_matches(name, self.tensors, n=3)
             raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
@@ -495,8 +495,8 @@ def matched(root: str, every: Collection[str], patterns: Iterable[str]) -> set[s
     """
     chosen: set[str] = set()
     for pattern in patterns:
-        some = matching(pattern, every)
-        if not some:
-            raise UsageError(f"{root}: {pattern!r}: {no_match(pattern, every)}")
-        chosen.update(some)
+        members = matching(pattern, every)
+        if not members:
+            raise UsageError(f"{pattern!r} {no_match(pattern, every)}", code="no-match", facts=[f"checkpoint: {root}"])
+        chosen.update(members)
     return chosen

@@ -30,7 +30,7 @@ from reshard.strategy.schema import ANY, COUNT, FLAG, LINE, NUMBER, TEXT, Maybe,
 from reshard.strategy.strategy import Placed, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.source.records import Range
@@ -169,9 +169,8 @@ class Made:
     def _changed_contents(self, sizes: Mapping[str, int]) -> str:
         """Return which of some files has other bytes than were written, in a few ranges; empty if none has."""
         every = known(self.root, self.records, directory=self.ledger).records
-        nothing = Record()
-        records = {path: every.get(path.removeprefix(f"{self.root}/"), nothing) for path in sizes}
-        samples = _samples({path: every.get(one.link, one).ranges for path, one in records.items()})
+        ranges = {f"{self.root}/{file}": every.get(one.link, one).ranges for file, one in every.items()}
+        samples = _samples(ranges, sizes)
         for path in sizes:
             if not samples[path]:
                 return (
@@ -187,17 +186,19 @@ class Made:
         return next(filter(None, of_each(change, [*sizes])), "")
 
 
-def _samples(ranges: Mapping[str, Iterable[Range]]) -> dict[str, list[Range]]:
-    """Return up to two ranges of each file: one that few other files have, and a long one.
+def _samples(ranges: Mapping[str, Iterable[Range]], touched: Collection[str]) -> dict[str, list[Range]]:
+    """Return up to two ranges of each touched file: one that few other files have, and a long one.
 
-    The first tells the files of ranks apart, which have equal headers. Both are short where there are many files; if
-    every range of a file is long, one is taken all the same.
+    The first tells the files of ranks apart, which have equal headers; files that were not touched count, because one
+    may be a copy of them. Both are short where there are many files; if every range of a file is long, one is taken all
+    the same.
     """
-    most = min(_LONGEST_SAMPLE, max(_SAMPLED // max(len(ranges), 1), _SHORTEST_LIMIT))
+    most = min(_LONGEST_SAMPLE, max(_SAMPLED // max(len(touched), 1), _SHORTEST_LIMIT))
     by_path = {path: list(dict.fromkeys(some)) for path, some in ranges.items()}
     counts = Counter(chain.from_iterable(by_path.values()))
     samples: dict[str, list[Range]] = {}
-    for path, every in by_path.items():
+    for path in touched:
+        every = by_path.get(path, [])
         short = [one for one in every if one[1] <= most] or sorted(every, key=_length)[:1]
         rarest = sorted(short, key=lambda one: (counts[one], one[1]))[:1]
         samples[path] = list(dict.fromkeys([*rarest, *sorted(short, key=_length)[-1:]]))

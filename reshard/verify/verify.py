@@ -384,7 +384,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, how: _H
         differences += compared.differences
         nbytes += compared.nbytes
     elif several:
-        from reshard.verify.samples import sample_replicas
+        from reshard.verify.compare.samples import sample_replicas
 
         torn, looked = sample_replicas(target)
         differences += torn

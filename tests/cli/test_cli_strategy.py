@@ -75,7 +75,8 @@ def test_strategy_show_of_what_is_none(case: Case, tmp_path: Path) -> None:
 
 
 def test_strategy_show_explains_its_words(case: Case) -> None:
-    shown = done("strategy", "show", case.target_strategy).stdout
+    assert "rows / 2 (2 for the optimizer), columns / 2" in done("strategy", "show", case.target_strategy).stdout
+    shown = done("strategy", "show", case.target_strategy, "--raw").stdout
     assert "map [-1, 0] opt -1" in shown
     assert "-1 none] opt N: rows are cut once more for the optimizer" in shown
 
@@ -281,16 +282,16 @@ def test_diff_tells_blocks_from_fields(tmp_path: Path) -> None:
         f"only in A ({tmp_path}/a.ckpt):",
         "  only.a",
         "other blocks:",
-        "  A [8] map [0, -1]: 8 x 1 blocks, each on 1 rank",
-        "  B [2, 4] map [0, -1]: 4 x 1 blocks, each on 2 ranks",
+        "  A rows / 8",
+        "  B rows / 4 × 2 copies",
         "    h.{0-2}.w",
         "the same blocks, written otherwise:",
-        "  A [8] map [-1]: whole on 8 ranks",
-        "  B [2, 4] map [-1]: whole on 8 ranks",
+        "  A whole × 8 copies   # [8] map [-1]",
+        "  B whole × 8 copies   # [2, 4] map [-1]",
         "    b",
         "the same blocks, written otherwise:",
-        "  A [8] map [-1] opt -1: 8 blocks, each on 1 rank",
-        "  B [8] map [-1] opt 8: 8 blocks, each on 1 rank",
+        "  A rows / 8 (8 for the optimizer)   # [8] map [-1] opt -1",
+        "  B rows / 8 (8 for the optimizer)   # [8] map [-1] opt 8",
         "    o",
     ]
 
@@ -319,7 +320,7 @@ def test_diff_of_a_pipeline(tmp_path: Path) -> None:
 def test_diff_as_json(tmp_path: Path) -> None:
     a, b = Strategy.of({"w": Layout.of([2], [0]), "a": Layout.of([2], [0])}), Strategy.of({"w": Layout.of([2], [-1])})
     found: dict[str, Any] = json.loads(compared(tmp_path, a, b, "--json").stdout)
-    assert found.keys() == {"same", "ranks_a", "ranks_b", "only_a", "only_b", "blocks", "fields"}
+    assert found.keys() == {"schema", "error", "same", "ranks_a", "ranks_b", "only_a", "only_b", "blocks", "fields"}
     assert (found["same"], found["only_a"], found["fields"]) == (False, [{"name": "a", "stage": 0}], [])
     assert found["blocks"][0]["a"]["tensor_map"] == [[0]]
 

@@ -9,6 +9,7 @@ import pytest
 from checkpoints import numbers, tree, write_file
 from hypothesis import example, given
 from hypothesis import strategies as st
+from refusals import refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
@@ -74,7 +75,7 @@ def test_a_name_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "/x", "../x", "a/../../x", "x\ny", ".", "a\0"])
 def test_a_name_cannot_lead_out(name: str) -> None:
-    with pytest.raises(UsageError, match="leads out of the target directory, or is none"):
+    with refused(UsageError, "bad-name"):
         NamedFile(name).shard_files(MIXED, ".ckpt")
 
 

@@ -16,6 +16,7 @@ import zarr
 from checkpoints import places, tree, write_file, write_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source, tasks
 
 import reshard
@@ -176,7 +177,7 @@ def test_names_that_lead_astray_stay_in_the_store(tmp_path: Path) -> None:
 
 def test_a_name_too_long_for_a_directory(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.safetensors", {"x" * 300: np.zeros(2, np.float32)})
-    with pytest.raises(UsageError, match="is 300 bytes as that of a directory; at most 255"):
+    with refused(UsageError, "name-too-long", "300 bytes", "most 255"):
         reshard.open(path).to_zarr(tmp_path / "z")
     assert not (tmp_path / "z").exists()
 
@@ -215,10 +216,11 @@ def test_clipped_chunks_lie_where_numpy_has_them(chunk: tuple[int, ...], data: s
 
 
 def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint) -> None:
-    for files, match in (({"chunk_size": 0}, "at least 1"), ({"shard_size": -1}, "at least 0"),
-                         ({"compression": "gzip"}, "expected zstd"), ({"compression": "zstd:99"}, "at most 22"),
-                         ({"compression": "zstd:fast"}, "expected zstd")):  # fmt: skip
-        with pytest.raises(UsageError, match=match):
+    for files, code in (({"chunk_size": 0}, "out-of-range"), ({"shard_size": -1}, "out-of-range"),
+                        ({"compression": "gzip"}, "unknown-compression"),
+                        ({"compression": "zstd:99"}, "unknown-compression"),
+                        ({"compression": "zstd:fast"}, "unknown-compression")):  # fmt: skip
+        with refused(UsageError, code, next(iter(files.values()))):
             ZarrGroup(**files)  # type: ignore[arg-type]
     for options in ({"ranks": [0]}, {"remove_redundancy": True}, {"link_replicas": True}):
         with pytest.raises(UsageError, match="holds whole tensors"):
@@ -262,7 +264,7 @@ def test_slices_read_their_bytes_only(source: reshard.Checkpoint, tmp_path: Path
 
 def test_a_store_takes_no_strategy_and_is_not_converted(source: reshard.Checkpoint, tmp_path: Path) -> None:
     source.to_zarr(tmp_path / "z")
-    with pytest.raises(UsageError, match="says itself which block is where; give no strategy"):
+    with refused(UsageError, "self-described"):
         reshard.open(tmp_path / "z", strategy=SOURCE)
     done = invoke("convert", tmp_path / "z", tmp_path / "out", "--format", "ckpt")
     assert done.exit_code == 2

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import blocks, tree, write_file
 from commands import call
+from refusals import refused
 from zarr_stores import FULL, SOURCE, TARGET, invoke, source
 
 import reshard
 from reshard import ZarrGroup
 from reshard.errors import UsageError
+from reshard.run.session import Session
 
 __all__ = ["source"]  # fixtures, for pytest to find
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does, with no time to clean up."""
 
 
 @pytest.fixture
@@ -38,7 +47,7 @@ def test_unify_to_zarr_and_split_again(
     assert done.exit_code == 0, done.output
     codecs = json.loads((store / "layers.0.wo" / "zarr.json").read_text())["codecs"]
     assert codecs[1] == {"name": "zstd", "configuration": {"level": 5, "checksum": False}}
-    (proposed,) = [line for line in done.output.splitlines() if line.startswith("to verify it: ")]
+    (proposed,) = [line for line in done.output.splitlines() if line.startswith("next: ")]
     checked = invoke(*shlex.split(proposed.partition(": ")[2])[1:])
     assert checked.exit_code == 0, checked.output
     shown = invoke("inspect", store)
@@ -55,7 +64,7 @@ def test_the_name_of_a_target_says_its_format(source: reshard.Checkpoint, tmp_pa
     assert invoke(*words, tmp_path / "z.zarr").exit_code == 0
     assert reshard.open(tmp_path / "z.zarr").format == "zarr"
     store = tmp_path / "other.zarr"
-    refused = [
+    commands = [
         [*words, store, "--format", "safetensors"],
         [*words, store, "--format", "dcp"],
         [*words, store, "--style", "huggingface"],
@@ -67,9 +76,9 @@ def test_the_name_of_a_target_says_its_format(source: reshard.Checkpoint, tmp_pa
         ["convert", words[1], tmp_path / "other.safetensors", "--format", "ckpt"],
     ]
     before = set(tree(tmp_path))
-    for command in refused:
+    for command in commands:
         assert invoke(*command).exit_code == 2, command
-    with pytest.raises(UsageError, match=r"other\.zarr is the name of a zarr store, and the format is safetensors"):
+    with refused(UsageError, "wrong-extension", "other.zarr"):
         reshard.plan(source, TARGET).run(store)
     assert set(tree(tmp_path)) == before
     assert invoke("convert", words[1], tmp_path / "net.ckpt", "--format", "ckpt").exit_code == 0
@@ -119,13 +128,24 @@ def test_via_zarr_refuses_the_store_of_another_source(
 
 
 def test_via_zarr_goes_on_where_the_first_step_was_killed(
-    source: reshard.Checkpoint, tmp_path: Path, strategies: tuple[Path, Path]
+    source: reshard.Checkpoint, tmp_path: Path, strategies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "m.zarr"
-    reshard.plan(source, files=ZarrGroup(times=True)).run(store)
-    (store / "zarr.json").unlink()  # some files named, others not
-    for path in list(store.rglob("c.*"))[::2]:
-        path.rename(f"{path}.0123abcd.partial")
+    real, named = os.replace, count()
+
+    def killing(*arguments: Any) -> None:
+        if next(named) == 5:
+            raise Killed
+        real(*arguments)
+
+    plan = reshard.plan(source, files=ZarrGroup(times=True))
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "failed", lambda session, *_: session.flush())
+        patched.setattr(os, "replace", killing)
+        with pytest.raises(Killed):
+            plan.run(store)
+    left = {path.name.endswith(".partial") for path in store.rglob("c.*")}
+    assert left == {True, False}, "some files have their names, others not"
     common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", store]
     done = invoke("transform", source.root, tmp_path / "one", *common, "--json")
     assert done.exit_code == 0, done.output

@@ -111,5 +111,5 @@ def test_dtypes_that_no_checkpoint_has_are_not_readable(tmp_path: Path) -> None:
 
 def test_the_older_format_is_reported(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "z", mode="w", zarr_format=2)
-    with pytest.raises(SourceError, match="of zarr's format 2; expected 3"):
+    with pytest.raises(SourceError, match="format 2"):
         reshard.open(tmp_path / "z")

@@ -81,7 +81,7 @@ def test_a_lost_chunk_of_an_own_store(root: str, source: reshard.Checkpoint, tmp
     reshard.plan(source, files=ZarrGroup(shard_size=0)).run(tmp_path / "z")
     (tmp_path / "z/layers.0.wq/c.1.0").unlink()
     put(tmp_path / "z", f"{root}/z")
-    with pytest.raises(SourceError, match=r"z/layers\.0\.wq/c\.1\.0: is not there: reshard wrote every chunk"):
+    with pytest.raises(SourceError, match=r"z/layers\.0\.wq/c\.1\.0 is missing"):
         reshard.open(f"{root}/z")
 
 
@@ -144,9 +144,18 @@ def none_yet(store: str) -> None:
 def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str) -> None:
     """Chunks of an older one would be taken for the new one's."""
     source.to_zarr(f"{root}/z", chunk_size=400)
+    bits = reshard.Selection(include=("bits",))
     with pytest.raises(TargetError, match="too; choose another directory, or remove it"):
-        source.to_zarr(f"{root}/z", selection=reshard.Selection(include=("bits",)), overwrite=True)
+        source.to_zarr(f"{root}/z", selection=bits)
+    fs, path = fsspec.core.url_to_fs(f"{root}/z/mine")
+    fs.pipe_file(path, b"x")
+    with pytest.raises(TargetError, match="has mine too; choose another directory, or remove it"):
+        source.to_zarr(f"{root}/z", selection=bits, overwrite=True)
     assert_same(reshard.open(f"{root}/z")["layers.0.wo"].compute(), FULL["layers.0.wo"])
+    fs.rm_file(path)
+    source.to_zarr(f"{root}/z", selection=bits, overwrite=True)  # what it removes, a run wrote
+    source.to_zarr(f"{root}/new", selection=bits)
+    assert get(f"{root}/z") == get(f"{root}/new")
 
 
 def test_a_source_that_changes_is_refused(root: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import tree
+from refusals import refused
 from zarr_stores import FULL, GROUPS, assert_same, source
 
 import reshard
@@ -63,7 +64,7 @@ def test_a_failure_leaves_nothing(
     plan = reshard.plan(source, files=ZarrGroup(chunk_size=400, compression=compression))
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", pwrite)
-        with pytest.raises(BudgetError, match="No space left"):
+        with refused(BudgetError, "no-space"):
             plan.run(store)
     assert not list(store.rglob("*"))
     plan.run(store)  # the same plan again: nothing of the failed run is remembered
@@ -174,7 +175,7 @@ def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, t
 def test_an_unfinished_store_is_reported(source: reshard.Checkpoint, tmp_path: Path, digest: str) -> None:
     source.to_zarr(tmp_path / "z")
     (tmp_path / "z" / "zarr.json").rename(tmp_path / "z" / unfinished_path("zarr.json", digest))
-    with pytest.raises(SourceError, match=r"unfinished: it has no zarr\.json at its root"):
+    with pytest.raises(SourceError, match=r"unfinished .*zarr\.json"):
         reshard.open(tmp_path / "z")
 
 

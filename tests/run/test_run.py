@@ -324,6 +324,15 @@ def test_a_unified_set_does_not_hide_its_source(source: reshard.Checkpoint, tmp_
         made.run(tmp_path / "src", overwrite=True)
 
 
+@pytest.mark.parametrize(("target", "said"), [("src/out", "is inside its source"), (".", "has its source inside")])
+def test_a_target_is_apart_from_its_source(source: reshard.Checkpoint, tmp_path: Path, target: str, said: str) -> None:
+    before = tree(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(TargetError, match=said):
+            reshard.plan(source, TARGET).run(tmp_path / target, overwrite=overwrite)
+        assert tree(tmp_path) == before
+
+
 def test_replicas_linked(tmp_path: Path) -> None:
     """64 ranks of which 2 differ: two files are written, the others are the same files, or share their blocks."""
     path = write_file(tmp_path / "whole.safetensors", FULL)

@@ -15,6 +15,7 @@ import pytest
 from checkpoints import tree, write_file, write_ranks
 from commands import call, done
 from faulty import Faults, raising
+from refusals import refused
 from remotes import COLUMNS, FULL, ROWS, Requests, at_urls, changing, get, put, records
 
 import reshard
@@ -54,7 +55,7 @@ def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> No
         plan.run(f"{root}/out", ledger=False)
     plan.run(f"{root}/out", ledger=False, overwrite=True)
     assert get(f"{root}/out") == tree(tmp_path / "out")
-    with pytest.raises(TargetError, match="is one of the source files"):
+    with refused(TargetError, "target-is-source"):
         reshard.plan(source, ROWS).run(f"{root}/src", overwrite=True)
     back = reshard.plan(reshard.open(f"{root}/out", strategy=COLUMNS), ROWS)
     back.run(f"{root}/back")
@@ -87,9 +88,9 @@ def test_sets_links_and_single_files(root: str, tmp_path: Path) -> None:
 def test_only_ranges_are_read_each_once(root: str, asked: Requests, tmp_path: Path) -> None:
     """Headers in one request a file, then what is needed, in few requests; of a slice only its rows."""
     strategy = Strategy.of({"w": Layout.of([4], [0, -1]), "v": Layout.of([4], [0, -1])})
-    put(write_ranks(tmp_path / "src", BIG, strategy), root)
+    put(write_ranks(tmp_path / "src", BIG, strategy), f"{root}/src")
     asked.ranges.clear()
-    source = reshard.open(root, strategy=strategy)
+    source = reshard.open(f"{root}/src", strategy=strategy)
     headers = [each for each in asked.ranges if each[1] == 0]
     assert len(headers) == 4
     assert asked.nbytes <= 4 * (1 << 20) + 1_000_000  # headers, and the samples that are compared
@@ -169,7 +170,7 @@ def test_a_source_that_changes_is_refused(root: str, tmp_path: Path, several_gro
     fs.rm_file(path)
     with pytest.raises(TargetError, match=r"checkpoint_1\.safetensors: cannot be looked at: it is not there; it was"):
         plan.run(f"{root}/out")
-    with pytest.raises(SourceError, match=r"checkpoint_1\.safetensors: cannot be read: it is not there"):
+    with refused(SourceError, "not-found", "checkpoint_1.safetensors"):
         plan._record.source["w"].compute()
 
 
@@ -179,9 +180,9 @@ def test_a_source_cut_short_names_the_byte(root: str, tmp_path: Path) -> None:
     source = reshard.open(f"{root}/a.safetensors")
     fs, name = fsspec.core.url_to_fs(f"{root}/a.safetensors")
     fs.pipe_file(name, path.read_bytes()[:5000])
-    with pytest.raises(SourceError, match=r"a\.safetensors: (ends at byte 5000|cannot be read)"):
+    with refused(SourceError, "truncated", "a.safetensors", "5000"):
         source["w"].compute()
-    with pytest.raises(SourceError, match=r"the file has 5000 bytes; its header describes"):
+    with refused(SourceError, "truncated", "5000"):
         reshard.open(f"{root}/a.safetensors")
 
 
@@ -224,9 +225,9 @@ def test_an_encrypted_target(root: str, tmp_path: Path, mode: str, monkeypatch: 
 
 
 def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SourceError, match="is not there; expected a directory of rank directories"):
+    with refused(SourceError, "not-found"):
         reshard.open(f"{bucket}/nothing")
-    with pytest.raises(UsageError, match="nosuch://x/y.*: Protocol not known"):
+    with refused(UsageError, "bad-url", "nosuch://x/y"):
         reshard.open("nosuch://x/y")
     plan = reshard.plan(reshard.open(write_file(tmp_path / "a.safetensors", FULL)))
     with pytest.raises(UsageError, match="leave partition 'tensor' out"):
@@ -234,13 +235,13 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
     with pytest.raises(UsageError, match="unknown partition 'rank'; known are tensor and file"):
         plan.run(tmp_path / "out", partition="rank")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ReshardError, match=r"gs://b/x.*: the library .* not installed; pip install gcsfs, or 'reshard"):
+    with refused(ReshardError, "library-missing", "gs://b/x", "pip install gcsfs", "reshard[remote]"):
         reshard.open("gs://b/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("RESHARD_STALL_SECONDS", "0.1")
     fs = fsspec.filesystem("s3", skip_instance_cache=True, **options(0.1))
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, url.removeprefix("s3://")))
-    with pytest.raises(SourceError, match=r"s3://b/x.*: cannot be looked at: .*127\.0\.0\.1:9"):
+    with refused(SourceError, "store-not-answering", "s3://b/x", "127.0.0.1:9"):
         reshard.open("s3://b/x")
 
 
@@ -272,12 +273,10 @@ def test_credentials_that_lack_are_looked_for_in_places_that_are_named(
     monkeypatch.setenv("HOME", str(tmp_path))
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, url.removeprefix("s3://")))
-    places = (
-        "Unable to locate credentials; credentials are looked for in AWS_ACCESS_KEY_ID and .*, ~/.aws .* the role of"
-    )
-    with pytest.raises(SourceError, match=f"{bucket}/x: cannot be looked at: {places}"):
+    places = ("AWS_ACCESS_KEY_ID", "~/.aws", "the role of")
+    with refused(SourceError, "no-access", f"{bucket}/x", *places):
         reshard.open(f"{bucket}/x")
-    with pytest.raises(TargetError, match=f"cannot be written: {places}"):
+    with refused(TargetError, "no-access", *places):
         plan.run(f"{bucket}/out")
 
 
@@ -292,10 +291,10 @@ def test_credentials_that_lack_are_looked_for_in_places_that_are_named(
     ],
 )
 def test_only_what_seems_to_lack_credentials_names_their_places(url: str, error: Exception, said: str) -> None:
-    with pytest.raises(SourceError, match=f"^{url}: cannot be read: {error}") as caught, telling(url, "read"):
+    code = "no-access" if said else "store-error"
+    with refused(SourceError, code, url, error, said) as caught, telling(url, "read"):
         raise error
-    assert ("credentials are looked for in" in str(caught.value)) == bool(said)
-    assert said in str(caught.value)
+    assert bool(caught.value.hint) == bool(said)
 
 
 def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
@@ -333,7 +332,7 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, env=os.environ,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert f"to look at it: {sys.executable} -m reshard inspect {bucket}/out" in ran.stderr
+    assert f"next: {sys.executable} -m reshard verify {bucket}/out" in ran.stdout
     reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS).run(tmp_path / "out")
     assert get(f"{bucket}/out") == tree(tmp_path / "out")
     dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
@@ -378,7 +377,7 @@ def test_a_long_range_is_read_in_bounded_batches(asked: Requests, monkeypatch: p
     any_store().read_into("memory://batches/a", 0, buffer)
     assert bytes(buffer) == bytes(range(250)) * 10
     assert [(start, end) for _, start, end in asked.ranges] == [(0, 1000), (1000, 2000), (2000, 2500)]
-    with pytest.raises(SourceError, match="a: ends at byte 2500; 1 more bytes were expected"):
+    with refused(SourceError, "truncated", "2500", "1 more"):
         any_store().read_into("memory://batches/a", 2499, memoryview(bytearray(2)))
 
 

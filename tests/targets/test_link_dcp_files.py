@@ -160,7 +160,7 @@ def test_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "link", refused)
     monkeypatch.setattr("reshard.storage.local._share_blocks", lambda *_: False)
-    with pytest.raises(TargetError, match=r"cannot be linked to .*/__0_0\.distcp, which is on another file system"):
+    with pytest.raises(TargetError, match=r"/__0_0\.distcp, which is on another file system"):
         linked(simple(tmp_path), tmp_path / "out")
     assert paths_in(tmp_path / "out") == []
 
@@ -202,7 +202,7 @@ def test_sources_that_cannot_be_linked(sources: Any, tmp_path: Path, name: str, 
 
 def test_targets_that_cannot_be(tmp_path: Path) -> None:
     root = simple(tmp_path / "run")
-    for target, said in ((root, "holds the source"), (tmp_path / "run", "holds the source")):
+    for target, said in ((root, "holds the source"), (tmp_path / "run", "has its source inside")):
         with pytest.raises(TargetError, match=said):
             reshard.plan(reshard.open(root), files=LinkedDCP()).run(target, overwrite=True, restart=True)
     with pytest.raises(TargetError, match="is at a URL, where no file of a source can be linked"):
@@ -229,7 +229,7 @@ def test_files_of_objects_must_be_there(mindspore_data: Path, tmp_path: Path) ->
     root = shutil.copytree(mindspore_data / "dcp" / "files" / "checkpoint", tmp_path / "files")
     place = described(root)["listed"]["object.a"][-1][None]["relative_path"]
     os.truncate(root / place, 5)
-    with pytest.raises(SourceError, match=rf"{place}.*has 5 bytes; its items end at"):
+    with pytest.raises(SourceError, match=rf"{place}.* 5 bytes"):
         reshard.open(root)
     (root / place).unlink()
     with pytest.raises(SourceError, match=rf"{place}: is not there"):
@@ -244,7 +244,10 @@ def test_the_command(tmp_path: Path, apart: Path) -> None:
     given = [apart, tmp_path / "out", "--format", "dcp", "--link", "--name-map", tmp_path / "names.json"]
     assert "16 files linked" in done("transform", *given).stdout
     assert "finished by an earlier run" in done("transform", *given).stdout
-    assert "bit for bit" in done("verify", tmp_path / "out").stdout
+    verdict = done("verify", tmp_path / "out").stdout.splitlines()[0]
+    assert verdict.startswith(f"verified: {tmp_path / 'out'} = {apart}, ")
+    assert "renamed; " in verdict
+    assert verdict.endswith(", every bit")
     assert "net.emb.weight" in done("inspect", tmp_path / "out").stdout
     saved = ["plan", apart, "--format", "dcp", "--link", "--include", "model.*", "-o", tmp_path / "plan.json"]
     assert "0 B from 8 files" in done(*saved).stdout

@@ -310,13 +310,11 @@ def test_values_of_each_rank_s_own_are_kept(tmp_path: Path) -> None:
 
 def test_blocks_that_the_format_cannot_say(tmp_path: Path) -> None:
     source = whole_file(tmp_path)
-    with pytest.raises(
-        SourceError, match=r"'norm': dimension 0 of size 12 does not divide into 5; it does into 4 or 6"
-    ):
+    with pytest.raises(SourceError, match=r"(?s)'norm': dimension 0 of size 12 .* 4 or 6"):
         reshard.plan(source, Strategy.of({"norm": Layout.of([5], [0])}), files=Checkpoint2())
     with pytest.raises(SourceError, match="'norm': has blocks of several sizes"):
         reshard.plan(source, Strategy.of({"norm": Layout.of([2], [0], param_split_shape=[5, 7])}), files=Checkpoint2())
-    with pytest.raises(SourceError, match="'norm': .*6 pieces by the optimizer are not along axes"):
+    with pytest.raises(SourceError, match="'norm': .*optimizer cuts 6 pieces"):
         reshard.plan(source, Strategy.of({"norm": Layout.of([4, 3, 3], [-1], 6)}), files=Checkpoint2())
     for name in ("a\nb", "a\u2028b", " a", "a,b"):  # mindformers takes escapes as they stand, and spaces off
         odd = whole_file(tmp_path, {name: FULL["norm"]})

@@ -170,7 +170,7 @@ def test_what_nothing_names_is_said(case: Callable[[str], Path]) -> None:
 
 def test_a_file_of_objects_alone_is_looked_at(tmp_path: Path) -> None:
     objects = {"lr": item(np.zeros(3)), "rng": item(np.ones(70))}
-    root = write_torch(tmp_path, FULL, {0: [("w", WHOLE["w"], item(FULL["w"]))]}, objects=objects, apart=True)
+    root = write_torch(tmp_path / "src", FULL, {0: [("w", WHOLE["w"], item(FULL["w"]))]}, objects=objects, apart=True)
     source = reshard.open(root)
     assert (source.warnings, set(source), set(source._record.objects)) == ((), {"w"}, {"lr", "rng"})
     assert reshard.verify(root).files == 3
@@ -182,7 +182,7 @@ def test_a_file_of_objects_alone_is_looked_at(tmp_path: Path) -> None:
     (root / "__0_2.distcp").unlink()
     result = call("verify", root)
     assert result.exit_code == 4
-    assert "__0_2.distcp: is not there, and .metadata names it" in result.stderr
+    assert "__0_2.distcp: is missing; .metadata names it" in result.stderr
 
 
 def test_boxes_that_lack_and_overlap(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_a_strategy_that_the_ledger_contradicts_is_refused(source: reshard.Check
     same = Strategy.of(dict.fromkeys("wc", Layout.of([2, 1], [1, -1])))
     for options in ({}, {"strategy": one}, {"strategy": same}):
         assert np.array_equal(reshard.open(target, **options)["w"].compute(), FULL["w"])
-    with pytest.raises(SourceError, match="was written with another strategy, as its ledger says, which cuts w, c"):
+    with pytest.raises(SourceError, match=r"another strategy[^$]*w, c"):
         reshard.open(target, strategy=other)
     refused = call("transform", target, tmp_path / "z", "--source-strategy", write_strategy(tmp_path, other))
     assert refused.exit_code == 4

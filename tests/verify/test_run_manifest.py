@@ -108,7 +108,12 @@ def test_it_is_that_of_the_files_and_nothing_is_read(words: list[str], folder: P
     assert f"\nmanifest: m.json, {sums} checksums of " in said
     assert said.endswith("\nto check it against the manifest: reshard verify dst --manifest m.json\n")
     Path("m.json").unlink()
-    assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
+    if words[0] == "convert" and Path("dst").is_file():  # its directory is another's, and gets no ledger
+        refused = call(*words, *MANIFEST)
+        assert (refused.exit_code, Path("m.json").exists(), Path(".reshard").exists()) == (6, False, False)
+        ran(*words, *MANIFEST, "--overwrite")
+    else:
+        assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
     assert not read
     assert_as_read("dst")
 
@@ -232,15 +237,15 @@ SET = ["unify", "src", "dst", *BEFORE]
         (
             [*SET, "--write-manifest", "there.json"],
             6,
-            "there.json: is there already; choose another name, or replace it",
+            "there.json already exists",
         ),
-        ([*SET, "--write-manifest", "src"], 6, "src: is a directory; expected the name of a file"),
-        ([*SET, "--write-manifest", "src", "--overwrite"], 6, "src: is a directory; expected the name of a file"),
-        ([*SET, "--write-manifest", "dst/part0.safetensors"], 6, "dst/part0.safetensors: is one of the target files"),
+        ([*SET, "--write-manifest", "src"], 6, "src is a directory"),
+        ([*SET, "--write-manifest", "src", "--overwrite"], 6, "src is a directory"),
+        ([*SET, "--write-manifest", "dst/part0.safetensors"], 6, "dst/part0.safetensors is one of the target files"),
         (
             [*SET, "--write-manifest", "src/rank_0/checkpoint_0.ckpt", "--overwrite"],
             6,
-            "src/rank_0/checkpoint_0.ckpt: is one of the source files; choose another name for the manifest",
+            "src/rank_0/checkpoint_0.ckpt is one of the source files",
         ),
         (
             [*SET, "--format", "zarr", *MANIFEST],
@@ -250,7 +255,7 @@ SET = ["unify", "src", "dst", *BEFORE]
         (
             ["transform", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
             6,
-            "there.json: is there already",
+            "there.json already exists",
         ),
     ],
 )
@@ -261,7 +266,7 @@ def test_what_cannot_be_written_is_refused_first(folder: Path, words: list[str],
         result = call(*words, *more)
         assert (result.exit_code, result.stdout) == (code, "")
         assert says in result.stderr
-        assert result.stderr.count("\n") == 1
+        assert result.stderr.count("error: ") == 1
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
@@ -281,7 +286,7 @@ def test_a_manifest_that_cannot_be_written_is_not_there_in_parts(folder: Path) -
     Path("file").write_text("")
     result = call(*SET, "--write-manifest", "file/m.json")
     assert result.exit_code == 6
-    assert result.stderr.startswith("error: file/m.json: cannot be written: ")
+    assert result.stderr.startswith("error: cannot write file/m.json: ")
     assert result.stderr.endswith(
         "; the target files are complete; the same command, without --restart, makes the manifest alone\n"
     )

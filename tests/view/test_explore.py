@@ -8,6 +8,7 @@ import checkpoints
 import numpy as np
 import pytest
 from checkpoints import places
+from refusals import refused
 from test_show import large
 
 import reshard
@@ -126,11 +127,9 @@ def test_states_are_still_known_by_weights_that_are_left_out(tmp_path: Path) -> 
 
 
 def test_a_pattern_that_matches_nothing_is_told_with_the_nearest(source: Checkpoint) -> None:
-    with pytest.raises(
-        UsageError, match=r"'layer\.\*\.atn\.wq': matches no tensor; nearest is 'layers\.\*\.attn\.w[qk]'"
-    ):
+    with refused(UsageError, "no-match", "layer.*.atn.wq"):
         source.sel("norm", "layer.*.atn.wq")
-    with pytest.raises(UsageError, match="'§': matches no tensor; there are "):
+    with refused(UsageError, "no-match", "§"):
         source.sel("§")
 
 
@@ -156,7 +155,7 @@ def test_groups(source: Checkpoint) -> None:
     assert source.groups("kind").counts == {"weights": 7}
     assert repr(groups) == f"<Groups of {source.root} by name: 4>"
     assert str(source.groups("prefix")).splitlines()[1].split() == ["layers", "6", "2.6", "kB", "float32"]
-    with pytest.raises(UsageError, match="cannot be grouped by 'size'; expected name, prefix, dtype"):
+    with refused(UsageError, "bad-value", "size"):
         source.groups("size")
 
 

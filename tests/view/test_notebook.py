@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from safetensors.numpy import save_file
 from test_show import large
 
@@ -503,11 +504,11 @@ def test_bands_of_one_tensor(plan: Plan) -> None:
 def test_unknown_tensors_are_reported(source: Checkpoint, target: Strategy, plan: Plan) -> None:
     with pytest.raises(KeyError, match="did you mean net.layer1.weight"):
         source.picture("net.layer1.weigth")
-    with pytest.raises(reshard.ReshardError, match="names no tensor 'nt.layer1.bias'; did you mean net.layer1.bias"):
+    with refused(reshard.ReshardError, "not-in-strategy", "nt.layer1.bias", "net.layer1.bias"):
         target.picture("nt.layer1.bias")
     with pytest.raises(reshard.ReshardError, match="moves no tensor 'xyz'$"):
         plan.picture("xyz")
-    with pytest.raises(reshard.ReshardError, match="for 1 and 2 dimensions"):
+    with refused(reshard.ReshardError, "wrong-dimensions", "for 1", "and 2"):
         Layout.of([2], [0]).picture(target=Layout.of([2], [0, -1]))
 
 

@@ -93,8 +93,7 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **giv
                 print_text(f"{what}: {count_text(len(some), 'tensor')}: {names(some)}")
         print_text(f"{count_text(sum(row[2] for row in rows), 'tensor')} become {sum(row[4] for row in rows)}")
     if differences:
-        listed = "".join(f"\n  {printable(text)}" for text in differences[:20])
-        raise VerifyError(f"{target}: differs from what {file} make of {source}:{listed}")
+        raise VerifyError(f"{target} differs from what {file} makes of {source}", facts=differences[:20])
 
 
 def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:
@@ -102,7 +101,7 @@ def _differences(made: Checkpoint, other: Checkpoint) -> list[str]:
     from reshard.plan.select import Selection
     from reshard.verify.match import match
 
-    return [f"{one.name}: {one.text}" for one in match(made, other, Selection()).differences if one.name]
+    return [printable(f"{one.name}: {one.text}") for one in match(made, other, Selection()).differences if one.name]
 
 
 @rules.command(

@@ -12,6 +12,7 @@ PyTorch loads such a checkpoint into any mesh, whatever blocks it has. Nothing i
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import UsageError
@@ -75,7 +76,7 @@ class DCPTarget(Destination):
                 cut = target is not None and name in target.tensors and 0 not in shape
                 grid = fitted(target, name, shape, faults) if target and cut else _whole(shape, self.ranks)
                 if grid is not None:
-                    self._grids[name] = grid
+                    self._grids[name] = _once(grid, target.devices if target else 1)
         places = self._placed(files.max_shard_size)
         self._places = sorted({_Place(self.ranks[0], 0)}.union(*places.values()))
         numbers = {place: number for number, place in enumerate(self._places)}
@@ -95,11 +96,12 @@ class DCPTarget(Destination):
 
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return what is asked for; raise `UsageError` where that is not all ranks, or not each block once."""
+        """Return the request; raise `UsageError` if it is not for all ranks, or not for each block once."""
         if request.of_some or request.once:
             raise UsageError(
-                "a DCP has the blocks of all ranks, each once: leave ranks, stage, redundancy and links out"
-            )
+                "a DCP has the blocks of all ranks, each once", code="needs-all-ranks",
+                hint="leave ranks, stage, redundancy and links out",
+            )  # fmt: skip
         return request
 
     def wanted(self, item: Item) -> Wanted | None:
@@ -210,6 +212,22 @@ def _dtype(item: Item) -> Name | None:
 def _whole(shape: Shape, ranks: tuple[int, ...]) -> Grid:
     """Return the grid of a tensor that all ranks hold whole."""
     return Grid(shape, (Block.whole(shape),), (ranks,))
+
+
+@lru_cache(maxsize=4096)
+def _once(grid: Grid, devices: int) -> Grid:
+    """Return a grid without blocks that overlap others: of stages that cut a tensor each in its way, the first counts.
+
+    >>> both = Grid((4,), (Block((0,), (2,)), Block((0,), (4,)), Block((2,), (4,))), ((0,), (2, 3), (1,)))
+    >>> _once(both, 2).ranks
+    ((0,), (1,))
+    """
+    if sum(block.size for block in grid.blocks) <= prod(grid.shape):
+        return grid
+    first = min(min(ranks) for ranks in grid.ranks) // devices
+    held = zip(grid.blocks, grid.ranks, strict=True)
+    kept = [(block, ranks) for block, ranks in held if min(ranks) // devices == first]
+    return Grid(grid.shape, tuple(block for block, _ in kept), tuple(ranks for _, ranks in kept))
 
 
 def _held(grid: Grid) -> list[tuple[Block, tuple[int, ...]]]:
