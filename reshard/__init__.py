@@ -43,7 +43,7 @@ _HOMES = {
     "Progress": "run.run",
     "read_layouts": "targets.pattern",
     "read_manifest": "verify.manifest",
-    "read_object": "readers.dcp.objects",
+    "read_object": "api.checkpoints",
     "read_plan": "api.plans",
     "read_strategy": "strategy.files",
     "Report": "run.run",
@@ -118,7 +118,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from reshard.api.checkpoints import Checkpoint, open, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.api.conversions import convert
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify
@@ -144,7 +144,6 @@ if TYPE_CHECKING:
     from reshard.layout.block import Block
     from reshard.layout.layout import Layout
     from reshard.plan.select import Selection
-    from reshard.readers.dcp.objects import read_object
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.run import Progress, Report

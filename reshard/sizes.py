@@ -20,7 +20,7 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise UsageError(f"{text!r}: invalid size; expected e.g. 4GB or 512MiB", code="bad-size")
+        raise UsageError(f"{text!r} is not a size, such as 4GB or 512MiB", code="bad-size")
     if match["number"] == match[0] and float(match[0]):
         raise UsageError(f"{match[0]} has no unit; write {match[0]}GB or {match[0]}MB", code="bad-size")
     power = "kmgtp".index(match["power"].lower()) + 1 if match["power"] else 0

@@ -299,3 +299,22 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
         reshard.SourceError: tensors cannot be read, or lie on ranks that no strategy can say; all at once.
     """
     return strategy_of_record(record_of(checkpoint, "checkpoint"), drop=drop)
+
+
+def read_object(checkpoint: Checkpoint, name: str) -> Any:
+    """Return an object of a DCP, or a file beside its tensors, as plain data; nothing is imported or called.
+
+    What is not plain stays what would have made it: the `Name` of a class or function, or a `Record` of its call. A
+    tensor is a `TensorSpec`, and a `Namespace` a dict of its attributes.
+
+    Args:
+        checkpoint: an opened one.
+        name: of the object, as `reshard inspect` shows it.
+
+    Raises:
+        KeyError: there is no such object.
+        reshard.SourceError: it cannot be read, or is damaged.
+    """
+    from reshard.readers.dcp.objects import read_object as read  # not on every start
+
+    return read(record_of(checkpoint, "checkpoint"), name)

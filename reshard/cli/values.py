@@ -96,7 +96,7 @@ def size(_ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     try:
         return parse_size(value)
     except UsageError as error:
-        raise click.BadParameter(str(error), param=param) from None
+        raise click.BadParameter(error.message, param=param) from None
 
 
 def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> dict[str, str]:

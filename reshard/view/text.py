@@ -436,7 +436,7 @@ def verdict_text(
             lines.append(f"  {side}: {spelled(step.text(side), words)}")
     if found.independent:
         files = count_text(found.independent, "file")
-        lines.append(f"  {files} of the target read with Hugging Face's safetensors library, not with reshard's reader")
+        lines.append(f"  {files} read with Hugging Face's safetensors library, not with reshard's reader")
     if found.sample is not None:
         again = spelled(Text("for the same again: ", Option("seed", found.seed)), words)
         lines.append(f"  a random sample, {_share(found):.3g} % of the bytes; {again}")

@@ -217,7 +217,7 @@ def test_the_command_verifies_what_was_planned_in_python(
     """Of some tensors of a checkpoint, which a plan file holds and no option said."""
     source = reshard.open(case.source, strategy=case.source_strategy)
     some = source.sel(*(pattern.format(first=next(iter(source))) for pattern in patterns))
-    target = reshard.read_strategy(case.target_strategy) if cut and not files and not selection.names else None
+    target = reshard.read_strategy(case.target_strategy) if cut and not files and not selection.name_map else None
     reshard.plan(some, target, files=files, selection=selection).save(tmp_path / "plan.json")
     ran = done("run", tmp_path / "plan.json", tmp_path / "dst")
     line = ran.stdout.splitlines()[-1]

@@ -60,26 +60,24 @@ def of(tmp_path: Path, **objects: bytes) -> reshard.Checkpoint:
 
 def test_real_ones_are_plain_data(opened: Callable[[str], reshard.Checkpoint]) -> None:
     found = opened("kinds")
-    assert {name: read_object(found._record, name) for name in found._record.objects} == KINDS
+    assert {name: read_object(found, name) for name in found._record.objects} == KINDS
     found = opened("fsdp2_uneven")
     group = "optim.param_groups.0."
     assert {
-        name.removeprefix(group): read_object(found._record, name)
-        for name in found._record.objects
-        if name.startswith(group)
+        name.removeprefix(group): read_object(found, name) for name in found._record.objects if name.startswith(group)
     } == GROUP
     assert found._record.paths
     assert found._record.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
     with pytest.raises(KeyError, match="nothing"):
-        read_object(found._record, "nothing")
+        read_object(found, "nothing")
 
 
 def test_what_megatron_keeps_beside(opened: Callable[[str], reshard.Checkpoint]) -> None:
     found = opened("mcore_tp2_pp2")
     assert set(found._record.beside) == {"common.pt", "metadata.json"}
-    assert read_object(found._record, "common.pt") == COMMON
-    assert read_object(found._record, "metadata.json")["sharded_backend"] == "torch_dist"
-    assert read_object(found._record, "decoder.layers.mlp.linear_fc1._extra_state/shard_2_4") == [None]
+    assert read_object(found, "common.pt") == COMMON
+    assert read_object(found, "metadata.json")["sharded_backend"] == "torch_dist"
+    assert read_object(found, "decoder.layers.mlp.linear_fc1._extra_state/shard_2_4") == [None]
     assert not found.warnings
     assert found._record.paths is None
     assert reshard.Checkpoint2().of(found._record).step == 5
@@ -145,7 +143,7 @@ class Called:
     ],
 )
 def test_plain_data_of_any_kind(tmp_path: Path, value: Any, expected: Any) -> None:
-    found = read_object(of(tmp_path, o=saved(value))._record, "o")
+    found = read_object(of(tmp_path, o=saved(value)), "o")
     assert found == expected
     assert type(found) is type(expected)
 
@@ -154,13 +152,13 @@ def test_plain_data_of_any_kind(tmp_path: Path, value: Any, expected: Any) -> No
 def test_a_long_text_is_said_not_to_be_held(tmp_path: Path, value: Any) -> None:
     source = of(tmp_path, o=saved(value))
     with refused(SourceError, "unsupported-object", "object 'o'", "70.0 kB"):
-        read_object(source._record, "o")
+        read_object(source, "o")
 
 
 def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = of(tmp_path, o=saved({"a": [Called()]}))
-    found = read_object(source._record, "o")["a"][0]
+    found = read_object(source, "o")["a"][0]
     assert isinstance(found, Record)
     assert (found.name, found.arguments) == ("open", ("called", "w"))
     assert "not a tensor: o: {'a': [<" in done("inspect", source.root).stdout
@@ -169,8 +167,8 @@ def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tensors_in_objects_are_described(tmp_path: Path) -> None:
     source = of(tmp_path, o=item(FULL["w"], wrapped="_rebuild_parameter"), bad=item(FULL["w"], first=9))
-    assert read_object(source._record, "o") == TensorSpec("", BY_NAME["float32"], (6, 4))
-    assert isinstance(read_object(source._record, "bad"), Record)
+    assert read_object(source, "o") == TensorSpec("", BY_NAME["float32"], (6, 4))
+    assert isinstance(read_object(source, "bad"), Record)
     assert "not a tensor: o: tensor float32 [6, 4]" in done("inspect", source.root).stdout
 
 
@@ -192,7 +190,7 @@ def changed(content: bytes) -> bytes:
 def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, code: str, place: str) -> None:
     source = of(tmp_path, o=content)
     with refused(SourceError, code, f"{source.root}: object 'o'", place):
-        read_object(source._record, "o")
+        read_object(source, "o")
     assert place in done("inspect", source.root).stdout
 
 
@@ -212,8 +210,8 @@ def test_sums_may_be_left_out(tmp_path: Path) -> None:
     """As `torch.serialization.set_crc32_options(False)` does: all are 0. One alone that is 0 is wrong."""
     content = without_sums(saved("word"), b"archive/data.pkl")
     with refused(SourceError, "wrong-checksum", "'archive/data.pkl'"):
-        read_object(of(tmp_path / "one", o=content)._record, "o")
-    assert read_object(of(tmp_path / "all", o=without_sums(content, b"archive/version"))._record, "o") == "word"
+        read_object(of(tmp_path / "one", o=content), "o")
+    assert read_object(of(tmp_path / "all", o=without_sums(content, b"archive/version")), "o") == "word"
 
 
 def test_many_are_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +227,7 @@ def test_objects_of_ranks_that_each_have_one(tmp_path: Path, mindspore_data: Pat
     source = reshard.open(root)
     assert source.warnings == ("several ranks have an object n each; that of the first rank is taken",)
     assert source._record.objects["n"].path == f"{root}/__0_0.distcp"
-    assert type(read_object(source._record, "n")) is int
+    assert type(read_object(source, "n")) is int
 
 
 def test_a_file_that_has_objects_alone_is_not_stale(tmp_path: Path) -> None:
@@ -237,10 +235,10 @@ def test_a_file_that_has_objects_alone_is_not_stale(tmp_path: Path) -> None:
     found = reshard.open(tmp_path)
     assert not found.warnings
     assert [len(file.index.entries) for file in found._record.files] == [0, 1]
-    assert read_object(found._record, "o") == 1
+    assert read_object(found, "o") == 1
     (tmp_path / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(SourceError, match=r"object 'o' .*__0_0.distcp"):
-        read_object(found._record, "o")
+        read_object(found, "o")
     with refused(SourceError, "truncated", "__0_0.distcp", "0 bytes"):
         reshard.open(tmp_path)
     (tmp_path / "__0_0.distcp").unlink()
@@ -251,4 +249,4 @@ def test_a_file_that_has_objects_alone_is_not_stale(tmp_path: Path) -> None:
 def test_encoded_ones_are_not_read(tmp_path: Path) -> None:
     write_torch(tmp_path, FULL, {0: [W]}, objects={"o": saved(1)}, coded=["stream.zstd/1"])
     with refused(SourceError, "unreadable-object", "object 'o'", "'stream.zstd/1'"):
-        read_object(reshard.open(tmp_path)._record, "o")
+        read_object(reshard.open(tmp_path), "o")
