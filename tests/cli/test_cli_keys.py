@@ -212,7 +212,7 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
     assert files(tmp_path / "b") == files(tmp_path / "c")
     for command, code, said in (
         (["sealed.json", "d", "--key-file", key], 2, "give it: --target-key-file FILE"),
-        (["sealed.json", "d", "--target-key-file", key], 2, "give it: --key-file FILE"),
+        (["sealed.json", "d", "--target-key-file", key], 2, "give it: --key-file or RESHARD_KEY"),
         (["open.json", "d", "--key-file", key, "--target-key-file", key], 2, "open.json plans is not encrypted"),
         (["open.json", "d", "--key-file", other], 4, "cannot be decrypted with this key"),
     ):  # fmt: skip
