@@ -69,7 +69,7 @@ def test_entry_points(entry: str, case: Case) -> None:
     assert "12 tensors over 4 ranks" in shown.stdout
     refused = subprocess.run([*command, "inspect", "/nonexistent"], check=False, capture_output=True, text=True)
     assert refused.returncode == 4
-    assert refused.stderr.startswith("error: /nonexistent: ")
+    assert refused.stderr.startswith("error: /nonexistent does not exist\n")
 
 
 def test_commands_are_proposed_as_they_were_called(case: Case, tmp_path: Path) -> None:

@@ -166,21 +166,21 @@ def test_where_files_are_called_otherwise(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "code", "told"),
     [
-        (["--sample", "5%"], "--sample"),
-        (["--source-strategy", "before.ckpt"], "--against SOURCE"),
-        (["--suffix", "a"], "--target-suffix"),
-        (["--rank-pattern", "r{rank}/*"], "--target-rank-pattern"),
-        (["--layout", "w=whole"], "--target-layout"),
-        (["--against", "src", "--manifest", "m.json"], "give one of them"),
-        (["--against", "src", "--sample", "0%"], "--sample"),
-        (["--against", "src", "--sample", "120%"], "--sample"),
-        (["--against", "src", "--sample", "nan"], "--sample"),
+        (["--sample", "5%"], "needs-source", "--sample"),
+        (["--source-strategy", "before.ckpt"], "needs-source", "--against SOURCE"),
+        (["--suffix", "a"], "needs-source", "--target-suffix"),
+        (["--rank-pattern", "r{rank}/*"], "needs-source", "--target-rank-pattern"),
+        (["--layout", "w=whole"], "needs-source", "--target-layout"),
+        (["--against", "src", "--manifest", "m.json"], "conflicting-options", "give one of them"),
+        (["--against", "src", "--sample", "0%"], "usage", "--sample"),
+        (["--against", "src", "--sample", "120%"], "usage", "--sample"),
+        (["--against", "src", "--sample", "nan"], "usage", "--sample"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(folder: Path, options: list[str], told: str) -> None:
-    failed(2, "usage", *TARGET, *options, places=(told,))
+def test_options_that_would_do_nothing_are_refused(folder: Path, options: list[str], code: str, told: str) -> None:
+    failed(2, code, *TARGET, *options, places=(told,))
 
 
 def test_a_budget_that_is_too_little(folder: Path) -> None:
