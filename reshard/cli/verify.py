@@ -89,17 +89,17 @@ Exits with 0 if all is as it should be, with 3 if something differs, and with 4
 if TARGET or SOURCE is incomplete or corrupt.
 
 The object of --json has the keys schema (of the meaning of these keys, 1),
-error (as other commands have it, if TARGET differs), target, against, step and
-against_step (which of several checkpoints was read: name, and which are older),
-equal, changes (in what the target is not its source: kind, which is lora,
-rules, names, cast or selection; text, tensors: how many, detail: such as the
-adapter), note (why the two are compared so), absent (blocks that no file has),
-ranks, files, tensors, copies, bytes_read, total_bytes, sample, seed, seconds,
-dropped, left_out, warnings, unchecked (what was not looked at),
-independent (how many files of TARGET the safetensors library read), and
-differences: kind (values, missing, extra, dtype, shape, text, note; file, size,
-checksum), text, tensor, side, rank, path, block (start, stop), index (in the
-whole tensor), index_in_block, count, found, expected, reference.
+target, against, step and against_step (which of several checkpoints was read:
+name, and which are older), equal, changes (in what the target is not its
+source: kind, which is lora, rules, names, cast or selection; text, tensors: how
+many, detail: such as the adapter), note (why the two are compared so), absent
+(blocks that no file has), ranks, files, tensors, copies, bytes_read,
+total_bytes, sample, seed, seconds, dropped, left_out, warnings, unchecked (what
+was not looked at), independent (how many files of TARGET the safetensors
+library read), and differences: kind (values, missing, extra, dtype, shape,
+text, note; file, size, checksum), text, tensor, side, rank, path, block (start,
+stop), index (in the whole tensor), index_in_block, count, found, expected,
+reference. If it fails, it has error: code, exit_code, message, facts, hint.
 """,
     short_help="Check a checkpoint: structure, every bit, or checksums.",
 )

@@ -226,7 +226,7 @@ class Rules:
                 f"{root} {problem}; it is not a rules file", code="not-rules",
                 facts=[f"expected the keys {HEADER} ({VERSION}), sides and rules"],
             )  # fmt: skip
-        for key in data.keys() - _KEYS:
+        for key in (key for key in data if key not in _KEYS):
             faults.add(f"$.{key}", f"is unknown; expected {names(sorted(_KEYS), most=9)}", code="unknown-key")
         sides: Any = data.get("sides")
         items: Any = data.get("rules")
@@ -388,7 +388,7 @@ def _rule(item: object, where: str, sides: tuple[str, str], faults: Faults) -> R
     parts = [] if others is None else others if isinstance(others, list) else [others]
     fused = _pattern(name, f"{where}.{sides[made]}", faults)
     patterns = [_pattern(part, f"{where}.{sides[1 - made]}", faults) for part in parts]
-    for key in options.keys() - _OPTIONS[verb] - _OF_ALL:
+    for key in (key for key in options if key not in _OPTIONS[verb] | _OF_ALL):
         expected = f"expected {names(sorted(_OPTIONS[verb] | _OF_ALL), most=9)}"
         faults.add(f"{where}.{sides[made]}.{key}", f"is unknown; {expected}", code="unknown-key")
     fields = _fields(options, f"{where}.{sides[made]}", faults)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from reshard.errors import LayoutError, names
+from reshard.errors import LayoutError
 from reshard.layout.layout import MOST_DEVICES, Layout
 
 if TYPE_CHECKING:
@@ -237,8 +237,9 @@ def _operator(
             cuts_of[label].add(cut)
     for label, parts in cuts_of.items():
         if len(parts - {1} if label in stretched else parts) > 1:
+            numbers = " and ".join(map(str, sorted(parts)))
             raise LayoutError(
-                f"strategy {strategies} of {kind} cuts dimension {label} into both {names(sorted(parts))} parts",
+                f"strategy {strategies} of {kind} cuts dimension {label} into {numbers} parts",
                 code="inputs-disagree",
             )
     dims = [

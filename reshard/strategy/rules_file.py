@@ -77,7 +77,7 @@ def strategy_from_file(
     options = {key: top.pop(key) for key in OPTIONS & top.keys()}
     kinds = [{"mesh", "rules"}, {"devices", "operators"}]
     kind = next((keys for keys in kinds if keys & top.keys()), kinds[0])
-    for key in top.keys() - kind:
+    for key in (key for key in top if key not in kind):
         faults.add(
             f"$.{key}",
             f"is unknown; expected {names(sorted(kind))}, and perhaps {names(sorted(OPTIONS), most=9)}",

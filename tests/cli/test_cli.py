@@ -275,14 +275,14 @@ def test_no_command_is_proposed_where_its_path_means_two_checkpoints(case: Case,
     assert "4 ckpt files, 4 ranks (0-3)" in done("inspect", tmp_path, *third).stdout
     refused = call("inspect", tmp_path)
     assert refused.exit_code == 4
-    assert "choose with --suffix\n" in refused.stderr
+    assert "choose one with --suffix\n" in refused.stderr
 
 
 def test_formats_side_by_side_are_told_apart_by_a_suffix_that_is_named(case: Case, tmp_path: Path) -> None:
     for format in ("ckpt", "safetensors"):
         done("transform", case.source, tmp_path, *case.strategies, "--format", format)
     refused = call("inspect", tmp_path)
-    assert refused.stderr.endswith("expected one; choose with --suffix .safetensors\n")
+    assert refused.stderr.endswith("choose one with --suffix .safetensors\n")
     assert "safetensors" in done("inspect", tmp_path, "--suffix", ".safetensors").stdout
 
 
@@ -318,7 +318,7 @@ def test_names_from_a_file(case: Case, tmp_path: Path) -> None:
         ('{"a": 1, "b": null, "c": "d", "c": "e"}', "has 3 faults"),
         ('{"net.layer1.bias": "x", "net.layer2.bias": "x"}', "is given to net.layer1.bias, net.layer2.bias"),
         ('{"gone": "x"}', "name 'gone': matches no tensor"),
-        (None, "cannot be read: No such file"),
+        (None, "names.json does not exist"),
     ],
 )
 def test_name_maps_that_are_none(case: Case, tmp_path: Path, content: str | None, told: str) -> None:

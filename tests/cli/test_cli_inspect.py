@@ -178,7 +178,7 @@ def test_rows_are_sorted_and_chosen_in_each_form(case: Case) -> None:
         assert places == sorted(places)
         refused = call("inspect", case.source, *more, "--match", "moment.*")
         assert refused.exit_code == 2
-        assert "'moment.*': matches no tensor; nearest is 'momentum'" in refused.stderr
+        assert "'moment.*' matches no tensor; nearest is 'momentum'" in refused.stderr
 
 
 def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> None:

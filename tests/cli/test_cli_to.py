@@ -154,16 +154,16 @@ def test_options_of_other_formats_are_refused_by_name(case: Case, tmp_path: Path
 
 
 def test_what_contradicts_is_refused(case: Case, dst: Path, tmp_path: Path) -> None:
-    for words in (
-        ["--to", "hf", "--format", "ckpt"],
-        ["--to", "hf", "--style", "mindspore"],
-        ["--format", "ckpt", "--style", "mindspore"],
-        ["--same-ranks"],
-        ["--to", "ckpt", "--same-ranks", "--via-zarr", "store"],
+    for code, *words in (
+        ["conflicting-options", "--to", "hf", "--format", "ckpt"],
+        ["conflicting-options", "--to", "hf", "--style", "mindspore"],
+        ["option-of-another-format", "--format", "ckpt", "--style", "mindspore"],
+        ["needs-format", "--same-ranks"],
+        ["conflicting-options", "--to", "ckpt", "--same-ranks", "--via-zarr", "store"],
     ):
-        failed(2, "usage", "convert", dst, tmp_path / "out", *words)
+        failed(2, code, "convert", dst, tmp_path / "out", *words)
     cut = ["--target-strategy", case.target_strategy]
-    failed(2, "usage", "convert", dst, tmp_path / "x.ckpt", *cut, places=("--target-strategy", "x.ckpt"))
+    failed(2, "one-file", "convert", dst, tmp_path / "x.ckpt", *cut, places=("--target-strategy", "x.ckpt"))
     failed(2, "wrong-extension", "convert", dst, tmp_path / "x.ckpt", "--to", "safetensors", places=("x.ckpt",))
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
 
@@ -212,7 +212,7 @@ def test_errors_are_json_too(case: Case, dst: Path, tmp_path: Path) -> None:
         (["convert", dst, "x", "--to", "hf", "--ranks", "0"], 2, "option-of-another-format"),
         (["convert", dst], 2, "usage"),
         (["convert", dst, "x", "--nothing"], 2, "usage"),
-        (["inspect", dst, "--csv"], 2, "usage"),
+        (["inspect", dst, "--csv"], 2, "conflicting-options"),
         (["strategy", "diff", case.source_strategy, case.target_strategy], 3, "other-strategy"),
         (["verify", broken, "--against", dst], 3, "different"),
     ):

@@ -93,7 +93,7 @@ def test_versions_are_of_what_it_is_built_on() -> None:
 
 
 def test_verbose_alone_is_refused() -> None:
-    failed(2, "usage", "--verbose", "demo", places=("--version",))
+    failed(2, "missing-option", "--verbose", "demo", places=("--version",))
 
 
 BASH = """
