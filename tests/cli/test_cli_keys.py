@@ -223,37 +223,37 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "exit_code", "code", "said"),
     [
-        ("inspect SEALED", 4, "open it with its key: --key-file FILE"),
-        ("inspect SEALED --key-file OTHER", 4, "the key is wrong, or the file was changed"),
-        ("inspect PLAIN --key-file KEY", 4, "leave out the key: --key-file or RESHARD_KEY"),
-        ("inspect SEALED --key-file nothing", 2, "cannot read key file nothing: No such file or directory"),
-        ("inspect SEALED --key-file .", 2, "cannot read key file .: Is a directory"),
-        ("inspect SEALED --key-file SHORT", 2, "openssl rand 32"),
-        ("inspect SM4 --key-file OTHER", 2, "the key has 32 bytes; SM4-CBC takes 16"),
-        ("verify SEALED", 2, "its key: --target-key-file"),
-        ("verify SEALED --key-file KEY", 2, "its key: --target-key-file"),
-        ("verify SEALED --target-key-file OTHER", 4, "cannot be decrypted with this key"),
-        ("verify SEALED --against PLAIN", 4, "open it with its key: --target-key-file FILE"),
-        ("verify PLAIN --against SEALED", 4, "open it with its key: --key-file FILE"),
-        ("verify PLAIN --target-key-file KEY", 4, "leave out the key: --target-key-file or RESHARD_TARGET_KEY"),
-        ("verify SEALED --target-key-file KEY --deduplicated --key-file KEY", 2, "RESHARD_KEY is only for"),
-        ("verify SEALED --target-key-file KEY --write-manifest m", 2, "a manifest is of files that are not encrypted"),
-        ("verify PLAIN --key-file KEY --write-manifest m", 2, "a manifest is of files that are not encrypted"),
-        ("verify SEALED --write-manifest m", 2, "sealed is encrypted"),
-        ("convert PLAIN x --format safetensors --target-key-file KEY", 2, "choose format ckpt, or leave --target"),
-        ("unify PLAIN x --key-file KEY", 4, "is not encrypted"),
-        ("convert SEALED x --format ckpt", 4, "open it with its key: --key-file FILE"),
-        ("convert PLAIN x --format ckpt --encryption AES-GCM", 2, "add --target-key-file FILE"),
-        ("convert PLAIN x --format ckpt --target-key-file OTHER --encryption SM4-CBC", 2, "SM4-CBC takes 16"),
-        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "and x is encrypted"),
-        ("plan PLAIN --style huggingface --target-key-file KEY", 2, "choose format ckpt, or leave --target"),
+        ("inspect SEALED", 4, "encrypted", "open it with its key: --key-file FILE"),
+        ("inspect SEALED --key-file OTHER", 4, "wrong-key", "the key is wrong, or the file was changed"),
+        ("inspect PLAIN --key-file KEY", 4, "not-encrypted", "leave out the key: --key-file or RESHARD_KEY"),
+        ("inspect SEALED --key-file nothing", 2, "bad-key", "cannot read key file nothing: No such file or directory"),
+        ("inspect SEALED --key-file .", 2, "bad-key", "cannot read key file .: Is a directory"),
+        ("inspect SEALED --key-file SHORT", 2, "bad-key", "openssl rand 32"),
+        ("inspect SM4 --key-file OTHER", 2, "bad-key", "the key has 32 bytes; SM4-CBC takes 16"),
+        ("verify SEALED", 2, "no-key", "its key: --target-key-file"),
+        ("verify SEALED --key-file KEY", 2, "no-key", "its key: --target-key-file"),
+        ("verify SEALED --target-key-file OTHER", 4, "wrong-key", "cannot be decrypted with this key"),
+        ("verify SEALED --against PLAIN", 4, "encrypted", "open it with its key: --target-key-file FILE"),
+        ("verify PLAIN --against SEALED", 4, "encrypted", "open it with its key: --key-file FILE"),
+        ("verify PLAIN --target-key-file KEY", 4, "not-encrypted", "leave out the key: --target-key-file"),
+        ("verify SEALED --target-key-file KEY --deduplicated --key-file KEY", 2, "needs-source", "RESHARD_KEY"),
+        ("verify SEALED --target-key-file KEY --write-manifest m", 2, "not-encryptable", "a manifest is of files"),
+        ("verify PLAIN --key-file KEY --write-manifest m", 2, "not-encryptable", "a manifest is of files"),
+        ("verify SEALED --write-manifest m", 2, "encrypted", "sealed is encrypted"),
+        ("convert PLAIN x --format safetensors --target-key-file KEY", 2, "not-encryptable", "choose format ckpt"),
+        ("unify PLAIN x --key-file KEY", 4, "not-encrypted", "is not encrypted"),
+        ("convert SEALED x --format ckpt", 4, "encrypted", "open it with its key: --key-file FILE"),
+        ("convert PLAIN x --format ckpt --encryption AES-GCM", 2, "no-key", "add --target-key-file FILE"),
+        ("convert PLAIN x --format ckpt --target-key-file OTHER --encryption SM4-CBC", 2, "bad-key", "takes 16"),
+        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "no-manifest", "x is encrypted"),
+        ("plan PLAIN --style huggingface --target-key-file KEY", 2, "not-encryptable", "choose format ckpt"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(
     case: Case, tmp_path: Path, sealed: Path, plain: Path, key: Path, other: Path,
-    monkeypatch: pytest.MonkeyPatch, words: str, code: int, said: str,
+    monkeypatch: pytest.MonkeyPatch, words: str, exit_code: int, code: str, said: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short").write_bytes(b"secret words")
@@ -264,9 +264,7 @@ def test_what_is_wrong_is_one_sentence(
         done("transform", case.source, names["SM4"], *case.strategies, *sm4)
     before = tree(tmp_path)
     command = [str(names.get(word, word)) for word in words.split()]
-    result = call(*command)
-    assert result.exit_code == code, result.output
-    assert said in result.stderr
+    result = failed(exit_code, code, *command, places=(said,))
     assert "secret words" not in result.output
     assert tree(tmp_path) == before
 
