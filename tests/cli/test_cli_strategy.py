@@ -378,8 +378,8 @@ def test_check_tells_all_faults_at_once(real: Path, tmp_path: Path) -> None:
     for message in (
         "tensor 'net.layer2.weight': dimension 0 of size 32 does not divide into 3",
         "tensor 'net.layer3.bias': the tensor has 1 dimensions",
-        "tensor 'net.layer9.weight': is in the strategy and not in the files",
-        "tensor 'net.layer1.weight': is in the files and not in the strategy",
+        "tensor 'net.layer9.weight': is in the strategy, not in the files",
+        "tensor 'net.layer1.weight': is in the files, not in the strategy",
     ):
         assert message in result.stderr
 
@@ -389,9 +389,9 @@ def test_check_tells_of_shapes_and_optimizer_states(real: Path, tmp_path: Path) 
     shapes = {name: t.spec.shape for name, t in opened.tensors.items() if t.listed}
     weights = {name: shape for name, shape in shapes.items() if not name.startswith("moments")}
     warnings = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened._record)
-    assert warnings[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy and not in the files"
-    assert "tensor 'moments.net.layer1.bias' is in the files and not in the strategy" in warnings
-    with pytest.raises(reshard.ReshardError, match=r"'net.layer1.bias': is of shape \[32\]; the strategy says \[64\]"):
+    assert warnings[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy, not in the files"
+    assert "tensor 'moments.net.layer1.bias' is in the files, not in the strategy" in warnings
+    with pytest.raises(reshard.ReshardError, match=r"'net.layer1.bias': has shape \[32\]; the strategy says \[64\]"):
         check(Strategy.from_rules({**shapes, "net.layer1.bias": (64,)}, {"dp": 2}, {}), opened._record)
 
 
@@ -399,7 +399,7 @@ def test_check_against_one_file_of_whole_tensors(real: Path, tmp_path: Path) -> 
     done("transform", *source(real), tmp_path / "whole")
     file = next((tmp_path / "whole" / "rank_0").iterdir())
     result = done("strategy", "check", real / "tut_dst4_opt" / "strategy_0.ckpt", file)
-    assert "'global_step' is in the files and not in the strategy" in result.stderr
+    assert "'global_step' is in the files, not in the strategy" in result.stderr
 
 
 @pytest.mark.parametrize("kind", ["set", "checkpoint 2.0", "zarr"])
