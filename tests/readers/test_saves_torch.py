@@ -101,14 +101,16 @@ np.savez(f"{sys.argv[1]}/full.npz", **bits)
 
 
 def test_every_placement_and_every_dtype(tmp_path: Path) -> None:
-    subprocess.run([PYTHON, "-c", SAVED, str(tmp_path)], check=True, timeout=300, capture_output=True)
-    full = dict(np.load(tmp_path / "full.npz"))
-    found = reshard.open(tmp_path)
+    source = tmp_path / "source"
+    source.mkdir()
+    subprocess.run([PYTHON, "-c", SAVED, str(source)], check=True, timeout=300, capture_output=True)
+    full = dict(np.load(source / "full.npz"))
+    found = reshard.open(source)
     assert not found.unreadable
     assert set(found) == {*full, "extra_state.rng.cpu"}
     for name, bits in full.items():
         assert found[name].compute().tobytes() == bits.tobytes(), name
-    whole = reshard.open(tmp_path / "plain.pt")
+    whole = reshard.open(source / "plain.pt")
     assert set(whole) == {name.removeprefix("plain.") for name in full if name.startswith("plain.")}
     for name in whole:
         assert whole[name].compute().tobytes() == full[f"plain.{name}"].tobytes(), name
