@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from checkpoints import tree, write_file
 from commands import call, done
-from remotes import FULL, bucket, get, root, server
+from remotes import FULL, get
 
 import reshard
 from reshard import ZarrGroup
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.plan.plan import Plan
-
-__all__ = ["bucket", "root", "server"]  # fixtures, for pytest to find
 
 LOG = "00000001-abcdef12.jsonl"
 MADE = "made-00ff.json"

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import assert_equal, numbers, tree, write_file, write_ranks
 from commands import call, done
 from refusals import refused
-from remotes import bucket, get, put, root, server
+from remotes import get, put
 
 import reshard
 from reshard import Layout, Strategy
@@ -17,8 +17,6 @@ from reshard.errors import TargetError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-__all__ = ["bucket", "root", "server"]  # fixtures, for pytest to find
 
 FULL = numbers({"a": (8, 4), "b": (8, 8)})
 TWO = Strategy.of(dict.fromkeys(FULL, Layout.of([2], [0, -1])))

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import assert_equal, assert_rank_files, numbers, tree, write_file, write_ranks
 from commands import call, done
 from refusals import failed, refused
-from remotes import bucket, get, root, server
+from remotes import get
 
 import reshard
 from reshard import Layout, Selection, Strategy
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from faulty import Call, Faults
-
-__all__ = ["bucket", "root", "server"]  # fixtures, for pytest to find
 
 SHAPES = {"a": (8, 4), "b": (8, 8)}
 FULL = numbers(SHAPES)
